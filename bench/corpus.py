@@ -1,0 +1,172 @@
+"""The data of the benchmarks, made once under bench/.data: token Parquet files and an image-text tar."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+DATA = Path(__file__).parent / ".data"
+VOCABULARY = 128_000
+MEAN_DOCUMENT = 1000
+LONGEST_DOCUMENT = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TextCorpus:
+    """`sources` Parquet files with a list<int32> column `tokens`, zstd, pyarrow's writer defaults otherwise.
+
+    Document lengths are log-normal (sigma 1) around a mean of about 1,000 and clipped to 8,192; token ids follow
+    Zipf's law over 128,000, which compresses to about the two bytes a token that real text does. Every source has 16
+    row groups, so that up to 16 workers can share it. With `distinct` < `sources` the rest are symbolic links to the
+    first ones: enough where only memory is measured, and spares gigabytes of disk.
+    """
+
+    sources: int
+    row_group_tokens: int
+    row_groups: int = 16
+    distinct: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        return DATA / f"text-{self.sources}x{self.row_groups}x{self.row_group_tokens}"
+
+    @property
+    def paths(self) -> list[str]:
+        return [str(self.folder / f"source_{i:03d}.parquet") for i in range(self.sources)]
+
+    @property
+    def tokens(self) -> int:
+        return self.sources * self.row_groups * self.row_group_tokens
+
+    def make(self) -> TextCorpus:
+        _once(self.folder, self._write)
+        return self
+
+    def _write(self, folder: Path) -> None:
+        distinct = self.distinct or self.sources
+        for index in range(self.sources):
+            path = folder / f"source_{index:03d}.parquet"
+            if index >= distinct:
+                path.symlink_to(f"source_{index % distinct:03d}.parquet")
+                continue
+            rng = np.random.default_rng([7, index])
+            schema = pa.schema([("tokens", pa.list_(pa.int32()))])
+            with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+                for _ in range(self.row_groups):
+                    documents = _documents(rng, self.row_group_tokens)
+                    writer.write_table(pa.table([documents], schema=schema), row_group_size=len(documents))
+
+
+TEXT_8 = TextCorpus(sources=8, row_group_tokens=524_288)
+"""2 MiB decoded a row group, 67 M tokens in all."""
+TEXT_64 = TextCorpus(sources=64, row_group_tokens=131_072)
+"""0.5 MiB decoded a row group, 134 M tokens in all."""
+
+
+def text_of(benchmark: str, sources: int) -> TextCorpus:
+    if benchmark == "memory":
+        return memory_text(sources)
+    return {8: TEXT_8, 64: TEXT_64}[sources]
+
+
+def memory_text(sources: int) -> TextCorpus:
+    """1.6 MiB decoded a row group: small for Parquet, so the memory peers need is not overstated."""
+    return TextCorpus(sources=sources, row_group_tokens=409_600, distinct=8)
+
+
+def _documents(rng: np.random.Generator, tokens: int) -> pa.ListArray:
+    lengths: list[int] = []
+    left = tokens
+    while left:
+        draw = rng.lognormal(np.log(MEAN_DOCUMENT) - 0.5, 1.0)
+        lengths.append(min(left, LONGEST_DOCUMENT, max(1, int(draw))))
+        left -= lengths[-1]
+    # Log-uniform ranks are Zipf's law with exponent 1.
+    values = np.power(np.float32(VOCABULARY), rng.random(tokens, dtype=np.float32)).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCorpus:
+    """One tar of JPEG and caption pairs sized like COYO-700M: log-normal sides around 622 x 541, aspect at most 3,
+    quality 90, smooth shapes under fine texture so that files take about the two bits a pixel of photographs."""
+
+    images: int = 1024
+
+    @property
+    def path(self) -> str:
+        return str(DATA / f"images-{self.images}" / "pairs.tar")
+
+    def make(self) -> ImageCorpus:
+        _once(Path(self.path).parent, self._write)
+        return self
+
+    def _write(self, folder: Path) -> None:
+        rng = np.random.default_rng(11)
+        with tarfile.open(folder / "pairs.tar", "w") as archive:
+            for index in range(self.images):
+                _add(archive, f"{index:06d}.jpg", _jpeg(rng))
+                _add(archive, f"{index:06d}.txt", _caption(rng).encode())
+
+
+IMAGES = ImageCorpus()
+
+
+def _jpeg(rng: np.random.Generator) -> bytes:
+    from PIL import Image
+
+    width, height = _size(rng)
+    coarse = rng.integers(0, 256, (max(2, height // 64), max(2, width // 64), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
+    # Texture comes and goes over the picture, as in photographs: sky beside grass.
+    strength = Image.fromarray(rng.integers(0, 13, (max(2, height // 96), max(2, width // 96)), dtype=np.uint8))
+    strength = np.asarray(strength.resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
+    texture = rng.standard_normal((height, width), dtype=np.float32) * strength
+    pixels: NDArray[np.uint8] = np.clip(smooth + texture[..., None], 0, 255).astype(np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def _size(rng: np.random.Generator) -> tuple[int, int]:
+    sigma = 0.45
+    while True:
+        width, height = (int(mean * rng.lognormal(-(sigma**2) / 2, sigma)) for mean in (622, 541))
+        if min(width, height) >= 200 and max(width, height) <= 3 * min(width, height):
+            return width, height
+
+
+def _caption(rng: np.random.Generator) -> str:
+    words = ("red", "old", "house", "near", "the", "river", "with", "two", "boats", "and", "a", "dog")
+    return " ".join(rng.choice(words, size=int(rng.integers(4, 24))))
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def _once(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fills the folder unless it is there: written beside it and renamed, so a stopped run leaves no half corpus."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        write(unfinished)
+        os.rename(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

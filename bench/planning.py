@@ -1,0 +1,134 @@
+"""How long it takes to plan a step, stage by stage, on one core.
+
+python -m bench.planning [--json] [--repeats N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from bench.length_tables import BYTED, GITHUB, LengthTable
+from overlord.planning.cost import TransformerCost
+from overlord.planning.dgraph import DGraph
+from overlord.planning.facts import Ints, Samples
+from overlord.planning.packing import best_fit
+from overlord.planning.place_tree import ClientPlaceTree
+from overlord.planning.strategies import plain
+from overlord.spec import Batch, Mesh
+
+T = TypeVar("T")
+
+# Milliseconds on one H200 for two Llama-8B-like blocks, forward and backward, fitted to measured times.
+H200_COST = TransformerCost(per_token=0.00460315203602369, per_length_squared=1.736619437507047e-07)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    table: LengthTable
+    context: int
+    num_samples: int
+    ranks: int
+    limit_ms: float
+
+
+SETTINGS = [
+    Setting(table, context, num_samples, ranks, limit_ms)
+    for num_samples, ranks, limit_ms in ((8_192, 512, 30.0), (65_536, 4_096, 300.0))
+    for table in (BYTED, GITHUB)
+    for context in (8_192, 131_072)
+] + [Setting(GITHUB, 8_192, 130, 4, 0.4)]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """CPU milliseconds of one core (others share the machine), the median of the repeats."""
+
+    lengths: str
+    context: int
+    samples: int
+    ranks: int
+    microbatches: int
+    membership: float
+    cost: float
+    distribute: float
+    balance: float
+    plan: float
+    total: float
+    plain: float
+    limit: float
+
+
+def measured(setting: Setting, repeats: int) -> Result:
+    lengths, batch = _step(setting)
+    place = ClientPlaceTree(Mesh(dp=setting.ranks))
+    times: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], T]) -> T:
+        begin = time.process_time()
+        out = work()
+        times.setdefault(name, []).append((time.process_time() - begin) * 1e3)
+        return out
+
+    plan = None
+    for _ in range(repeats):
+        rows = timed("membership", lambda: best_fit(lengths, batch.num_rows or 1, batch.sequence_length))
+        placed = rows >= 0
+        graph = DGraph(Samples.of_lengths(lengths[placed]), batch, place, rows[placed])
+        timed("plain", lambda: plain()(graph))  # noqa: B023 - called at once
+        graph = timed("cost", lambda: graph.cost(H200_COST))  # noqa: B023
+        graph = timed("distribute", lambda: graph.distribute("dp"))  # noqa: B023
+        graph = timed("balance", lambda: graph.balance())  # noqa: B023
+        plan = timed("plan", lambda: graph.plan())  # noqa: B023
+    assert plan is not None
+    stages = {name: round(statistics.median(values), 3) for name, values in times.items()}
+    return Result(
+        lengths=setting.table.name,
+        context=setting.context,
+        samples=len(lengths),
+        ranks=setting.ranks,
+        microbatches=len(plan.offsets) - 1,
+        total=round(sum(ms for name, ms in stages.items() if name != "plain"), 3),
+        limit=setting.limit_ms,
+        **stages,
+    )
+
+
+def _step(setting: Setting) -> tuple[Ints, Batch]:
+    """The lengths of a step of so many documents, and the batch that holds them in whole microbatches for all
+    ranks."""
+    few = setting.table.documents(8 * setting.num_samples * setting.context, setting.context, seed=0)
+    lengths = few[: setting.num_samples]
+    row = setting.context
+    num_rows = max(1, round(int(lengths.sum()) / row))
+    return lengths, Batch(tokens=num_rows * row, sequence_length=row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    results = [measured(setting, args.repeats) for setting in SETTINGS]
+    if args.json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+        return
+    print("CPU milliseconds, median; total = membership + cost + distribute + balance + plan")
+    names = list(asdict(results[0]))
+    print("  ".join(f"{name:>12}" for name in names))
+    for result in results:
+        print(
+            "  ".join(
+                f"{value:>12,}" if not isinstance(value, str) else f"{value:>12}"
+                for value in asdict(result).values()
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

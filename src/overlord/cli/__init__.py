@@ -1,0 +1,142 @@
+"""The command line. Each verb is a file; this one reads the arguments and turns what went wrong into a line and a code.
+
+Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from overlord.errors import OverlordError
+
+FAILED = 1
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return options.verb(options)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # we are leaving: another Ctrl-C would only print a traceback
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        if options.debug:
+            raise
+        sys.stderr.write(f"error: {_told(error)}\n")
+        return FAILED
+
+
+def _told(error: Exception) -> str:
+    """An error as a person should read it: what, and where in brackets."""
+    text = str(error)
+    if not isinstance(error, OverlordError):
+        text = f"{type(error).__name__}: {text} (run again with --debug to see where)"
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return f"{text} ({notes})" if notes else text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="overlord",
+        description="A data loader for training large foundation models. "
+        "A job is a Python file with `job = overlord.Job(...)`.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and leave")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(verbs)
+    _add_check(verbs)
+    _add_explain(verbs)
+    _add_run(verbs)
+    for verb in verbs.choices.values():
+        verb.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
+        verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked: the lookup searches the whole environment."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("overlord")
+        except PackageNotFoundError:
+            found = "(not installed: run from its source)"
+        sys.stdout.write(f"overlord {found}\n")
+        parser.exit()
+
+
+def _add_demo(verbs: argparse._SubParsersAction) -> None:
+    verb = verbs.add_parser("demo", help="see it work on data that this machine has, in under a minute")
+    verb.add_argument("--steps", type=_at_least(2), default=240, help="global steps to run (default: %(default)s)")
+    verb.add_argument("--dir", type=Path, help="keep the corpus and its job file here, to play with")
+
+    def call(options: argparse.Namespace) -> int:
+        from overlord.cli.demo import demo
+
+        return demo(options.steps, options.dir, options.json)
+
+    verb.set_defaults(verb=call)
+
+
+def _add_check(verbs: argparse._SubParsersAction) -> None:
+    verb = verbs.add_parser("check", help="validate a job: list its sources, plan and build its first step")
+    verb.add_argument("job", type=Path, help="a Python file with `job = overlord.Job(...)`")
+
+    def call(options: argparse.Namespace) -> int:
+        from overlord.cli.check import check
+
+        return check(options.job, options.json)
+
+    verb.set_defaults(verb=call)
+
+
+def _add_explain(verbs: argparse._SubParsersAction) -> None:
+    verb = verbs.add_parser("explain", help="show how one step was drawn and arranged, stage by stage")
+    verb.add_argument("job", type=Path, help="a Python file with `job = overlord.Job(...)`")
+    verb.add_argument("--step", type=_at_least(0), help="the step to explain (default: the first)")
+    verb.add_argument("--resume", type=Path, metavar="FILE", help="count from this saved state: quick for late steps")
+
+    def call(options: argparse.Namespace) -> int:
+        from overlord.cli.explain import explain
+
+        return explain(options.job, options.step, options.resume, options.json)
+
+    verb.set_defaults(verb=call)
+
+
+def _add_run(verbs: argparse._SubParsersAction) -> None:
+    verb = verbs.add_parser("run", help="read a job without a trainer and measure it")
+    verb.add_argument("job", type=Path, help="a Python file with `job = overlord.Job(...)`")
+    verb.add_argument("--steps", type=_at_least(1), metavar="N", help="stop after this many (default: at the end)")
+    verb.add_argument("--rank", type=_at_least(0), metavar="R", help="read one rank only (default: all)")
+    verb.add_argument("--state", type=Path, metavar="FILE", help="write the state here when it stops, also by Ctrl-C")
+    verb.add_argument("--resume", type=Path, metavar="FILE", help="go on from this state")
+
+    def call(options: argparse.Namespace) -> int:
+        from overlord.cli.run import run
+
+        return run(options.job, options.steps, options.rank, options.state, options.resume, options.json)
+
+    verb.set_defaults(verb=call)
+
+
+def _at_least(least: int):
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return number

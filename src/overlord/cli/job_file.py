@@ -1,0 +1,58 @@
+"""Job files: Python files that declare `job = overlord.Job(...)`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+import cloudpickle
+
+from overlord.errors import OverlordError, SpecError
+from overlord.spec import Job
+
+
+def load_job(path: Path) -> Job:
+    """The `job` that a file declares. The file's folder can be imported from, as if Python ran the file."""
+    if not path.is_file():
+        raise SpecError(f"there is no job file {path}; a job is a Python file with `job = overlord.Job(...)`")
+    module = _executed(path)
+    job = getattr(module, "job", None)
+    if job is None:
+        raise SpecError(f"{path} declares no `job`; it must say `job = overlord.Job(...)`")
+    if not isinstance(job, Job):
+        raise SpecError(f"`job` in {path} must be an overlord.Job, it is of type {type(job).__name__}")
+    return job
+
+
+def _executed(path: Path) -> ModuleType:
+    # The name that `import` would give: it is part of the fingerprint of a saved state, through the names of transforms.
+    name = path.stem
+    found = sys.modules.get(name)
+    if found is not None and getattr(found, "__file__", None) != str(path.resolve()):
+        raise SpecError(f"a job file cannot be called {path.name}: a module {name!r} is in use; rename the file")
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise SpecError(f"a job is a Python file, and {path} does not end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except OverlordError as error:
+        error.add_note(_place(path, error))
+        raise
+    except Exception as error:
+        raise SpecError(f"{path} raised {type(error).__name__}: {error} ({_place(path, error)})") from error
+    cloudpickle.register_pickle_by_value(module)  # worker processes cannot import it by its name
+    return module
+
+
+def _place(path: Path, error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}"
+    here = str(path.resolve())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == here]
+    return f"{path}, line {lines[-1]}" if lines else str(path)

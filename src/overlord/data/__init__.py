@@ -1,0 +1,1 @@
+"""Blocks of data: readers, transforms, chunks and collation."""

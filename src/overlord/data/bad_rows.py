@@ -1,0 +1,117 @@
+"""The bad rows of one source:
+
+counted against a budget, and listed in a quarantine file where that is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import orjson
+
+from overlord.errors import BadRowError, SpecError, StorageError
+from overlord.spec import BadRows
+
+MOST_ERROR_CHARS = 2000
+
+
+class BadRowLog:
+    """Safe to use from many threads. A row counts once, however often its chunk is computed again.
+
+    Each quarantined row is appended to the file with one write, so that several processes may share it.
+    Rows that an earlier run already listed there are not listed again.
+    """
+
+    def __init__(self, source_name: str, policy: BadRows) -> None:
+        self._source = source_name
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, int | str]] = set()
+        self._listed: set[tuple[str, int | str]] = set()
+        self._num_dropped = 0
+        self._last_error: str | None = None
+        if policy.policy == "quarantine":
+            assert policy.path is not None  # BadRows checks it
+            self._listed = self._read_back(policy.path)
+
+    @property
+    def fails(self) -> bool:
+        """The policy is to stop at the first bad row."""
+        return self._policy.policy == "fail"
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
+
+    @property
+    def last_error(self) -> str | None:
+        """File, row and error of the row dropped last."""
+        return self._last_error
+
+    def add(self, where: str, row: int, error: str) -> None:
+        """Note that row `row` of file `where` is bad. `row` -1: it is not known which."""
+        error = " ".join(error.split())[:MOST_ERROR_CHARS]
+        place = f"{where}, row {row}" if row >= 0 else where
+        if self.fails:
+            raise BadRowError(
+                f"source {self._source!r}: {place}: {error}; on_bad_row='skip' drops such rows and counts them"
+            )
+        with self._lock:
+            key = (where, row if row >= 0 else error)
+            if key in self._seen:
+                return
+            self._seen.add(key)
+            self._num_dropped += 1
+            self._last_error = f"{place}: {error}"
+            if self._policy.policy == "quarantine" and key not in self._listed:
+                self._append({"source": self._source, "file": where, "row": row, "error": error})
+            if self._num_dropped > self._policy.budget:
+                raise BadRowError(
+                    f"source {self._source!r}: {self._num_dropped} bad rows are more than its budget of "
+                    f"{self._policy.budget}; the last is {self._last_error}. Repair the data or raise BadRows(budget=)"
+                )
+
+    def _append(self, entry: dict[str, str | int]) -> None:
+        assert self._policy.path is not None
+        self._write(self._policy.path, orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+
+    @staticmethod
+    def _write(path: str, line: bytes) -> None:
+        try:
+            # Opened each time: bad rows are rare, and a log that holds no file can be dropped without closing.
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                written = os.write(file, line)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise StorageError(
+                f"cannot add to the quarantine file {path}: {error.strerror}; make room or name another"
+            ) from error
+        if written != len(line):
+            raise StorageError(f"the quarantine file {path} took {written} of {len(line)} bytes; is its disk full?")
+
+    def _read_back(self, path: str) -> set[tuple[str, int | str]]:
+        """The rows of this source that the file lists already; also shows that the file can be written."""
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
+            with open(path, "rb") as file:
+                content = file.read()
+        except OSError as error:
+            raise SpecError(
+                f"source {self._source!r}: the quarantine file {path} cannot be written: {error.strerror}; "
+                "name a file in a folder that exists"
+            ) from error
+        if content and not content.endswith(b"\n"):
+            self._write(path, b"\n")  # a line cut short by a crash must not spoil the next one
+        entries: set[tuple[str, int | str]] = set()
+        for line in content.splitlines():
+            try:
+                entry = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(entry, dict) and entry.get("source") == self._source:
+                row = entry.get("row", -1)
+                entries.add((entry.get("file", ""), row if row >= 0 else entry.get("error", "")))
+        return entries

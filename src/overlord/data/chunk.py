@@ -1,0 +1,140 @@
+"""A chunk in memory: decoded rows, the order they come in, and the facts that planning sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from overlord.planning.facts import ChunkFacts, Ints
+from overlord.spec import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where the rows of a chunk were read from, by their number in reading order."""
+
+    units: tuple[Unit, ...]
+    first: Ints
+    """The number of each unit's first row."""
+    row_numbers: tuple[NDArray[np.int64] | None, ...]
+
+    def where(self, number: int) -> tuple[str, int]:
+        """(file or unit, row in it); row -1 where a transform lost track."""
+        if number < 0:
+            names = ", ".join(str(unit) for unit in self.units[:3])
+            return (names, -1)
+        index = int(np.searchsorted(self.first, number, side="right")) - 1
+        row = number - int(self.first[index])
+        numbers = self.row_numbers[index]
+        return str(self.units[index]), row if numbers is None else int(numbers[row])
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Row r of the chunk is the tokens `values[begin[r]:end[r]]`, part of the document that ends at `document_end[r]`.
+
+    `table_row[r]` is the row of `table` it came from, and `origin` gives, for each row of the table, its number among the
+    rows that were read (-1 where a transform lost track of it).
+    """
+
+    facts: ChunkFacts
+    table: pa.Table
+    table_row: Ints
+    origin: Ints
+    lineage: Lineage
+    values: NDArray[np.integer] | None = None
+    begin: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    end: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    document_end: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    mask: NDArray[np.integer] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        per_row = self.table_row.nbytes + self.origin.nbytes + self.begin.nbytes * 3 + self.facts.tokens.nbytes * 2
+        sizes = sum(column.nbytes for column in self.facts.sizes.values())
+        return table_bytes(self.table) + per_row + sizes
+
+    def where(self, table_row: int) -> tuple[str, int]:
+        """The unit and the row in it that a row of the table was read from."""
+        return self.lineage.where(int(self.origin[table_row]))
+
+    def count_loss(self, row: int, start: int, stop: int) -> int:
+        """Loss tokens in the tokens [start, stop) of a row."""
+        begin = int(self.begin[row]) + start
+        end = min(int(self.begin[row]) + stop + 1, int(self.document_end[row]))
+        if self.mask is None:
+            return max(end - begin - 1, 0)
+        return int(np.count_nonzero(self.mask[begin + 1 : end]))
+
+
+def table_bytes(table: pa.Table) -> int:
+    """Memory that a table holds. Views into memory-mapped files count for the views, not for what they show."""
+    total = 0
+    for column in table.columns:
+        for array in column.chunks:
+            if array.type in (pa.binary_view(), pa.string_view()):
+                total += 16 * len(array)
+            else:
+                total += array.get_total_buffer_size()
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """The token column of a table: document i is `values[offsets[i]:offsets[i] + lengths[i]]`."""
+
+    values: NDArray[np.integer]
+    offsets: Ints
+    lengths: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How documents were turned into rows by the long-document policy, in reading order."""
+
+    document: Ints
+    start: Ints
+    stop: Ints
+    document_end: Ints
+    """Where the document counts as ended, relative to its beginning: its length, or the cut where it was truncated."""
+    counts: Mapping[str, int]
+
+
+def rows_of(lengths: Ints, policy: str, most: int) -> Rows:
+    """Documents as rows of at most `most` tokens. Empty documents are left out and counted; `fail` is the caller's."""
+    index = np.flatnonzero(lengths > 0)
+    counts = {"empty": len(lengths) - len(index)}
+    long = lengths > most
+    num_long = int(np.count_nonzero(long))
+    if num_long == 0:
+        kept = lengths[index]
+        return Rows(index, np.zeros(len(index), np.int64), kept, kept, counts)
+    if policy == "split":
+        counts["split"] = num_long
+        pieces = -(-lengths[index] // most)
+        document = np.repeat(index, pieces)
+        first = np.cumsum(pieces) - pieces
+        start = (np.arange(len(document)) - np.repeat(first, pieces)) * most
+        end = lengths[document]
+        return Rows(document, start, np.minimum(start + most, end), end, counts)
+    if policy == "truncate":
+        counts["truncated"] = num_long
+        stop = np.minimum(lengths[index], most)
+        return Rows(index, np.zeros(len(index), np.int64), stop, stop, counts)
+    counts["dropped"] = num_long
+    index = index[~long[index]]
+    kept = lengths[index]
+    return Rows(index, np.zeros(len(index), np.int64), kept, kept, counts)
+
+
+def loss_tokens(begin: Ints, end: Ints, document_end: Ints, mask: NDArray[np.integer] | None) -> Ints:
+    """Loss tokens of each row: tokens that have a successor in their document, less those whose successor is masked."""
+    last = np.minimum(end + 1, document_end)
+    if mask is None:
+        return np.maximum(last - begin - 1, 0)
+    counted = np.concatenate([[0], np.cumsum(mask != 0)])
+    return np.maximum(counted[last] - counted[np.minimum(begin + 1, last)], 0)

@@ -1,0 +1,283 @@
+"""From planned samples to the arrays of one microbatch.
+
+Both layouts share one picture: documents lie at `starts` in a flat run of token places, and whatever no
+document covers is padding. `packed` (thd) leaves the run flat; `padded` (bshd) folds it into rows of one
+document each. A packed batch holds, for `num_tokens` places in `num_rows` rows of equal length (or in one
+row of any length):
+
+    tokens             int32 [num_tokens]     pad_token on padding
+    labels             int64 [num_tokens]     the token to predict; -100 where there is no loss
+    loss_mask          bool  [num_tokens]     labels != -100
+    position_ids       int32 [num_tokens]     from 0 in each segment
+    cu_seqlens         int32 [segments + 1]   ends of the segments that attention must not cross, from 0
+    cu_seqlens_padded  int32 [segments + 1]   only with document_multiple > 1, see below
+    max_seqlen         int                    the longest segment, its padding included
+    num_documents, num_rows, num_tokens       int
+    document_starts    int32 [num_documents]  the place of each document's first token
+    document_lengths   int32 [num_documents]  its tokens, without padding; 0 for samples without text
+    images             uint8 [n, h, w, c]     or a list of [h, w, c] where sizes differ; if there are any
+    image_document     int32 [n]              the document each image belongs to
+    ...                Arrow arrays           the columns asked for, one entry per document
+
+A padded batch has tokens, labels, loss_mask and position_ids as [num_rows, width], `attention_mask` (bool)
+of that shape, true on tokens, and no cu_seqlens.
+
+Documents, and with them columns, are numbered in the plan's order. Segments are documents and padding in
+order of place. The places after the last document of a row are segments of their own, cut so short that an
+empty row never takes the time of a long document; hence cu_seqlens ends at num_tokens, as varlen kernels
+want.
+
+With document_multiple > 1 the two arrays follow Transformer Engine and Megatron: cu_seqlens sums real
+lengths (padding segments count 0), cu_seqlens_padded has the places where segments begin and end. A kernel
+that takes one array gets cu_seqlens_padded: padding comes after a document's tokens, where causal attention
+does not look. Without a multiple, a second array would only send Transformer Engine down a slower path, so
+there is none.
+
+Positions of a cut document's later piece start at 0 again, because attention does not see the earlier
+piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlord.data.payload import Payload
+from overlord.errors import DataError, SpecError
+from overlord.planning.facts import Ints
+from overlord.planning.plan import MicroPlan
+from overlord.spec import Batch
+
+Fields: TypeAlias = dict[str, Any]
+"""The fields of a microbatch by name; their types are listed at the top of this file."""
+
+NO_LOSS = -100
+"""The label that torch's cross_entropy ignores unless told otherwise."""
+
+PADDING_SEGMENT = 512
+"""The longest run of row padding that attends to itself: attention is a small part of its cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where everything lies. `order` lists the documents that have text, by place."""
+
+    starts: Ints
+    lengths: Ints
+    order: Ints
+    bounds: Ints
+    """Where segments begin, and the end of the last one."""
+    gaps: Ints
+    """How many places lie uncovered before each document of `order`, and after the last one."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.bounds[-1])
+
+
+def collate(micro: MicroPlan, payload: Payload, batch: Batch) -> Fields:
+    """The whole microbatch, as one data-parallel group sees it: not yet sliced for context-parallel ranks."""
+    _check_payload(micro, payload)
+    packed = batch.layout == "packed"
+    layout = _packed_layout(micro, batch.document_multiple) if packed else _padded_layout(micro, batch)
+    filler = np.full(layout.gaps.max(), batch.pad_token, np.int32)
+    tokens = np.concatenate(_pieces(layout, payload.tokens, filler), dtype=np.int32, casting="same_kind")
+    labels = _labels(layout, tokens, payload)
+    fields: Fields = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": labels != NO_LOSS,
+        "position_ids": _position_ids(layout),
+        "max_seqlen": int(np.diff(layout.bounds).max(initial=0)),
+        "num_documents": len(layout.starts),
+        "num_rows": micro.num_rows if micro.row_tokens or not packed else 1,
+        "num_tokens": layout.num_tokens,
+        "document_starts": layout.starts.astype(np.int32),
+        "document_lengths": layout.lengths.astype(np.int32),
+    }
+    fields |= _cu_seqlens(layout, batch.document_multiple) if packed else _folded(layout, fields, micro.row)
+    if payload.images is not None:
+        fields |= _images(payload.images)
+    taken = fields.keys() & payload.columns.keys()
+    if taken:
+        raise SpecError(
+            f"Batch.columns asks for {sorted(taken)}, but a batch has fields of that name; rename the column "
+            "in a transform"
+        )
+    return fields | dict(payload.columns)
+
+
+def _check_payload(micro: MicroPlan, payload: Payload) -> None:
+    samples = micro.samples
+    given = [len(document) for document in payload.tokens]
+    planned = samples.tokens.tolist()
+    if len(given) != len(planned):
+        raise DataError(f"the plan has {len(planned)} samples, the payload {len(given)}")
+    if given == planned:
+        return
+    i = next(i for i, (a, b) in enumerate(zip(given, planned, strict=True)) if a != b)
+    raise DataError(
+        f"row {samples.row[i]} of chunk {samples.chunk[i]} of source "
+        f"{samples.source_names[samples.source[i]]!r} was planned with {planned[i]} tokens and came with "
+        f"{given[i]}: reading it twice gave two results; make the source and its transform deterministic"
+    )
+
+
+def _packed_layout(micro: MicroPlan, multiple: int) -> _Layout:
+    lengths, row_tokens = micro.samples.tokens, micro.row_tokens
+    spans = lengths if multiple == 1 else -(-lengths // multiple) * multiple
+    rows = micro.row if row_tokens else np.zeros_like(lengths)
+    num_rows = micro.num_rows if row_tokens else 1
+    used = np.bincount(rows, spans, num_rows).astype(np.int64)
+    _check_rows(used, num_rows, row_tokens)
+    row_starts = np.arange(num_rows) * row_tokens
+    order = np.argsort(rows, kind="stable")
+    starts = np.empty_like(lengths)
+    starts[order] = np.cumsum(spans[order]) - spans[order]
+    starts += (row_starts - (np.cumsum(used) - used))[rows]
+    total = num_rows * row_tokens if row_tokens else int(used[0])
+    order = order[lengths[order] > 0]
+    return _Layout(
+        starts=starts,
+        lengths=lengths,
+        order=order,
+        bounds=_bounds(starts[order], row_starts + used, row_tokens, total, multiple),
+        gaps=_gaps(starts[order], lengths[order], total),
+    )
+
+
+def _check_rows(used: Ints, num_rows: int, row_tokens: int) -> None:
+    if len(used) > num_rows:
+        raise SpecError(f"the strategy put a document in row {len(used) - 1} of a microbatch of {num_rows} rows")
+    if row_tokens and used.max(initial=0) > row_tokens:
+        raise SpecError(
+            f"the strategy put {used.max()} tokens, padding to document_multiple included, in row "
+            f"{used.argmax()} of a microbatch whose rows hold {row_tokens}"
+        )
+
+
+def _bounds(starts: Ints, row_ends: Ints, row_tokens: int, total: int, multiple: int) -> Ints:
+    """Segments begin at documents and, after a row's last one, every PADDING_SEGMENT places up to its end."""
+    if not row_tokens:
+        return np.append(starts, total)
+    piece = -(-PADDING_SEGMENT // multiple) * multiple
+    limits = np.arange(1, len(row_ends) + 1) * row_tokens
+    padding = [
+        place
+        for begin, end in zip(row_ends.tolist(), limits.tolist(), strict=True)
+        for place in range(begin, end, piece)
+    ]
+    return np.sort(np.concatenate([starts, np.array([*padding, total], np.int64)]))
+
+
+def _gaps(starts: Ints, lengths: Ints, total: int) -> Ints:
+    gaps = np.append(starts, total)
+    gaps[1:] -= starts + lengths
+    return gaps
+
+
+def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
+    lengths, rows = micro.samples.tokens, micro.row
+    if len(np.unique(rows)) != len(rows):
+        raise SpecError(
+            "layout='padded' holds one document a row, but the strategy put several in one row; use 'packed'"
+        )
+    longest, multiple = int(lengths.max(initial=0)), batch.document_multiple
+    width = micro.row_tokens or -(-longest // multiple) * multiple
+    used = np.bincount(rows, lengths, micro.num_rows).astype(np.int64)
+    _check_rows(used, micro.num_rows, micro.row_tokens)
+    starts = rows * width
+    order = np.argsort(rows, kind="stable")
+    order = order[lengths[order] > 0]
+    return _Layout(
+        starts=starts,
+        lengths=lengths,
+        order=order,
+        bounds=np.arange(micro.num_rows + 1) * width,
+        gaps=_gaps(starts[order], lengths[order], micro.num_rows * width),
+    )
+
+
+def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], filler: NDArray[Any]) -> list[NDArray[Any]]:
+    """What to put one after the other: each document at its place, filler in between."""
+    pieces = [filler[:0]]
+    # A loop over documents, not tokens: it only collects views for the copy.
+    for gap, i in zip(layout.gaps.tolist(), [*layout.order.tolist(), None], strict=True):
+        if gap:
+            pieces.append(filler[:gap])
+        if i is not None:
+            pieces.append(documents[i])
+    return pieces
+
+
+def _labels(layout: _Layout, tokens: NDArray[np.int32], payload: Payload) -> NDArray[np.int64]:
+    labels = np.empty(len(tokens), np.int64)
+    labels[:-1] = tokens[1:]
+    order = layout.order
+    following = payload.following[order]
+    ends = layout.starts[order] + layout.lengths[order]
+    labels[ends - 1] = np.where(following < 0, NO_LOSS, following)
+    for begin, gap in zip([0, *ends.tolist()], layout.gaps.tolist(), strict=True):
+        if gap:
+            labels[begin : begin + gap] = NO_LOSS
+    if payload.loss_masks is not None:
+        np.copyto(labels, NO_LOSS, where=_unwanted(layout, payload.loss_masks))
+    for i in payload.ignored:
+        labels[layout.starts[i] : layout.starts[i] + layout.lengths[i]] = NO_LOSS
+    return labels
+
+
+def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> NDArray[np.bool_]:
+    """Where loss masks forbid loss. Entry t of a mask is about predicting token t, so about place t - 1."""
+    ones = np.ones(max(layout.lengths.max(initial=0) + 1, layout.gaps.max()), np.bool_)
+    shifted = []
+    for i, (mask, n) in enumerate(zip(masks, layout.lengths.tolist(), strict=True)):
+        if mask is None:
+            mask = ones[: n + 1]
+        elif n and len(mask) != n + 1:
+            raise DataError(
+                f"sample {i} of the microbatch has {n} tokens, so its loss mask needs {n + 1} entries (the "
+                f"last for the token that follows), not {len(mask)}"
+            )
+        shifted.append(mask[1:])
+    return np.concatenate(_pieces(layout, shifted, ones)) == 0
+
+
+def _position_ids(layout: _Layout) -> NDArray[np.int32]:
+    places = np.arange(layout.num_tokens, dtype=np.int32)
+    places -= np.repeat(layout.bounds[:-1].astype(np.int32), np.diff(layout.bounds))
+    return places
+
+
+def _cu_seqlens(layout: _Layout, multiple: int) -> Fields:
+    bounds = layout.bounds.astype(np.int32)
+    if multiple == 1:
+        return {"cu_seqlens": bounds}
+    real = np.zeros(len(bounds), np.int32)
+    real[np.searchsorted(layout.bounds, layout.starts[layout.order]) + 1] = layout.lengths[layout.order]
+    return {"cu_seqlens": np.cumsum(real, dtype=np.int32), "cu_seqlens_padded": bounds}
+
+
+def _folded(layout: _Layout, fields: Fields, rows: Ints) -> Fields:
+    num_rows = len(layout.bounds) - 1
+    width = layout.num_tokens // num_rows
+    lengths = np.zeros((num_rows, 1), np.int32)
+    lengths[rows, 0] = layout.lengths
+    folded: Fields = {
+        name: fields[name].reshape(num_rows, width) for name in ("tokens", "labels", "loss_mask", "position_ids")
+    }
+    return folded | {"attention_mask": folded["position_ids"] < lengths}
+
+
+def _images(images: Sequence[Sequence[NDArray[np.uint8]]]) -> Fields:
+    flat = [image for of_document in images for image in of_document]
+    counts = [len(of_document) for of_document in images]
+    if len({image.shape for image in flat}) > 1:
+        stacked: Any = flat
+    else:
+        stacked = np.stack(flat) if flat else np.empty((0, 0, 0, 3), np.uint8)
+    return {"images": stacked, "image_document": np.repeat(np.arange(len(images), dtype=np.int32), counts)}

@@ -1,0 +1,92 @@
+"""What the first bytes of a JPEG or PNG tell, and whether its last ones are there.
+
+That is enough to plan by. Only these bytes are touched, so that a mapped file is not read from end to end.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+from overlord.errors import DataError
+
+JPEG = b"\xff\xd8\xff"
+PNG = b"\x89PNG\r\n\x1a\n"
+_END_OF_JPEG = b"\xff\xd9"
+_END_OF_PNG = b"IEND\xaeB`\x82"
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_TAIL_BYTES = 4096
+_ALONE = frozenset({0x01, *range(0xD0, 0xD8)})
+"""Markers without a length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    kind: Literal["jpeg", "png"]
+    height: int
+    width: int
+    channels: int = 3
+    bits: int = 8
+
+
+def header_of(data: memoryview) -> Header | None:
+    """The header of a JPEG or PNG, None for anything else.
+
+    A file that is damaged or cut short is a DataError.
+    """
+    if not data:
+        raise DataError("the image is empty (0 bytes)")
+    if data[: len(JPEG)] == JPEG:
+        return _jpeg(data)
+    if data[: len(PNG)] == PNG:
+        return _png(data)
+    return None
+
+
+def _jpeg(data: memoryview) -> Header:
+    place = 2
+    while True:
+        while data[place : place + 2] == b"\xff\xff":  # markers may be padded
+            place += 1
+        if place + 4 > len(data):
+            raise DataError(f"JPEG of {len(data)} bytes is cut short in its header")
+        if data[place] != 0xFF:
+            raise DataError(f"JPEG header is damaged: no marker at byte {place}")
+        marker = data[place + 1]
+        if marker in _ALONE:
+            place += 2
+            continue
+        if marker in _FRAMES:
+            break
+        if marker in (0xD9, 0xDA):
+            raise DataError(f"JPEG has no frame before byte {place}")
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    if place + 10 > len(data):
+        raise DataError(f"JPEG of {len(data)} bytes is cut short in its header")
+    bits, height, width, channels = struct.unpack_from(">BHHB", data, place + 4)
+    if height == 0 or width == 0:
+        raise DataError(f"JPEG states a size of {width} x {height}")
+    # Inside a scan 0xff is always escaped, so that this finds the end of the image and no accident.
+    if not _holds(data[place:], _END_OF_JPEG):
+        raise DataError(f"JPEG of {len(data)} bytes is cut short: no end marker")
+    return Header("jpeg", height, width, channels, bits)
+
+
+def _png(data: memoryview) -> Header:
+    if len(data) < 33 or data[12:16] != b"IHDR":
+        raise DataError(f"PNG of {len(data)} bytes is cut short in its header")
+    width, height, bits, colour = struct.unpack_from(">IIBB", data, 16)
+    if height == 0 or width == 0:
+        raise DataError(f"PNG states a size of {width} x {height}")
+    if not _holds(data, _END_OF_PNG):
+        raise DataError(f"PNG of {len(data)} bytes is cut short: no end chunk")
+    return Header("png", height, width, {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0), bits)
+
+
+def _holds(data: memoryview, mark: bytes) -> bool:
+    """Whether `mark` is in the data;
+
+    looks at the end first, since files may have something appended to them.
+    """
+    return mark in bytes(data[-_TAIL_BYTES:]) or mark in bytes(data)

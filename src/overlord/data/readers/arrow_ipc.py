@@ -1,0 +1,199 @@
+"""Arrow IPC files, IPC streams and Feather (version 2): a unit is some record batches, mapped rather than read."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.ipc
+
+from overlord.data.read_result import ReadResult
+from overlord.data.readers.file_source import FileSource
+from overlord.data.readers.ipc_blocks import (
+    CONTINUATION,
+    MAGIC,
+    Blocks,
+    batch_rows,
+    file_blocks,
+    stream_blocks,
+)
+from overlord.data.readers.schemas import checked_columns, common_schema
+from overlord.data.readers.sparse_file import SparseFile
+from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
+from overlord.errors import SourceError, SpecError
+from overlord.spec import MIB, Unit
+
+HEAD_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The record batches of a unit. Without `starts` the unit is the whole file: a remote stream, which has
+    no index, or a file with dictionaries, which its batches share."""
+
+    file_schema: pa.Schema
+    schema: pa.Schema
+    """Of the columns to read."""
+    num_bytes: int
+    """Of the whole file."""
+    starts: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    schema: pa.Schema
+    blocks: Blocks | None
+    """None where the whole file is one unit."""
+    rows: tuple[int, ...] | None
+    """Rows of each batch, where they can be known without fetching."""
+
+
+@dataclass(frozen=True)
+class ArrowIpc(FileSource):
+    """Arrow IPC files and streams, and Feather. `columns` names the columns to read, all of them unless given.
+
+    Batches of a file are joined to units of about `unit_bytes`; a batch is never cut.
+    """
+
+    columns: Sequence[str] | None = None
+    unit_bytes: int = 8 * MIB
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "columns", checked_columns(self.columns))
+        if self.unit_bytes < 1:
+            raise SpecError(f"unit_bytes must be positive, got {self.unit_bytes}")
+
+    def units(self) -> list[Unit]:
+        files = self.files()
+        indexes = map_threads(lambda file: _index(self.storage, file), files)
+        found = [(file.path, index.schema) for file, index in zip(files, indexes, strict=True)]
+        schema = common_schema(found, self.columns)
+        units: list[Unit] = []
+        for file, index in zip(files, indexes, strict=True):
+            units += _units(file, index, schema, self.unit_bytes)
+        return self._some(units)
+
+    def read(self, unit: Unit) -> pa.Table:
+        return self.read_rows(unit).table
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        detail: Batches = unit.detail
+        local = not is_remote(unit.path)
+        origin = 0 if local or not detail.starts else min(detail.starts)
+        if local or not detail.starts:
+            data = self.storage.map(unit.path, detail.num_bytes)
+        else:
+            data = self.storage.read(unit.path, origin, max(detail.stops))
+        try:
+            table = _table(data, origin, detail) if detail.starts else _whole(data)
+        except (pa.ArrowException, OSError) as error:
+            raise SourceError(f"{unit} cannot be decoded as Arrow IPC: {error}; copy or write the file again") from error
+        table = table.select(detail.schema.names).replace_schema_metadata(None)
+        return ReadResult(table, mapped=(data,) if local else ())
+
+    def identity(self) -> str:
+        columns = self.columns and list(self.columns)
+        return f"ArrowIpc({list(self.patterns)!r}, columns={columns!r}, unit_bytes={self.unit_bytes})"
+
+
+def _units(file: StoredFile, index: _Index, schema: pa.Schema, unit_bytes: int) -> list[Unit]:
+    blocks = index.blocks
+    if blocks is None:
+        return [Unit(file.path, 0, None, file.num_bytes, Batches(index.schema, schema, file.num_bytes))]
+    units: list[Unit] = []
+    first = 0
+    for last, stop in enumerate(blocks.stops, 1):
+        if stop - blocks.starts[first] < unit_bytes and last < len(blocks.stops):
+            continue
+        starts, stops = blocks.starts[first:last], blocks.stops[first:last]
+        rows = None if index.rows is None else sum(index.rows[first:last])
+        size = sum(stops) - sum(starts)
+        detail = Batches(index.schema, schema, file.num_bytes, starts, stops)
+        units.append(Unit(file.path, len(units), rows, size, detail))
+        first = last
+    return units
+
+
+def _index(storage: Storage, file: StoredFile) -> _Index:
+    try:
+        if is_remote(file.path):
+            return _remote_index(storage, file)
+        data = storage.map(file.path, file.num_bytes)
+        if data.size and data[: len(MAGIC)].to_pybytes() == MAGIC:
+            blocks, schema = _footer_index(file, data, 0)
+        else:
+            schema = _stream_schema(file, data)
+            blocks = stream_blocks(file.path, data)
+    except (pa.ArrowException, OSError, struct.error, ValueError, IndexError) as error:
+        raise SourceError(
+            f"{file.path} has an Arrow index that cannot be read: {error}; copy or write the file again"
+        ) from error
+    if blocks.has_dictionaries:
+        return _Index(schema, None, None)
+    return _Index(schema, blocks, tuple(batch_rows(data, start) for start in blocks.starts))
+
+
+def _remote_index(storage: Storage, file: StoredFile) -> _Index:
+    start = max(0, file.num_bytes - HEAD_BYTES)
+    tail = storage.read(file.path, start, file.num_bytes)
+    if file.num_bytes > len(MAGIC) and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
+        footer_bytes = int.from_bytes(tail[-10:-6].to_pybytes(), "little")
+        if footer_bytes + 10 > tail.size and footer_bytes + 10 <= file.num_bytes:
+            start = file.num_bytes - footer_bytes - 10
+            tail = storage.read(file.path, start, file.num_bytes)
+        blocks, schema = _footer_index(file, tail, start)
+        return _Index(schema, None if blocks.has_dictionaries else blocks, None)
+    head_bytes = min(file.num_bytes, HEAD_BYTES)
+    while True:
+        head = storage.read(file.path, 0, head_bytes)
+        try:
+            return _Index(_stream_schema(file, head), None, None)
+        except (pa.ArrowException, OSError):
+            if head_bytes == file.num_bytes:
+                raise
+            head_bytes = min(file.num_bytes, head_bytes * 16)
+
+
+def _footer_index(file: StoredFile, tail: pa.Buffer, start: int) -> tuple[Blocks, pa.Schema]:
+    """From the end of a file in the file format; `tail` begins at byte `start` of it."""
+    end = tail[-10:].to_pybytes()
+    footer_bytes = int.from_bytes(end[:4], "little", signed=True)
+    if end[4:] != MAGIC or not 0 < footer_bytes <= tail.size - 10:
+        raise SourceError(
+            f"{file.path} begins like an Arrow file but has no footer at its end ({file.num_bytes:,} bytes): it was cut "
+            "off; copy or write it again"
+        )
+    blocks = file_blocks(tail.slice(tail.size - 10 - footer_bytes, footer_bytes))
+    if blocks.stops and max(blocks.stops) > file.num_bytes:
+        raise SourceError(
+            f"{file.path} should have a record batch up to byte {max(blocks.stops):,}, but has only {file.num_bytes:,} "
+            "bytes: a part of it is missing; copy or write it again"
+        )
+    sparse = pa.PythonFile(SparseFile(file.num_bytes, {start: tail}), mode="r")
+    with pa.ipc.open_file(sparse) as reader:
+        return blocks, reader.schema
+
+
+def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
+    if head.size < 8 or head[:4].to_pybytes() != CONTINUATION:
+        raise SourceError(
+            f"{file.path} is neither an Arrow file nor an Arrow stream (it begins with {head[:6].to_pybytes()!r}); "
+            "Feather version 1 and streams from before Arrow 0.15 must be written again"
+        )
+    return pa.ipc.read_schema(head)
+
+
+def _table(data: pa.Buffer, origin: int, detail: Batches) -> pa.Table:
+    pieces = [data.slice(start - origin, stop - start) for start, stop in zip(detail.starts, detail.stops, strict=True)]
+    batches = [pa.ipc.read_record_batch(piece, detail.file_schema) for piece in pieces]
+    return pa.Table.from_batches(batches, detail.file_schema)
+
+
+def _whole(data: pa.Buffer) -> pa.Table:
+    is_file = data[: len(MAGIC)].to_pybytes() == MAGIC
+    with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(data)) as reader:
+        return reader.read_all()

@@ -1,0 +1,50 @@
+"""What all sources made of files share: how they are named, listed and reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from overlord.data.object_store import Retry
+from overlord.data.storage import Storage, StoredFile
+from overlord.errors import SourceError, SpecError
+from overlord.spec import Source, Unit
+
+
+@dataclass(frozen=True)
+class FileSource(Source):
+    """`paths` is one or more local paths or URLs (s3://, gs://, az://, http://, https://, file://), with
+    globs (`*`, `?`, `[ab]`, `**`) and ranges (`{000..099}`, `{a,b}`). Files are data in the order of their
+    names.
+    """
+
+    paths: str | Sequence[str]
+    storage_options: Mapping[str, str] = field(default_factory=dict, kw_only=True, repr=False)
+    """Endpoint, region and credentials of an object store, as obstore names them. Not part of the stream."""
+    retry: Retry = field(default_factory=Retry, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.paths, str):
+            object.__setattr__(self, "paths", tuple(self.paths))
+        if not self.patterns or not all(isinstance(path, str) and path for path in self.patterns):
+            raise SpecError(f"paths must be one or more paths as text, got {self.paths!r}")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(tuple(sorted(self.storage_options.items())), self.retry)
+
+    def files(self) -> tuple[StoredFile, ...]:
+        return self.storage.files(self.patterns)
+
+    def identity(self) -> str:
+        return f"{type(self).__name__}({list(self.patterns)!r})"
+
+    def _some(self, units: list[Unit]) -> list[Unit]:
+        if not units:
+            raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
+        return units

@@ -1,0 +1,158 @@
+"""Parquet: a unit is a row group. Footers are read once, when the source is listed; reading needs none of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from overlord.data.readers.file_source import FileSource
+from overlord.data.readers.schemas import checked_columns, common_schema
+from overlord.data.readers.sparse_file import SparseFile
+from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
+from overlord.errors import SourceError
+from overlord.spec import Unit
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ColumnChunkMetaData, FileMetaData
+
+MAGIC = b"PAR1"
+TAIL_BYTES = 64 << 10
+GAP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """What reading a row group needs. All units of a file share the footer and the schema."""
+
+    footer: FileMetaData
+    schema: pa.Schema
+    leaves: tuple[int, ...]
+    """The columns of the file that make up the columns of the schema."""
+    num_bytes: int
+    """Of the whole file."""
+
+    def chunks(self, index: int) -> list[ColumnChunkMetaData]:
+        group = self.footer.row_group(index)
+        return [group.column(i) for i in self.leaves]
+
+
+@dataclass(frozen=True)
+class Parquet(FileSource):
+    """Parquet files. `columns` names the columns to read, all of them unless given."""
+
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "columns", checked_columns(self.columns))
+
+    def units(self) -> list[Unit]:
+        files = self.files()
+        footers = map_threads(lambda file: _footer(self.storage, file), files)
+        schemas = ((file.path, footer.schema.to_arrow_schema()) for file, footer in zip(files, footers, strict=True))
+        schema = common_schema(schemas, self.columns).remove_metadata()
+        units: list[Unit] = []
+        for file, footer in zip(files, footers, strict=True):
+            detail = RowGroup(footer, schema, _leaves(footer, schema.names), file.num_bytes)
+            units += _row_groups(file, detail)
+        return self._some(units)
+
+    def read(self, unit: Unit) -> pa.Table:
+        import pyarrow.parquet as pq
+
+        detail: RowGroup = unit.detail
+        file = unit.path
+        if is_remote(unit.path):
+            # Fetched before decoding, in as few requests as there are stretches of wanted columns.
+            ranges = {
+                start: self.storage.read(unit.path, start, stop)
+                for start, stop in _stretches(map(_extent, detail.chunks(unit.index)))
+            }
+            file = pa.PythonFile(SparseFile(detail.num_bytes, ranges), mode="r")
+        try:
+            with pq.ParquetFile(file, metadata=detail.footer, pre_buffer=False, page_checksum_verification=True) as parquet:
+                table = parquet.read_row_group(unit.index, columns=detail.schema.names, use_threads=False)
+        except FileNotFoundError as error:
+            raise SourceError(f"{unit.path} was there when the source was listed and is gone now; put it back") from error
+        except (pa.ArrowException, OSError) as error:
+            raise SourceError(
+                f"row group {unit.index} of {unit.path} cannot be decoded: {error}; write the file again"
+            ) from error
+        if table.num_rows != unit.num_rows:
+            raise SourceError(
+                f"row group {unit.index} of {unit.path} gave {table.num_rows} rows, its footer says {unit.num_rows}"
+            )
+        return table.select(detail.schema.names).replace_schema_metadata(None)
+
+    def identity(self) -> str:
+        return f"Parquet({list(self.patterns)!r}, columns={self.columns and list(self.columns)!r})"
+
+
+def _row_groups(file: StoredFile, detail: RowGroup) -> list[Unit]:
+    units = []
+    for i in range(detail.footer.num_row_groups):
+        num_rows, num_bytes = detail.footer.row_group(i).num_rows, 0
+        if not num_rows:
+            continue
+        for chunk in detail.chunks(i):
+            start, stop = _extent(chunk)
+            if start < len(MAGIC) or stop > file.num_bytes:
+                raise SourceError(
+                    f"row group {i} of {file.path} should lie at bytes {start:,} to {stop:,}, but the file has "
+                    f"{file.num_bytes:,}: a part of it is missing; copy or write it again"
+                )
+            num_bytes += chunk.total_uncompressed_size
+        units.append(Unit(file.path, i, num_rows, num_bytes, detail))
+    return units
+
+
+def _leaves(footer: FileMetaData, names: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of the file's columns that the named columns consist of: a nested one has several."""
+    paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    wanted, nested = set(names), tuple(f"{name}." for name in names)
+    return tuple(i for i, path in enumerate(paths) if path in wanted or path.startswith(nested))
+
+
+def _extent(chunk: ColumnChunkMetaData) -> tuple[int, int]:
+    start = chunk.data_page_offset
+    if chunk.dictionary_page_offset is not None:
+        start = min(start, chunk.dictionary_page_offset)
+    return start, start + chunk.total_compressed_size
+
+
+def _stretches(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The extents joined where little lies between them: reading over a gap costs less than another request."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(extents):
+        if joined and start - joined[-1][1] <= GAP_BYTES:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
+    """Reads the end of the file, and once more only when the footer is longer than that."""
+    import pyarrow.parquet as pq
+
+    tail_start = max(0, file.num_bytes - TAIL_BYTES)
+    tail = storage.read(file.path, tail_start, file.num_bytes)
+    end = tail[-8:].to_pybytes()
+    if file.num_bytes < 12 or end[4:] != MAGIC:
+        raise SourceError(
+            f"{file.path} does not end like a Parquet file ({file.num_bytes:,} bytes, the last four are {end[4:]!r} and "
+            "should be b'PAR1'): it was cut off, or is not Parquet; copy or write it again"
+        )
+    footer_start = file.num_bytes - 8 - int.from_bytes(end[:4], "little")
+    if footer_start < len(MAGIC):
+        raise SourceError(f"{file.path} says its footer is longer than the file: it is damaged; copy or write it again")
+    if footer_start < tail_start:
+        tail, tail_start = storage.read(file.path, footer_start, file.num_bytes), footer_start
+    try:
+        # The parser counts from the end, so it does not miss the rest of the file.
+        return pq.read_metadata(pa.BufferReader(tail.slice(footer_start - tail_start)))
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"{file.path} has a footer that cannot be read: {error}; copy or write it again") from error

@@ -1,0 +1,15 @@
+"""Transforms: functions over an Arrow table, run on each chunk of a source.
+
+A transform is any function `f(table) -> table` or `f(table, context) -> table`. It must be deterministic:
+randomness comes from `context.rng(row)`. It may drop rows or make many out of one; `origin.py` says how
+lineage survives that. It must treat rows independently of each other, since it may be run again on part of
+a table to find a bad row.
+"""
+
+from overlord.data.transforms.columns import Pick
+from overlord.data.transforms.context import Context
+from overlord.data.transforms.in_processes import InProcesses
+from overlord.data.transforms.per_row import per_row
+from overlord.data.transforms.tokenize import ByteTokenizer, Tokenize
+
+__all__ = ["ByteTokenizer", "Context", "InProcesses", "Pick", "Tokenize", "per_row"]

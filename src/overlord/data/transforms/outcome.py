@@ -1,0 +1,72 @@
+"""What running a transform over some rows gave, and how the outcomes of neighbouring slices are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from overlord.data.transforms.origin import joined_origins
+from overlord.errors import SchemaError
+from overlord.planning.facts import Ints
+
+OnBadRow = Callable[[int, str], None]
+"""Called with the origin of a bad row and its error. May raise, to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`table` is without the hidden column; None when no row came out and so no schema is known."""
+
+    table: pa.Table | None
+    origin: Ints | None
+    """None: the transform lost track of where its rows came from."""
+
+
+class RowError(Exception):
+    """The exception of a user's function (its cause), with the row that it belongs to.
+
+    Never leaves this package.
+    """
+
+    def __init__(self, origin: int, cause: Exception) -> None:
+        super().__init__(origin, cause)
+        self.origin = origin
+        self.cause = cause
+
+
+def joined(outcomes: Sequence[Outcome], name: str) -> Outcome:
+    """The outcomes of consecutive slices as one."""
+    tables = [outcome.table for outcome in outcomes if outcome.table is not None]
+    # An empty slice may have columns of another type than one with rows; it has nothing to add.
+    tables = [table for table in tables if table.num_rows] or tables[:1]
+    origin = joined_origins([outcome.origin for outcome in outcomes])
+    if len(tables) <= 1:
+        return Outcome(tables[0] if tables else None, origin)
+    for table in tables[1:]:
+        if set(table.column_names) != set(tables[0].column_names):
+            raise SchemaError(_different(name, tables[0].schema, table.schema))
+    try:
+        # "default" lets a column that is all null in one slice take its type from another; nothing else.
+        return Outcome(pa.concat_tables(tables, promote_options="default"), origin)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        odd = next(table.schema for table in tables if not table.schema.equals(tables[0].schema))
+        raise SchemaError(_different(name, tables[0].schema, odd)) from None
+
+
+def _different(name: str, first: pa.Schema, second: pa.Schema) -> str:
+    return (
+        f"transform {name} returned {listed(first)} for some rows and {listed(second)} for others; "
+        "it must return the same columns and types for every row"
+    )
+
+
+def listed(schema: pa.Schema) -> str:
+    return "(" + ", ".join(f"{field.name}: {field.type}" for field in schema) + ")"
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

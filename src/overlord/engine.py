@@ -1,0 +1,55 @@
+"""The seam between roles and where they run. Spawn a role under a name, ask a named role, rebind a name, stop.
+
+A handle is a name: it goes on working when another role is bound to the name. Every ask may be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+R = TypeVar("R")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+P = ParamSpec("P")
+
+
+class Answer(Protocol[T_co]):
+    """What an ask returns; `result` waits for it and raises what the role raised."""
+
+    def result(self, timeout: float | None = None) -> T_co: ...
+
+
+class Engine(Protocol):
+    """Where roles run."""
+
+    def spawn(self, name: str, make: Callable[[], R]) -> Handle[R]:
+        """Make a role and bind it to a name."""
+        ...
+
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Answer:
+        """Call a method of the role bound to a name. Use `Handle.ask`, which is typed."""
+        ...
+
+    def rebind(self, name: str, to: str) -> None:
+        """Let a name mean the role that another name means; the old role is stopped."""
+        ...
+
+    def stop(self, name: str) -> None: ...
+
+    def close(self) -> None:
+        """Stop every role."""
+        ...
+
+
+class Handle(Generic[R]):
+    """A typed name: `loader.ask(SourceLoader.describe, chunk)`."""
+
+    __slots__ = ("engine", "name")
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+
+    def ask(self, method: Callable[Concatenate[R, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Answer[T]:
+        return self.engine.ask(self.name, method.__name__, args, kwargs)

@@ -1,0 +1,1 @@
+"""Where roles run: embedded in this process."""

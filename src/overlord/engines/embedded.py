@@ -1,0 +1,75 @@
+"""Every role in this process. An ask is a plain call, made in the asker's thread; roles guard their own state."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from overlord.engine import Handle
+from overlord.errors import ClosedError, OverlordError
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Given(Generic[T]):
+    """An answer that is already there."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def result(self, timeout: float | None = None) -> T:
+        return self._value
+
+
+class Embedded:
+    """The engine for one process: no server, no cluster, no setup."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def spawn(self, name: str, make: Callable[[], R]) -> Handle[R]:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the engine is closed; call overlord.start again")
+            if name in self._roles:
+                raise OverlordError(f"a role named {name!r} is already running")
+        role = make()
+        with self._lock:
+            self._roles[name] = role
+        return Handle(self, name)
+
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Given:
+        role = self._roles.get(name)
+        if role is None:
+            raise ClosedError(f"no role named {name!r} is running; the loader was closed")
+        return Given(getattr(role, method)(*args, **kwargs))
+
+    def rebind(self, name: str, to: str) -> None:
+        with self._lock:
+            old, self._roles[name] = self._roles[name], self._roles.pop(to)
+        _close(old)
+
+    def stop(self, name: str) -> None:
+        with self._lock:
+            role = self._roles.pop(name, None)
+        _close(role)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            # Last spawned, first stopped: a role is closed before those it asks.
+            roles, self._roles = list(self._roles.values())[::-1], {}
+        for role in roles:
+            _close(role)
+
+
+def _close(role: Any) -> None:
+    close = getattr(role, "close", None)
+    if close is not None:
+        close()

@@ -1,0 +1,95 @@
+"""What a document costs to train on: linear in its tokens (matrix products), quadratic in its length
+(attention)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.errors import SpecError
+from overlord.planning.facts import Floats, Samples
+
+# Forward and backward of causal flash attention against dense matrix products, in time per floating point
+# operation: 1.7 is what bf16 varlen attention takes on an H200, at 512 to 131,072 tokens a document.
+ATTENTION_SLOWDOWN = 1.7
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerCost:
+    """per_token * s + per_length_squared * s² + constant, for each document of s tokens. Any unit of time or
+    work.
+
+    Only ratios decide an arrangement. Coefficients fitted to measured times are best; `of` derives them from
+    a shape.
+    """
+
+    per_token: float
+    per_length_squared: float
+    constant: float = 0.0
+    """Added once a document."""
+
+    def __post_init__(self) -> None:
+        for name in ("per_token", "per_length_squared", "constant"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise SpecError(f"the cost coefficient {name} must be a number >= 0, got {value!r}")
+        if self.per_token == self.per_length_squared == self.constant == 0:
+            raise SpecError(
+                "a TransformerCost with all coefficients 0 makes every document free; give one above 0"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        hidden: int,
+        layers: int,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        ffn: int | None = None,
+        vocab: int = 0,
+        active_experts: int = 1,
+        attention_slowdown: float = ATTENTION_SLOWDOWN,
+    ) -> TransformerCost:
+        """The cost of a decoder with gated feed-forward layers, in GFLOP of dense matrix products.
+
+        `heads` is hidden / 128 and `kv_heads` is heads unless given; `ffn` is 8/3 hidden unless given. For a
+        mixture of experts, `active_experts` feed-forward layers of width `ffn` run per token.
+        `attention_slowdown` is how much longer a floating point operation takes in attention than in a matrix
+        product.
+        """
+        heads = max(1, hidden // 128) if heads is None else heads
+        kv_heads = heads if kv_heads is None else kv_heads
+        ffn = round(hidden * 8 / 3) if ffn is None else ffn
+        _check_shape(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            ffn=ffn,
+            active_experts=active_experts,
+        )
+        if vocab < 0:
+            raise SpecError(f"vocab must be at least 0, got {vocab}")
+        if heads % kv_heads:
+            raise SpecError(f"kv_heads must divide heads: {kv_heads} does not divide {heads}")
+        attention_weights = 2 * hidden * hidden * (1 + kv_heads / heads)  # query and output, key and value
+        weights = layers * (attention_weights + 3 * hidden * ffn * active_experts) + hidden * vocab
+        # A weight costs 2 operations forward and 4 backward. Causal attention over s tokens: 2 products of
+        # s²/2 x hidden forward, and backward 2.5 times that, because flash attention computes the scores
+        # again.
+        per_token = 6 * weights
+        per_length_squared = layers * 2 * hidden * 3.5 * attention_slowdown
+        return cls(per_token / 1e9, per_length_squared / 1e9)
+
+    def __call__(self, samples: Samples) -> Floats:
+        tokens = samples.tokens.astype(np.float64)
+        return self.constant + tokens * (self.per_token + self.per_length_squared * tokens)
+
+
+def _check_shape(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise SpecError(f"the model shape needs {name} >= 1, got {size}")

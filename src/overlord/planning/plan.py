@@ -1,0 +1,118 @@
+"""A plan: which samples make which microbatch of which data-parallel group. The output of every strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.planning.balancing import max_over_mean, summed
+from overlord.planning.facts import Floats, Ints, Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one primitive did to a step, for `explain`. The words are put together only when they are read."""
+
+    name: str
+    text: str
+    values: tuple[object, ...] = ()
+    """What goes into the braces of `text`."""
+    bucket_costs: Floats | None = None
+    """Total cost per data-parallel group after this stage, where groups exist."""
+    micro_costs: Floats | None = None
+    """Cost per microbatch after this stage, where microbatches exist."""
+
+    @property
+    def detail(self) -> str:
+        return self.text.format(*self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroPlan:
+    """One microbatch. `samples` are in packing order; `row[i]` is the row of the microbatch sample i lies in.
+
+    With `row_tokens` > 0 every row is padded to that many tokens and there are exactly `num_rows` rows, some
+    of which may be empty; with 0 there is one row as long as its samples.
+    """
+
+    samples: Samples
+    row: Ints
+    num_rows: int
+    row_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """The part of a plan that one data-parallel group carries out."""
+
+    step: int
+    group: int
+    microbatches: tuple[MicroPlan, ...]
+    loss_tokens: int
+    """Loss tokens of the whole step, over all groups: divide the summed loss by this."""
+    broadcast: frozenset[str]
+    """Mesh axes along which the trainer broadcasts, so that only index 0 of them fetches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole step. Microbatch m (numbered over all groups, group by group) holds the samples
+    `order[offsets[m]:offsets[m + 1]]`; group g owns the `counts[g]` microbatches after those of the groups
+    before it.
+    """
+
+    samples: Samples
+    counts: Ints
+    offsets: Ints
+    order: Ints
+    row: Ints
+    """Row within its microbatch, for each entry of `order`."""
+    rows_per_microbatch: int
+    row_tokens: int
+    """Tokens that every row is padded to; 0 when rows are as long as their samples."""
+    broadcast: frozenset[str]
+    stages: tuple[Stage, ...] = ()
+    axis: str = "dp"
+    """The mesh axis that the groups lie along, `group_size` neighbours on it to a group."""
+    group_size: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.counts)
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(self.samples.loss_tokens.sum())
+
+    def micro_of_order(self) -> Ints:
+        """The microbatch number of each entry of `order`."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+    def micro_costs(self, costs: Floats) -> Floats:
+        """The cost of each microbatch, given the cost of each of `samples`."""
+        return summed(self.micro_of_order(), costs[self.order], len(self.offsets) - 1)
+
+    def group_costs(self, costs: Floats) -> Floats:
+        """The cost of each group, given the cost of each of `samples`."""
+        group_of_micro = np.repeat(np.arange(self.num_groups), self.counts)
+        return summed(group_of_micro, self.micro_costs(costs), self.num_groups)
+
+    def max_over_mean(self, costs: Floats) -> float:
+        """The straggler: how much longer the slowest group takes than the average one."""
+        return max_over_mean(self.group_costs(costs))
+
+    def for_group(self, step: int, group: int) -> GroupPlan:
+        first = int(self.counts[:group].sum())
+        micros = []
+        for m in range(first, first + int(self.counts[group])):
+            begin, end = self.offsets[m], self.offsets[m + 1]
+            micros.append(
+                MicroPlan(
+                    samples=self.samples.take(self.order[begin:end]),
+                    row=self.row[begin:end],
+                    num_rows=self.rows_per_microbatch,
+                    row_tokens=self.row_tokens,
+                )
+            )
+        return GroupPlan(step, group, tuple(micros), self.loss_tokens, self.broadcast)

@@ -1,0 +1,38 @@
+"""Long documents with few tokens beside them, short ones with many: every group costs the same and all finish
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from overlord.planning.balancing import Balancer, greedy
+from overlord.planning.dgraph import CostFunction, DGraph
+from overlord.planning.plan import Plan
+from overlord.spec import Axis
+
+
+def long_short(
+    cost: CostFunction,
+    *,
+    max_tokens: int | None = None,
+    equal_counts: bool = True,
+    method: Balancer = greedy,
+    broadcast: tuple[Axis, ...] = (),
+) -> Callable[[DGraph], Plan]:
+    """Balance `cost` over dp groups and then over microbatches of variable length, none over `max_tokens`.
+
+    `max_tokens` is what fits in memory, one and a half times the batch's mean microbatch unless given; the
+    more, the better the balance. `equal_counts` keeps the number of microbatches the same on all ranks, as
+    FSDP needs; without it (DDP, ZeRO-1) a rank runs as many as its samples need. Padded batches have rows of
+    one length: there, whole rows are dealt by cost. `broadcast` names the axes along which the trainer
+    broadcasts.
+    """
+
+    def strategy(graph: DGraph) -> Plan:
+        graph = graph.cost(cost)
+        if graph.batch.layout == "padded":
+            graph = graph.pack()
+        graph = graph.distribute("dp").balance(method, max_tokens=max_tokens, equal_counts=equal_counts)
+        return (graph.broadcast_at(*broadcast) if broadcast else graph).plan()
+
+    return strategy

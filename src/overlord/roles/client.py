@@ -1,0 +1,169 @@
+"""The client: the iterator inside the trainer. It fetches only what its rank needs, a global step at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlord.data.tensors import to_torch
+from overlord.engine import Handle
+from overlord.errors import ClosedError, SpecError, WaitTimeoutError
+from overlord.roles.data_constructor import DataConstructor, Delivery
+from overlord.roles.planner import Later
+from overlord.state import State
+
+_WAIT_S = 0.25  # how long one ask waits before the client looks at its own deadline
+_PAUSE_S = 0.01  # between asks when another rank is behind
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One rank's part of one global step: iterate over its microbatches, each a dict of arrays.
+
+    `loss_tokens` counts the loss tokens of the whole step over all ranks: sum the token losses and divide by it, and
+    the gradient is right however the step was arranged.
+    """
+
+    number: int
+    loss_tokens: int
+    microbatches: tuple[dict[str, Any], ...]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.microbatches)
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def __getitem__(self, name: str) -> Any:
+        """A field of the only microbatch, for steps that have just one."""
+        if len(self.microbatches) != 1:
+            raise SpecError(
+                f"step {self.number} has {len(self.microbatches)} microbatches on this rank: "
+                f"iterate over them (`for micro in step: micro[{name!r}]`)"
+            )
+        return self.microbatches[0][name]
+
+
+@dataclass(frozen=True, slots=True)
+class RunHooks:
+    """What a client needs of the run it belongs to."""
+
+    start: Callable[[], int]
+    """The step a client begins at."""
+    state_before: Callable[[int], State]
+    load_state: Callable[[Mapping[str, Any], int], int]
+    """Move the run to a state, for a client of some generation; gives the run's generation."""
+    generation: Callable[[], int]
+    doing: Callable[[], list[str]]
+
+
+class Client:
+    """Iterates over the steps of one rank.
+
+    Breaking off and iterating again goes on where it stopped; after the end of a finite run, iterating again begins
+    anew. `state_dict` is the state before the step that comes next, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        constructor: Handle[DataConstructor],
+        hooks: RunHooks,
+        torch: bool = False,
+        pin_memory: bool = False,
+        timeout: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if timeout is not None and timeout <= 0:
+            raise SpecError(f"timeout is a positive number of seconds or None, got {timeout}")
+        if pin_memory and not torch:
+            raise SpecError("pin_memory needs torch=True: only torch tensors can be pinned")
+        self.rank = rank
+        self._constructor = constructor
+        self._hooks = hooks
+        self._torch = torch
+        self._pin_memory = pin_memory
+        self._timeout = timeout
+        self._clock = clock
+        self._next = hooks.start()
+        self._generation = hooks.generation()
+        self._ended = False
+        self._closed = threading.Event()
+
+    def __iter__(self) -> Client:
+        if self._ended:
+            self._ended = False
+            self._next = self._hooks.start()
+        return self
+
+    def __next__(self) -> Step:
+        if self._ended:
+            raise StopIteration
+        delivery = self._fetch()
+        if delivery is None:
+            self._ended = True
+            self._constructor.ask(DataConstructor.leaves, self.rank).result()
+            raise StopIteration
+        self._next = delivery.step + 1
+        microbatches = delivery.microbatches
+        if self._torch:
+            microbatches = tuple(to_torch(fields, self._pin_memory) for fields in microbatches)
+        return Step(delivery.step, delivery.loss_tokens, microbatches)
+
+    @property
+    def step(self) -> int:
+        """The step that comes next."""
+        return self._next
+
+    def state_dict(self) -> State:
+        return self._hooks.state_before(self._next)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. Every client of the run must load the same one."""
+        self._generation = self._hooks.load_state(state, self._generation)
+        self._next = self._hooks.start()
+        self._ended = False
+
+    @property
+    def is_reading(self) -> bool:
+        return not self._closed.is_set() and not self._ended
+
+    def close(self) -> None:
+        """Stop reading; the other ranks no longer wait for this one."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._constructor.ask(DataConstructor.leaves, self.rank).result()
+
+    def abandon(self) -> None:
+        """Let a wait in another thread end with ClosedError: the loader is closing."""
+        self._closed.set()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fetch(self) -> Delivery | None:
+        began = self._clock()
+        while True:
+            if self._closed.is_set():
+                raise ClosedError(f"the client of rank {self.rank} is closed; ask the loader for a new one")
+            if self._generation != self._hooks.generation():
+                raise ClosedError(
+                    f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too"
+                )
+            left = _WAIT_S if self._timeout is None else min(_WAIT_S, self._timeout)
+            answer = self._constructor.ask(DataConstructor.fetch, self._next, self.rank, left).result()
+            if not isinstance(answer, Later):
+                return answer
+            waited = self._clock() - began
+            if self._timeout is not None and waited >= self._timeout:
+                busy = "".join(f"\n  - {line}" for line in self._hooks.doing())
+                raise WaitTimeoutError(
+                    f"rank {self.rank} waited {waited:.1f} s for step {self._next}: {answer.reason}{busy}"
+                )
+            self._closed.wait(_PAUSE_S)

@@ -1,0 +1,220 @@
+"""A Source Loader: owns one source, or a share of it, and keeps a byte-bounded buffer of its chunks.
+
+What it promises: `describe(k)` and `give(k, ...)` may be asked in any order, any number of times, from any thread, and
+always answer the same, because a chunk is a function of its number. So the buffer may drop any chunk at any time and make
+it again when it is asked for; it never holds more than its bytes. A chunk that one ask is making is made once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from overlord.data.chunk import Chunk
+from overlord.errors import BufferTooSmallError, ClosedError
+from overlord.planning.facts import ChunkFacts
+
+
+@dataclass(slots=True)
+class _Making:
+    """A chunk that is being made, or waits for a thread."""
+
+    future: Future[Chunk]
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class BufferUse:
+    """How a loader's buffer stands."""
+
+    num_chunks: int
+    num_bytes: int
+    peak_bytes: int
+    limit_bytes: int
+    chunks_made: int
+
+    def plus(self, other: BufferUse) -> BufferUse:
+        return BufferUse(
+            self.num_chunks + other.num_chunks,
+            self.num_bytes + other.num_bytes,
+            self.peak_bytes + other.peak_bytes,
+            self.limit_bytes + other.limit_bytes,
+            self.chunks_made + other.chunks_made,
+        )
+
+
+class SourceLoader:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[int], Chunk],
+        expected_bytes: Callable[[int], int],
+        buffer_bytes: int,
+        threads: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._expected_bytes = expected_bytes
+        self._limit = buffer_bytes
+        self._threads = threads
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._chunks: dict[int, Chunk] = {}
+        self._sizes: dict[int, int] = {}
+        self._left: dict[int, int] = {}  # tokens (or rows) of a chunk not given yet
+        self._facts: dict[int, ChunkFacts] = {}
+        self._making: dict[int, _Making] = {}
+        self._keep_from = 0
+        self._bytes = 0
+        self._peak = 0
+        self._made = 0
+        self._seen_ratio = 1.0  # decoded bytes per byte that the unit list promised
+        self._closed = False
+
+    def describe(self, chunk: int, keep_from: int = 0) -> ChunkFacts:
+        """The facts of a chunk. Chunks before `keep_from` will not be asked for again, if all goes well."""
+        with self._lock:
+            self._release_before(keep_from)
+            facts = self._facts.get(chunk)
+        return self._obtain(chunk, needed=False).facts if facts is None else facts
+
+    def chunk(self, number: int) -> Chunk:
+        """The chunk itself, for giving its rows."""
+        found = self._chunks.get(number)
+        return found if found is not None else self._obtain(number, needed=True)
+
+    def given(self, number: int, amount: int) -> None:
+        """Note that `amount` tokens of a chunk (or rows, for a source without text) were handed out."""
+        left = self._left.get(number)
+        if left is None:
+            return
+        with self._lock:
+            left = self._left.get(number, 0) - amount
+            if number in self._left:
+                self._left[number] = left
+                if left <= 0:
+                    self._drop(number)
+
+    def prefetch(self, number: int) -> None:
+        """Begin to make a chunk, if the buffer has room for it beside what it holds."""
+        with self._lock:
+            if self._closed or number in self._chunks or number in self._making or number in self._facts:
+                return
+            reserved = sum(self._expected(other) for other in self._making)
+            if self._bytes + reserved + self._expected(number) > self._limit:
+                return
+            self._start(number)
+
+    def doing(self) -> list[str]:
+        """What this loader is busy with, for whoever waits for it."""
+        now = self._clock()
+        with self._lock:
+            making = sorted(self._making.items())
+        return [
+            f"source {self._name!r} is {'making' if m.future.running() else 'waiting for a thread to make'} chunk {k} "
+            f"for {now - m.since:.1f} s"
+            for k, m in making
+        ]
+
+    def buffer_use(self) -> BufferUse:
+        with self._lock:
+            return BufferUse(len(self._chunks), self._bytes, self._peak, self._limit, self._made)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            making, self._making = list(self._making.values()), {}
+            self._chunks.clear()
+            self._sizes.clear()
+            self._left.clear()
+            self._bytes = 0
+        for entry in making:
+            entry.future.cancel()
+
+    def _obtain(self, number: int, needed: bool) -> Chunk:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the loader of source {self._name!r} is closed")
+            found = self._chunks.get(number)
+            if found is not None:
+                return found
+            entry = self._making.get(number) or self._start(number)
+        if entry.future.cancel():
+            # No thread has begun it: make it here rather than wait, so asks never wait in a circle.
+            with self._lock:
+                if self._making.get(number) is entry:
+                    del self._making[number]
+            chunk = self._made_here(number)
+        else:
+            chunk = entry.future.result()
+        if needed:
+            with self._lock:
+                self._admit(number, chunk, needed=True)
+        return chunk
+
+    def _start(self, number: int) -> _Making:
+        entry = _Making(self._threads.submit(self._made_here, number), self._clock())
+        self._making[number] = entry
+        return entry
+
+    def _made_here(self, number: int) -> Chunk:
+        try:
+            chunk = self._make(number)
+        except BaseException:
+            with self._lock:
+                self._making.pop(number, None)
+            raise
+        with self._lock:
+            self._making.pop(number, None)
+            self._made += 1
+            self._facts[number] = chunk.facts
+            self._admit(number, chunk, needed=False)
+        return chunk
+
+    def _admit(self, number: int, chunk: Chunk, needed: bool) -> None:
+        """Keep the chunk if there is room; when it is needed now, make room by dropping others, lowest first."""
+        if self._closed or number in self._chunks:
+            return
+        size = chunk.num_bytes
+        expected = self._expected_bytes(number)
+        if expected:
+            self._seen_ratio = max(self._seen_ratio, size / expected)
+        if size > self._limit:
+            raise BufferTooSmallError(
+                f"source {self._name!r}: chunk {number} takes {size:,} bytes decoded, but buffer_bytes is {self._limit:,}; "
+                "raise buffer_bytes, lower window, or write the data with smaller row groups"
+            )
+        for other in sorted(self._chunks) if needed else [k for k in self._chunks if k < self._keep_from]:
+            if self._bytes + size <= self._limit:
+                break
+            self._drop(other)
+        if self._bytes + size > self._limit:
+            return
+        self._chunks[number] = chunk
+        self._sizes[number] = size
+        self._left[number] = int(chunk.facts.tokens.sum()) or chunk.facts.num_rows
+        self._bytes += size
+        self._peak = max(self._peak, self._bytes)
+
+    def _drop(self, number: int) -> None:
+        if self._chunks.pop(number, None) is not None:
+            self._bytes -= self._sizes.pop(number)
+            self._left.pop(number, None)
+
+    def _release_before(self, keep_from: int) -> None:
+        if keep_from <= self._keep_from:
+            return
+        self._keep_from = keep_from
+        for number in [k for k in self._chunks if k < keep_from]:
+            self._drop(number)
+        for number in [k for k in self._facts if k < keep_from]:
+            del self._facts[number]
+
+    def _expected(self, number: int) -> int:
+        return int(self._expected_bytes(number) * self._seen_ratio)

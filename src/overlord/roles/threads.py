@@ -1,0 +1,73 @@
+"""A pool of daemon threads. Unlike the standard one it never holds up the end of the program for a read that hangs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+
+class Threads(Executor):
+    """Runs calls on up to `num_threads` threads, which start when first needed."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._calls: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple, dict] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed:
+                future.cancel()
+                return future
+            self._calls.put((future, fn, args, kwargs))
+            if self._idle < self._calls.qsize() and len(self._threads) < self._num_threads:
+                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 2.0) -> None:
+        """Stop the threads. Calls not begun are dropped; a call that hangs is waited for no longer than `timeout_s`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                break
+            if call is not None:
+                call[0].cancel()
+        for _ in self._threads:
+            self._calls.put(None)
+        if wait:
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            self._idle += 1
+            call = self._calls.get()
+            self._idle -= 1
+            if call is None:
+                return
+            future, fn, args, kwargs = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the call gets it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del call, future, fn, args, kwargs

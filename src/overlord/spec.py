@@ -1,0 +1,365 @@
+"""What a user declares: sources, mixture, batch, mesh, job. Values only; each checks itself when made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from overlord.planning.strategies import Strategy
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest piece of a source that is read at once: a row group, a tar shard, a byte range of JSONL.
+
+    `detail` is whatever `Source.read` needs to read it without looking anything up again (a footer, a byte
+    range). It must pickle.
+    """
+
+    path: str
+    index: int = 0
+    num_rows: int | None = None
+    num_bytes: int = 0
+    detail: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.path}#{self.index}" if self.index else self.path
+
+
+@dataclass(frozen=True, slots=True)
+class BadRows:
+    """What to do with a row that cannot be read, transformed or decoded.
+
+    `fail` stops the run at the first one. `skip` drops it and counts it. `quarantine` drops it and writes a JSON
+    line with source, file, row and error to `path`. More than `budget` dropped rows in one source stop the run.
+    """
+
+    policy: Literal["fail", "skip", "quarantine"] = "fail"
+    budget: int = 1000
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("fail", "skip", "quarantine"):
+            raise SpecError(f"on_bad_row must be fail, skip or quarantine, not {self.policy!r}")
+        if self.budget < 0:
+            raise SpecError(f"a bad-row budget cannot be negative, got {self.budget}")
+        if self.policy == "quarantine" and not self.path:
+            raise SpecError("quarantine needs a file: BadRows('quarantine', path='bad_rows.jsonl')")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source of samples. Subclass it and write `units` and `read` to bring your own.
+
+    `units` lists the source once per run, in a stable order. `read` returns one unit's rows in file order and must
+    return the same rows each time it is called: Overlord may call it again, in another thread or process.
+    """
+
+    transform: Callable[..., pa.Table] | Sequence[Callable[..., pa.Table]] = ()
+    """Functions over an Arrow table, applied to each chunk in order; see `overlord.data.transforms`."""
+    decode: Any = None
+    """A deferred transform (`ol.DecodeImage`), run only for rows that a plan asks for."""
+    tokens: str | None = "tokens"
+    """The column with the token ids; None for a source without text."""
+    loss_mask: str | None = None
+    """A column of 0/1 per token: 0 means no loss on predicting that token."""
+    repeat: bool | int = True
+    """True: endless. False: one epoch. A number: that many epochs."""
+    shuffle: bool = True
+    """Permute units each epoch, and rows inside a chunk."""
+    window: int = 1
+    """Units per chunk: rows are shuffled inside a chunk."""
+    buffer_bytes: int = 256 * MIB
+    """The most memory that decoded chunks of this source may take."""
+    loaders: int = 1
+    """How many Source Loaders share the source. Changes who reads, never what."""
+    on_bad_row: BadRows | Literal["fail", "skip"] = "fail"
+
+    def units(self) -> Sequence[Unit]:
+        raise NotImplementedError(f"{type(self).__name__} must define units()")
+
+    def read(self, unit: Unit) -> pa.Table:
+        raise NotImplementedError(f"{type(self).__name__} must define read(unit)")
+
+    def identity(self) -> str:
+        """What the stream of this source depends on, for the fingerprint of a saved state."""
+        return type(self).__name__
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise SpecError(f"window is a number of units, at least 1, got {self.window}")
+        if self.buffer_bytes < 1:
+            raise SpecError(f"buffer_bytes must be positive, got {self.buffer_bytes}")
+        if self.loaders < 1:
+            raise SpecError(f"loaders must be at least 1, got {self.loaders}")
+        if self.repeat is not True and self.repeat is not False and self.repeat < 1:
+            raise SpecError(f"repeat is True, False or a number of epochs, got {self.repeat}")
+        if isinstance(self.on_bad_row, str):
+            object.__setattr__(self, "on_bad_row", BadRows(self.on_bad_row))
+
+    @property
+    def transforms(self) -> tuple[Callable[..., pa.Table], ...]:
+        return (self.transform,) if callable(self.transform) else tuple(self.transform)
+
+    @property
+    def bad_rows(self) -> BadRows:
+        return self.on_bad_row if isinstance(self.on_bad_row, BadRows) else BadRows(self.on_bad_row)
+
+    @property
+    def num_epochs(self) -> int | None:
+        """None when endless."""
+        return None if self.repeat is True else int(self.repeat) or 1
+
+
+LongDocuments = Literal["split", "truncate", "drop", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one global step holds, over all ranks. Only this and the mixture decide which samples a step has.
+
+    Give `tokens` (then a step holds as many whole documents as can be packed without splitting into
+    tokens / sequence_length rows) or `samples` (then a step holds exactly that many).
+    """
+
+    sequence_length: int
+    tokens: int | None = None
+    samples: int | None = None
+    cut_documents: bool = False
+    """With `tokens`: fill the step to the last token by cutting the document at its end; the rest comes first
+    in the next step."""
+    long_documents: LongDocuments = "split"
+    """What to do with documents longer than sequence_length."""
+    layout: Literal["packed", "padded"] = "packed"
+    """packed: documents one after the other with cu_seqlens (thd). padded: one document a row (bshd)."""
+    micro_tokens: int | None = None
+    """Mean tokens of a microbatch; sequence_length unless given. A rank runs tokens / dp / micro_tokens of them."""
+    document_multiple: int = 1
+    """Pad each document to a multiple of this (2 x cp for ring attention that needs equal slices)."""
+    pad_token: int = 0
+    columns: tuple[str, ...] = ()
+    """Other columns to hand to the trainer, as Arrow arrays."""
+    drop_last: bool = False
+    """Drop the last, partial step of a finite run instead of delivering it."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise SpecError(f"sequence_length must be positive, got {self.sequence_length}")
+        if (self.tokens is None) == (self.samples is None):
+            raise SpecError("a Batch needs tokens=... or samples=..., and not both")
+        if self.tokens is not None and (self.tokens < self.sequence_length or self.tokens % self.sequence_length):
+            raise SpecError(
+                f"tokens per step must be a multiple of sequence_length: {self.tokens} is not a multiple of "
+                f"{self.sequence_length}; the nearest is "
+                f"{max(1, round(self.tokens / self.sequence_length)) * self.sequence_length}"
+            )
+        if self.samples is not None and self.samples < 1:
+            raise SpecError(f"samples per step must be positive, got {self.samples}")
+        if self.cut_documents and self.tokens is None:
+            raise SpecError("cut_documents fills a step to a number of tokens: give tokens=...")
+        if self.cut_documents and self.document_multiple != 1:
+            raise SpecError("cut_documents fills rows to the last token; document_multiple must stay 1")
+        if self.cut_documents and self.layout == "padded":
+            raise SpecError("cut_documents packs rows; it does not go with layout='padded'")
+        if self.document_multiple < 1 or self.sequence_length % self.document_multiple:
+            raise SpecError(
+                f"document_multiple must divide sequence_length: {self.document_multiple} does not divide "
+                f"{self.sequence_length}"
+            )
+        if self.long_documents not in ("split", "truncate", "drop", "fail"):
+            raise SpecError(f"long_documents must be split, truncate, drop or fail, not {self.long_documents!r}")
+        if self.layout not in ("packed", "padded"):
+            raise SpecError(f"layout must be packed or padded, not {self.layout!r}")
+        if self.micro_tokens is not None and self.micro_tokens % self.sequence_length:
+            raise SpecError(
+                f"micro_tokens must be a multiple of sequence_length: {self.micro_tokens} is not a multiple of "
+                f"{self.sequence_length}"
+            )
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of sequence_length tokens in a step; None when a step is counted in samples."""
+        return None if self.tokens is None else self.tokens // self.sequence_length
+
+    @property
+    def rows_per_microbatch(self) -> int:
+        return (self.micro_tokens or self.sequence_length) // self.sequence_length
+
+
+Axis = Literal["pp", "dp", "cp", "tp"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """The sizes of the trainer's parallel dimensions. `order` is outermost first; Megatron's is pp, dp, cp, tp."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    order: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+
+    def __post_init__(self) -> None:
+        for axis in ("dp", "cp", "tp", "pp"):
+            if getattr(self, axis) < 1:
+                raise SpecError(f"mesh size {axis} must be at least 1, got {getattr(self, axis)}")
+        if sorted(self.order) != ["cp", "dp", "pp", "tp"]:
+            raise SpecError(f"mesh order must name pp, dp, cp and tp once each, got {self.order}")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    def check_world_size(self, world_size: int) -> None:
+        if self.world_size != world_size:
+            raise SpecError(
+                f"the mesh dp={self.dp} x cp={self.cp} x tp={self.tp} x pp={self.pp} has {self.world_size} ranks, "
+                f"but the world has {world_size}; change one of the sizes"
+            )
+
+
+Weights = Mapping[str, float]
+Stop = Literal["first_exhausted", "all_exhausted", "drop_exhausted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How much of each source a step holds.
+
+    `weights` is one mapping of source to weight, or a schedule {step: mapping}. Between two entries of a schedule the
+    weights stay (`ramp="hold"`) or move in a straight line (`ramp="linear"`). A source that an entry leaves out has
+    weight 0 there. `unit` says whether weights share out samples or tokens.
+    """
+
+    weights: Weights | Mapping[int, Weights]
+    unit: Literal["samples", "tokens"] = "samples"
+    ramp: Literal["hold", "linear"] = "hold"
+    stop: Stop = "drop_exhausted"
+    """When sources are finite: end with the first that runs out; restart those that run out until all have been
+    read once; or go on without those that ran out until none is left."""
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("samples", "tokens"):
+            raise SpecError(f"a mixture's unit is samples or tokens, not {self.unit!r}")
+        if self.ramp not in ("hold", "linear"):
+            raise SpecError(f"a mixture's ramp is hold or linear, not {self.ramp!r}")
+        if self.stop not in ("first_exhausted", "all_exhausted", "drop_exhausted"):
+            raise SpecError(f"stop must be first_exhausted, all_exhausted or drop_exhausted, not {self.stop!r}")
+        schedule = self.schedule
+        if not schedule:
+            raise SpecError("a mixture needs at least one weight")
+        if schedule[0][0] != 0:
+            raise SpecError(f"a mixture's schedule must begin at step 0, it begins at {schedule[0][0]}")
+        for step, weights in schedule:
+            for name, weight in weights.items():
+                if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+                    raise SpecError(f"the weight of {name!r} at step {step} must be a number >= 0, got {weight!r}")
+            if not any(weights.values()):
+                raise SpecError(f"at step {step} every weight is 0: nothing to train on")
+
+    @property
+    def schedule(self) -> tuple[tuple[int, Weights], ...]:
+        """(step, weights), in order of steps."""
+        entries: dict[int, Weights] = {}
+        for key, value in self.weights.items():
+            if isinstance(value, Mapping):
+                if not isinstance(key, int) or key < 0:
+                    raise SpecError(f"a mixture's schedule is {{step: weights}} with steps >= 0, got step {key!r}")
+                entries[key] = value
+            elif isinstance(key, str):
+                entries.setdefault(0, {})
+                entries[0] = {**entries[0], key: value}
+            else:
+                raise SpecError(
+                    f"a mixture is {{source: weight}} or {{step: {{source: weight}}}}, got {key!r}: {value!r}"
+                )
+        return tuple(sorted(entries.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for _, weights in self.schedule for name in weights))
+
+    def at(self, step: int) -> dict[str, float]:
+        """The weights of a step, summing to 1. Sources with weight 0 are left out."""
+        schedule = self.schedule
+        index = max(i for i, (start, _) in enumerate(schedule) if start <= step)
+        start, weights = schedule[index]
+        if self.ramp == "linear" and index + 1 < len(schedule):
+            end, following = schedule[index + 1]
+            share = (step - start) / (end - start)
+            names = dict.fromkeys((*weights, *following))
+            weights = {n: (1 - share) * weights.get(n, 0.0) + share * following.get(n, 0.0) for n in names}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items() if weight > 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One declaration of everything that decides the stream and who receives what of it."""
+
+    sources: Mapping[str, Source]
+    batch: Batch
+    mixture: Mixture | None = None
+    """Equal weights unless given."""
+    mesh: Mesh = field(default_factory=Mesh)
+    strategy: Strategy | None = None
+    """How a step's samples are arranged over ranks; `strategies.plain()` unless given."""
+    seed: int = 0
+    num_workers: int | None = None
+    """Threads that read and transform; one per core unless given."""
+    num_processes: int | None = None
+    """Worker processes for transforms wrapped in `ol.InProcesses`; one per core unless given."""
+    prefetch: int = 2
+    """Steps that each Data Constructor keeps ready."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise SpecError("a job needs at least one source")
+        for name, source in self.sources.items():
+            if not isinstance(name, str) or not name:
+                raise SpecError(f"a source's name is a non-empty string, got {name!r}")
+            if not isinstance(source, Source):
+                raise SpecError(f"source {name!r} must be an overlord.Source, got {type(source).__name__}")
+        if self.mixture is None:
+            object.__setattr__(self, "mixture", Mixture({name: 1.0 for name in self.sources}))
+        unknown = [name for name in self.mix.names if name not in self.sources]
+        if unknown:
+            raise SpecError(
+                f"the mixture gives a weight to {_listed(unknown)}, but the job's sources are {_listed(self.sources)}"
+            )
+        finite = [name for name, source in self.sources.items() if source.num_epochs is not None]
+        if self.mix.stop == "all_exhausted" and finite and len(finite) < len(self.sources):
+            raise SpecError(
+                f"stop='all_exhausted' ends when every source has been read, but {_listed(finite)} are finite and the "
+                "others repeat for ever; set repeat=False on all, or use stop='first_exhausted' or 'drop_exhausted'"
+            )
+        if self.batch.tokens is not None or self.mix.unit == "tokens":
+            without = [name for name, source in self.sources.items() if source.tokens is None]
+            if without:
+                raise SpecError(
+                    f"steps are counted in tokens, but {_listed(without)} have tokens=None; use samples=..."
+                )
+        if self.prefetch < 0:
+            raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
+        for name in ("num_workers", "num_processes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SpecError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def mix(self) -> Mixture:
+        assert self.mixture is not None  # __post_init__ fills it in
+        return self.mixture
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

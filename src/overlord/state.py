@@ -1,0 +1,207 @@
+"""The checkpoint: a plain dict of numbers and strings, a few kilobytes, the same on every rank, independent of the mesh.
+
+    {"overlord": 1, "step": 120, "unit": "samples", "fingerprint": {...},
+     "sources": {name: [chunk, row, samples, tokens, since, lead, weight, read_once]},
+     "carried": {"columns": [...], "rows": [[source, chunk, row, ...], ...]}}
+
+A state continues the job that wrote it under any mesh, strategy, mixture, engine and number of loaders, and with sources
+added or removed. What would change the meaning of a cursor is refused, and said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import StateError
+from overlord.planning.facts import Samples
+from overlord.planning.progress import Progress
+from overlord.spec import Job, Source, Unit
+
+VERSION = 1
+_CARRIED = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the meaning of a cursor depends on."""
+
+    seed: int
+    batch: Mapping[str, Any]
+    sources: Mapping[str, tuple[str, str, int]]
+    """name to (digest of the declaration, digest of the list of units, number of units)."""
+
+    @staticmethod
+    def of(job: Job, units: Mapping[str, Sequence[Unit]]) -> Fingerprint:
+        batch = job.batch
+        return Fingerprint(
+            seed=job.seed,
+            batch={
+                "sequence_length": batch.sequence_length,
+                "long_documents": batch.long_documents,
+                "document_multiple": batch.document_multiple,
+                "tokens": batch.tokens,
+                "samples": batch.samples,
+                "cut_documents": batch.cut_documents,
+            },
+            sources={
+                name: (_declaration_digest(source), _units_digest(units[name]), len(units[name]))
+                for name, source in job.sources.items()
+            },
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "batch": dict(self.batch),
+            "sources": {name: list(entry) for name, entry in self.sources.items()},
+        }
+
+    def differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """What differs from a saved fingerprint: {name to accept it by: what to tell the user}."""
+        found = {}
+        if saved["seed"] != self.seed:
+            found["seed"] = f"seed was {saved['seed']}, is {self.seed}"
+        for key, value in self.batch.items():
+            if saved["batch"].get(key) != value:
+                found[f"batch.{key}"] = f"batch.{key} was {saved['batch'].get(key)!r}, is {value!r}"
+        for name, (declaration, units, num_units) in self.sources.items():
+            if name not in saved["sources"]:
+                continue
+            old_declaration, old_units, old_num_units = saved["sources"][name]
+            if old_declaration != declaration:
+                found[f"sources.{name}"] = (
+                    f"source {name!r} is declared differently (reader, paths, columns, transforms, window or shuffle)"
+                )
+            elif old_units != units:
+                found[f"sources.{name}"] = (
+                    f"source {name!r} lists other data: {old_num_units} units then, {num_units} now"
+                    + (", with other names or sizes" if old_num_units == num_units else "")
+                )
+        return found
+
+
+def to_state(progress: Progress, unit: str, fingerprint: Mapping[str, Any]) -> State:
+    columns = zip(
+        progress.names,
+        progress.chunk.tolist(),
+        progress.row.tolist(),
+        progress.samples.tolist(),
+        progress.tokens.tolist(),
+        progress.since.tolist(),
+        progress.lead.tolist(),
+        progress.weights.tolist(),
+        progress.read_once.tolist(),
+        strict=True,
+    )
+    carried = progress.carried
+    size_names = list(carried.sizes)
+    rows = [getattr(carried, column).tolist() for column in _CARRIED] + [carried.sizes[n].tolist() for n in size_names]
+    return {
+        "overlord": VERSION,
+        "step": progress.step,
+        "unit": unit,
+        "fingerprint": fingerprint,
+        "sources": {name: values for name, *values in columns},
+        "carried": {
+            "names": list(carried.source_names),
+            "sizes": size_names,
+            "rows": [list(r) for r in zip(*rows, strict=True)],
+        }
+        if len(carried)
+        else None,
+    }
+
+
+def from_state(
+    state: Mapping[str, Any], job: Job, fingerprint: Fingerprint, accept_changes: Collection[str] | bool = ()
+) -> Progress:
+    """The progress that a state holds, for this job.
+
+    Raises StateError when the state is of another job; `accept_changes` names the differences to take all the same
+    (as the error lists them), or is True for all.
+    """
+    if not isinstance(state, Mapping) or "overlord" not in state:
+        raise StateError(f"not an Overlord state: a dict with the key 'overlord' is needed, got {type(state).__name__}")
+    if state["overlord"] != VERSION:
+        raise StateError(f"the state has version {state['overlord']!r}; this release reads version {VERSION}")
+    try:
+        differences = fingerprint.differences(state["fingerprint"])
+        progress = _progress(state, job.mix.unit)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise StateError(f"the state is damaged: {type(error).__name__}: {error}; use an older checkpoint") from error
+    refused = (
+        {} if accept_changes is True else {k: v for k, v in differences.items() if k not in (accept_changes or ())}
+    )
+    if refused:
+        listed = "\n".join(f"  - {text}" for text in refused.values())
+        raise StateError(
+            f"the state was saved by a job that differs from this one:\n{listed}\n"
+            f"Restore the old declaration, or accept it with accept_changes={sorted(refused)!r} "
+            "(a changed source then goes on from the same chunk and row numbers of its new data)."
+        )
+    return progress.for_sources(tuple(job.sources))
+
+
+def _progress(state: Mapping[str, Any], unit: str) -> Progress:
+    names = tuple(state["sources"])
+    columns = list(zip(*state["sources"].values(), strict=True)) or [()] * 8
+    chunk, row, samples, tokens, since, lead, weights, read_once = columns
+    same_unit = state["unit"] == unit  # what was drawn in samples says nothing about a balance in tokens
+    zeros = np.zeros(len(names))
+    return Progress(
+        step=int(state["step"]),
+        names=names,
+        chunk=np.array(chunk, np.int64),
+        row=np.array(row, np.int64),
+        samples=np.array(samples, np.int64),
+        tokens=np.array(tokens, np.int64),
+        since=np.array(since, np.int64) if same_unit else zeros.astype(np.int64),
+        lead=np.array(lead, np.float64) if same_unit else zeros,
+        weights=np.array(weights, np.float64) if same_unit else zeros,
+        read_once=np.array(read_once, bool),
+        carried=_carried(state["carried"], names),
+    )
+
+
+def _carried(saved: Mapping[str, Any] | None, names: tuple[str, ...]) -> Samples:
+    if saved is None:
+        return Samples.none(names)
+    columns = np.array(saved["rows"], np.int64).T
+    fixed = dict(zip(_CARRIED, columns, strict=False))
+    sizes = dict(zip(saved["sizes"], columns[len(_CARRIED) :], strict=True))
+    return Samples(tuple(saved["names"]), **fixed, sizes=sizes).for_sources(names)
+
+
+def _declaration_digest(source: Source) -> str:
+    transforms = [described(transform) for transform in source.transforms]
+    parts = (source.identity(), transforms, described(source.decode), source.tokens, source.loss_mask)
+    return _digest(repr((*parts, source.window, source.shuffle)))
+
+
+def described(function: Any) -> str:
+    """A transform's name for the fingerprint: its `identity()` if it has one, else its qualified name."""
+    if function is None:
+        return ""
+    identity = getattr(function, "identity", None)
+    if callable(identity):
+        return str(identity())
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '')}.{name}"
+
+
+def _units_digest(units: Sequence[Unit]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for unit in units:
+        digest.update(f"{unit.path}\0{unit.index}\0{unit.num_rows}\0{unit.num_bytes}\n".encode())
+    return digest.hexdigest()
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,153 @@
+"""Arrow IPC files, streams and Feather."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.data.read_result import held_bytes
+from overlord.data.readers import ArrowIpc
+from overlord.errors import SchemaError, SourceError
+
+
+def documents(num_rows: int) -> pa.Table:
+    tokens = [np.arange(i % 7, dtype=np.int32) for i in range(num_rows)]
+    return pa.table({"id": range(num_rows), "tokens": tokens, "text": [f"t{i}" for i in range(num_rows)]})
+
+
+def write(path: Path, table: pa.Table, kind: str, rows: int = 10, compression: str | None = None) -> str:
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+    with new(str(path), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return str(path)
+
+
+def read_all(source: ArrowIpc) -> pa.Table:
+    return pa.concat_tables([source.read(unit) for unit in source.units()])
+
+
+@given(
+    st.sampled_from(["file", "stream"]),
+    st.sampled_from([None, "lz4", "zstd"]),
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.integers(1, 3000),
+    st.sampled_from([None, ("text", "id")]),
+)
+def test_batches_read_in_order_give_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    compression: str | None,
+    num_rows: int,
+    rows: int,
+    unit_bytes: int,
+    columns: tuple[str, ...] | None,
+) -> None:
+    table = documents(num_rows)
+    path = write(tmp_path_factory.mktemp("ipc") / "a.arrow", table, kind, rows, compression)
+    source = ArrowIpc(path, columns, unit_bytes)
+    assert read_all(source).equals(table.select(columns) if columns else table)
+    assert sum(unit.num_rows or 0 for unit in source.units()) == num_rows
+
+
+def test_batches_are_joined_to_units_of_about_the_size_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", pa.table({"x": pa.array(range(100_000), pa.int64())}), "file", 1000)
+    units = ArrowIpc(path, unit_bytes=100_000).units()
+    assert [unit.num_rows for unit in units] == [13_000] * 7 + [9_000]
+
+
+def test_local_batches_are_mapped_and_not_held(tmp_path: Path) -> None:
+    for kind in ("file", "stream"):
+        path = write(tmp_path / kind, pa.table({"x": pa.array(range(100_000), pa.int64())}), kind, 1000)
+        source = ArrowIpc(path)
+        before = pa.total_allocated_bytes()
+        result = source.read_rows(source.units()[0])
+        assert pa.total_allocated_bytes() == before
+        assert held_bytes(result.table, result.mapped) == 0
+
+
+def test_feather_reads_like_any_other_file(tmp_path: Path) -> None:
+    pyarrow.feather.write_feather(documents(30), tmp_path / "a.feather")
+    assert read_all(ArrowIpc(str(tmp_path / "a.feather"))).equals(documents(30))
+
+
+def test_a_file_with_dictionaries_is_one_unit(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array(["a", "b", "a"] * 10).dictionary_encode()})
+    for kind in ("file", "stream"):
+        source = ArrowIpc(write(tmp_path / kind, table, kind, 4))
+        assert len(source.units()) == 1
+        assert read_all(source)["x"].to_pylist() == ["a", "b", "a"] * 10
+
+
+def test_a_unit_reads_the_same_after_pickling(tmp_path: Path) -> None:
+    source = ArrowIpc(write(tmp_path / "a", documents(50), "file"), unit_bytes=500)
+    for unit in source.units():
+        again, same = pickle.loads(pickle.dumps((source, unit)))
+        assert again.read(same).equals(source.read(unit))
+
+
+def test_a_stream_without_its_end_mark_is_whole(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a", documents(20), "stream"))
+    path.write_bytes(path.read_bytes()[:-8])
+    assert read_all(ArrowIpc(str(path))).equals(documents(20))
+
+
+def test_a_cut_file_is_refused_when_listed(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.arrow", documents(50), "file"))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(SourceError, match=r"a\.arrow begins like an Arrow file but has no footer at its end"):
+        ArrowIpc(str(path)).units()
+
+
+def test_a_file_with_its_middle_missing_is_refused_when_listed(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.arrow", pa.table({"x": range(10_000)}), "file"))
+    data = path.read_bytes()
+    footer_bytes = int.from_bytes(data[-10:-6], "little")
+    path.write_bytes(data[:1000] + data[-footer_bytes - 10 :])
+    with pytest.raises(SourceError, match=r"a\.arrow should have a record batch up to byte .* a part of it is missing"):
+        ArrowIpc(str(path)).units()
+
+
+def test_a_stream_cut_anywhere_but_between_messages_is_refused_when_listed(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a", documents(30), "stream"))
+    data = path.read_bytes()
+    rows = []
+    for size in {*range(0, len(data), 8), *range(1, len(data), 97)}:
+        path.write_bytes(data[:size])
+        try:
+            rows.append(sum(unit.num_rows or 0 for unit in ArrowIpc(str(path)).units()))
+        except SourceError as error:
+            assert any(word in str(error) for word in ("cut off", "neither", "cannot be read", "not a single row"))  # noqa: PT017
+    assert sorted(set(rows)) == [10, 20, 30]
+    assert len(rows) < 10
+
+
+def test_what_is_not_arrow_is_refused_when_listed(tmp_path: Path) -> None:
+    for content in (b"", b"FEA1" + bytes(100), b"hello world, this is text"):
+        (tmp_path / "a").write_bytes(content)
+        with pytest.raises(SourceError, match=r"a is neither an Arrow file nor an Arrow stream"):
+            ArrowIpc(str(tmp_path / "a")).units()
+
+
+def test_damaged_batches_name_the_unit(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a", documents(3000), "file", 1000, "zstd"))
+    source = ArrowIpc(str(path), unit_bytes=1)
+    units = source.units()
+    start = units[1].detail.stops[0] - 1000
+    data = path.read_bytes()
+    path.write_bytes(data[:start] + bytes(1000) + data[start + 1000 :])
+    with pytest.raises(SourceError, match=r"a#1 cannot be decoded as Arrow IPC"):
+        source.read(units[1])
+
+
+def test_columns_are_checked_over_all_files(tmp_path: Path) -> None:
+    write(tmp_path / "a", documents(5), "file")
+    write(tmp_path / "b", documents(5).drop_columns(["text"]), "stream")
+    with pytest.raises(SchemaError, match=r"b has no column 'text'; it has \('id', 'tokens'\)"):
+        ArrowIpc(f"{tmp_path}/*").units()

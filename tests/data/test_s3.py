@@ -1,0 +1,345 @@
+"""Object stores, against an S3 server on loopback behind a proxy that fails on demand and notes every request."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import io
+import logging
+import tarfile
+import threading
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import obstore
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from moto.server import ThreadedMotoServer
+from obstore.store import S3Store
+
+from overlord.data import object_store
+from overlord.data.object_store import ObjectStore, Retry, num_retries
+from overlord.data.readers import ArrowIpc, Jsonl, Parquet, WebDataset
+from overlord.data.storage import Storage
+from overlord.errors import SourceError, SpecError, StorageError
+
+CREDENTIALS = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1"}
+QUICK = Retry(deadline_s=20, first_wait_s=0.01, max_wait_s=0.05, request_timeout_s=10)
+
+
+@dataclass
+class Proxy:
+    """Forwards to `upstream`. Each entry of `faults` spoils one request: a status, 'drop' or 'cut'."""
+
+    upstream: str
+    faults: deque[int | str] = field(default_factory=deque)
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    port: int = 0
+
+    def start(self) -> None:
+        proxy = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                proxy.answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        self.requests.append((request.command, request.path, request.headers.get("Range", "")))
+        fault = self.faults.popleft() if self.faults else None
+        if fault == "drop":
+            return
+        if isinstance(fault, int):
+            request.send_response(fault)
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        upstream = http.client.HTTPConnection(self.upstream)
+        upstream.request(request.command, request.path, headers=dict(request.headers))
+        reply = upstream.getresponse()
+        body = reply.read()
+        request.send_response(reply.status)
+        for name, value in reply.getheaders():
+            if name.lower() not in ("connection", "transfer-encoding", "server", "date"):
+                request.send_header(name, value)
+        request.end_headers()
+        request.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
+        upstream.close()
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {**CREDENTIALS, "endpoint": f"http://127.0.0.1:{self.port}"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/corpus", method="PUT")).close()
+    store = S3Store("corpus", endpoint=endpoint, client_options={"allow_http": True}, **CREDENTIALS)
+    for name, data in objects().items():
+        obstore.put(store, name, data)
+    yield f"{host}:{port}"
+    moto.stop()
+
+
+@pytest.fixture
+def proxy(server: str) -> Iterator[Proxy]:
+    made = Proxy(server)
+    made.start()
+    yield made
+    made.stop()
+
+
+TABLE = pa.table({"id": range(300), "tokens": [list(range(i % 9)) for i in range(300)], "text": ["x" * 50] * 300})
+ROWS = [{"n": i, "text": f"text {i}"} for i in range(400)]
+SHARD = {f"{i}.{end}": bytes([i]) * size for i in range(9) for end, size in (("jpg", 20_000), ("txt", 9))}
+
+
+def objects() -> dict[str, bytes]:
+    parquet, arrow, stream, shard = io.BytesIO(), io.BytesIO(), io.BytesIO(), io.BytesIO()
+    pq.write_table(TABLE, parquet, row_group_size=100)
+    with pa.ipc.new_file(arrow, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=50)
+    with pa.ipc.new_stream(stream, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=50)
+    with tarfile.open(fileobj=shard, mode="w") as archive:
+        for name, data in SHARD.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    lines = b"".join(orjson.dumps(row) + b"\n" for row in ROWS)
+    return {
+        **{f"web/{part}/p-{i}.parquet": parquet.getvalue() for part in ("a", "b") for i in range(2)},
+        "web/a/deep/er/x.parquet": parquet.getvalue(),
+        "web/a/.hidden.parquet": b"",
+        "t/a.arrow": arrow.getvalue(),
+        "t/a.stream": stream.getvalue(),
+        "t/a b é.jsonl": lines,
+        "t/a.jsonl.zst": pa.compress(lines, codec="zstd", asbytes=True),
+        "t/a.tar": shard.getvalue(),
+        "t/big": bytes(range(256)) * 1024,
+    }
+
+
+def names(proxy: Proxy, *patterns: str) -> list[str]:
+    files = Storage(tuple(proxy.options.items()), QUICK).files([f"s3://corpus/{pattern}" for pattern in patterns])
+    return [file.path.removeprefix("s3://corpus/") for file in files]
+
+
+def test_globs_and_ranges_list_keys_in_order(proxy: Proxy) -> None:
+    assert names(proxy, "web/*/p-*.parquet") == [f"web/{part}/p-{i}.parquet" for part in "ab" for i in range(2)]
+    assert names(proxy, "web/b/p-{0..1}.parquet", "web/a/p-[1].parquet")[-1] == "web/a/p-1.parquet"
+    assert names(proxy, "web/a/**/*.parquet") == ["web/a/deep/er/x.parquet", "web/a/p-0.parquet", "web/a/p-1.parquet"]
+
+
+def test_a_pattern_in_one_folder_does_not_list_the_bucket(proxy: Proxy) -> None:
+    names(proxy, "web/a/*.parquet")
+    assert len(proxy.requests) == 1
+    assert "prefix=web%2Fa%2F" in proxy.requests[0][1]
+    assert "delimiter" in proxy.requests[0][1]
+
+
+def test_all_formats_read_the_same_from_a_bucket(proxy: Proxy) -> None:
+    def rows(source: Parquet | ArrowIpc | Jsonl | WebDataset) -> list[dict]:
+        return [row for unit in source.units() for row in source.read(unit).to_pylist()]
+
+    options = proxy.options
+    assert rows(Parquet("s3://corpus/web/a/p-0.parquet", storage_options=options)) == TABLE.to_pylist()
+    for name in ("a.arrow", "a.stream"):
+        source = ArrowIpc(f"s3://corpus/t/{name}", ["text", "id"], unit_bytes=5000, storage_options=options)
+        assert rows(source) == TABLE.select(["text", "id"]).to_pylist()
+    assert rows(Jsonl("s3://corpus/t/a b é.jsonl", unit_bytes=777, storage_options=options)) == ROWS
+    assert rows(Jsonl("s3://corpus/t/*.zst", storage_options=options)) == ROWS
+    shard = rows(WebDataset("s3://corpus/t/a.tar", storage_options=options))
+    assert {f"{row['__key__']}.{end}": row[end] for row in shard for end in ("jpg", "txt")} == SHARD
+
+
+def test_reading_a_row_group_fetches_its_columns_and_never_the_footer(proxy: Proxy) -> None:
+    source = Parquet("s3://corpus/web/a/p-0.parquet", ["tokens"], storage_options=proxy.options, retry=QUICK)
+    units = source.units()
+    proxy.requests.clear()
+    for unit in units:
+        assert source.read(unit)["tokens"].to_pylist() == TABLE["tokens"][unit.index * 100 :][:100].to_pylist()
+    chunks = [units[0].detail.footer.row_group(i).column(1) for i in range(3)]
+    assert [place for _, _, place in proxy.requests] == [
+        f"bytes={start}-{start + chunk.total_compressed_size - 1}"
+        for chunk in chunks
+        for start in [chunk.dictionary_page_offset or chunk.data_page_offset]
+    ]
+
+
+def test_footers_cost_one_request_a_listed_file(proxy: Proxy) -> None:
+    Parquet("s3://corpus/web/b/*.parquet", storage_options=proxy.options).units()
+    assert sorted(path.partition("?")[0] for _, path, _ in proxy.requests) == [
+        "/corpus", "/corpus/web/b/p-0.parquet", "/corpus/web/b/p-1.parquet",
+    ]  # fmt: skip
+
+
+def test_passing_faults_are_retried_and_counted(proxy: Proxy) -> None:
+    store = ObjectStore("s3://corpus", proxy.options, QUICK)
+    want = (bytes(range(256)) * 1024)[5:200_000]
+    for fault in (500, 503, 429, 408, "drop", "cut"):
+        proxy.faults.extend([fault, fault])
+        before = store.num_retries
+        assert store.read("t/big", 5, 200_000).to_pybytes() == want
+        assert store.num_retries == before + 2
+    proxy.faults.append(503)
+    assert len(store.list_all("t")) == 6
+
+
+def test_retries_of_sources_are_counted_by_bucket(proxy: Proxy) -> None:
+    source = Jsonl("s3://corpus/t/a b é.jsonl", storage_options=proxy.options, retry=QUICK)
+    units = source.units()
+    before = num_retries()["s3://corpus"]
+    proxy.faults.extend([503, "drop", 500])
+    assert source.read(units[0]).num_rows == len(ROWS)
+    assert num_retries()["s3://corpus"] == before + 3
+
+
+def test_waits_follow_the_policy_and_end_at_the_deadline(proxy: Proxy) -> None:
+    proxy.faults.extend([503] * 100)
+    now = 0.0
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        waits.append(seconds)
+
+    retry = Retry(deadline_s=20, first_wait_s=1, factor=2, max_wait_s=6)
+    store = ObjectStore("s3://corpus", proxy.options, retry, clock=lambda: now, sleep=sleep)
+    with pytest.raises(
+        StorageError, match=r"t/big: storage did not answer in 6 attempts over 19\.0 s \(deadline_s=20\).*503"
+    ):
+        store.read("t/big", 0, 10)
+    assert waits == [1, 2, 4, 6, 6]
+    with pytest.raises(StorageError, match="in 1 attempts"):
+        ObjectStore("s3://corpus", proxy.options, Retry(deadline_s=0)).read("t/big", 0, 10)
+
+
+@pytest.mark.parametrize("status", [403, 401, 400])
+def test_a_refusal_is_not_retried(proxy: Proxy, status: int) -> None:
+    proxy.faults.append(status)
+    message = "may not be read with these credentials: give others in storage_options" if status > 400 else "cannot be read"
+    with pytest.raises(SourceError, match=rf"s3://corpus/t/big {message}.*{status}"):
+        ObjectStore("s3://corpus", proxy.options, QUICK).read("t/big", 0, 10)
+    assert len(proxy.requests) == 1
+
+
+def test_a_missing_object_or_bucket_is_not_retried(proxy: Proxy) -> None:
+    with pytest.raises(SourceError, match=r"s3://corpus/t/none\.parquet does not exist: check the name, and the bucket"):
+        Parquet("s3://corpus/t/none.parquet", storage_options=proxy.options).units()
+    with pytest.raises(SourceError, match=r"s3://nowhere/t does not exist: check the name, and the bucket"):
+        Parquet("s3://nowhere/t/*.parquet", storage_options=proxy.options).units()
+    assert len(proxy.requests) == 2
+
+
+def test_a_pattern_without_matches_is_an_error(proxy: Proxy) -> None:
+    with pytest.raises(SourceError, match=r"nothing matches s3://corpus/t/\*\.parquet"):
+        Parquet("s3://corpus/t/*.parquet", storage_options=proxy.options).units()
+
+
+def test_a_server_that_goes_away_and_comes_back_is_waited_for(proxy: Proxy) -> None:
+    """Between two reads the server stops; the reader's first retry makes it come back."""
+    options = proxy.options
+    source = Parquet("s3://corpus/web/*/p-*.parquet", storage_options=options, retry=QUICK)
+    units = source.units()
+    back = threading.Event()
+
+    class ComeBack(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if not back.is_set():
+                proxy.start()
+                back.set()
+
+    handler = ComeBack()
+    log = logging.getLogger("overlord.storage")
+    log.addHandler(handler)
+    try:
+        tables = []
+        for i, unit in enumerate(units):
+            if i == len(units) // 2:
+                proxy.stop()
+            tables.append(source.read(unit))
+    finally:
+        log.removeHandler(handler)
+    assert back.is_set()
+    assert pa.concat_tables(tables).equals(pa.concat_tables([TABLE] * 4))
+
+
+def test_large_objects_come_in_parts_and_a_fault_repeats_only_its_parts(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", 10_000)
+    store = ObjectStore("s3://corpus", proxy.options, QUICK)
+    want = bytes(range(256)) * 1024
+    assert store.read("t/big", 0, len(want)).to_pybytes() == want
+    undisturbed = len(proxy.requests)
+    proxy.requests.clear()
+    proxy.faults.extend([503])
+    assert store.read("t/big", 0, len(want)).to_pybytes() == want
+    assert len(proxy.requests) <= undisturbed + object_store.PARTS_AT_ONCE
+
+
+def test_an_object_that_shrank_since_it_was_listed_is_an_error(proxy: Proxy) -> None:
+    with pytest.raises(SourceError, match=r"t/big gave 262,044 bytes for the range 100 to 999,999: it has become shorter"):
+        ObjectStore("s3://corpus", proxy.options, QUICK).read("t/big", 100, 999_999)
+
+
+def test_options_that_are_not_understood_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"storage_options for s3://corpus are not understood: .*nonsense"):
+        Storage((("nonsense", "1"),)).files(["s3://corpus/x"])
+
+
+def test_plain_http_servers_can_be_read() -> None:
+    data = b"".join(orjson.dumps(row) + b"\n" for row in ROWS)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            begin, _, end = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            part = data[int(begin) : int(end or len(data)) + 1]
+            self.send_response(206 if "Range" in self.headers else 200)
+            self.send_header("Content-Length", str(len(part)))
+            self.send_header("Last-Modified", "Mon, 12 Oct 2009 17:50:00 GMT")
+            if "Range" in self.headers:
+                self.send_header("Content-Range", f"bytes {begin}-{int(begin) + len(part) - 1}/{len(data)}")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(part)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        source = Jsonl(f"http://127.0.0.1:{server.server_port}/x/a.jsonl", unit_bytes=1000, retry=QUICK)
+        assert [row for unit in source.units() for row in source.read(unit).to_pylist()] == ROWS
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

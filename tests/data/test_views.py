@@ -1,0 +1,70 @@
+"""Columns of views into a shared buffer."""
+
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.data import views
+from overlord.data.read_result import held_bytes
+from overlord.data.views import compact, take_rows, views_into
+
+DATA = bytes(np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint8))
+places = st.lists(st.tuples(st.integers(0, 2900), st.integers(-1, 100)), max_size=30)
+
+
+def expected(rows: list[tuple[int, int]]) -> list[bytes | None]:
+    return [None if length < 0 else DATA[offset : offset + length] for offset, length in rows]
+
+
+def column(rows: list[tuple[int, int]]) -> pa.Array:
+    pairs = np.array(rows, np.int64).reshape(-1, 2)
+    return views_into(pa.py_buffer(DATA), pairs[:, 0], pairs[:, 1])
+
+
+@given(places)
+def test_views_are_valid_arrow_and_show_what_they_point_to(rows: list[tuple[int, int]]) -> None:
+    array = column(rows)
+    array.validate(full=True)
+    assert array.to_pylist() == expected(rows)
+
+
+@given(places, st.data())
+def test_taking_slicing_and_joining_rows_agree_with_lists(rows: list[tuple[int, int]], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(rows)))
+    joined = pa.concat_tables([pa.table({"v": column(rows), "n": range(len(rows))})] * 2).slice(start)
+    want = [*expected(rows), *expected(rows)][start:]
+    order = data.draw(st.lists(st.integers(0, len(want) - 1), max_size=10) if want else st.just([]))
+    taken = take_rows(joined, np.array(order, np.int64))
+    taken.validate(full=True)
+    assert taken["v"].to_pylist() == [want[i] for i in order]
+    assert taken["n"].to_pylist() == [joined["n"][i].as_py() for i in order]
+
+
+@given(places)
+def test_a_compact_table_has_the_values_and_nothing_else(rows: list[tuple[int, int]]) -> None:
+    table = compact(pa.table({"v": column(rows)}))
+    assert table["v"].to_pylist() == expected(rows)
+    assert len(pickle.dumps(table)) < 1500 + 16 * len(rows) + sum(max(length, 0) for _, length in rows)
+
+
+def test_files_beyond_the_reach_of_an_offset_are_seen_in_overlapping_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(views, "PIECE_BYTES", 100)
+    monkeypatch.setattr(views, "MOST_BYTES", 200)
+    rows = [(i * 37, 60) for i in range(70)]
+    array = column(rows)
+    array.validate(full=True)
+    assert array.to_pylist() == expected(rows)
+
+
+def test_mapped_pages_are_not_held_memory() -> None:
+    data = pa.py_buffer(DATA)
+    array = views_into(data, np.array([0, 100]), np.array([50, 50]))
+    table = pa.table({"a": array, "b": array, "n": pa.array([1, 2], pa.int64())})
+    assert held_bytes(table, [data]) == 2 * 16 + 16
+    assert held_bytes(table) == 2 * 16 + 16 + len(DATA)
