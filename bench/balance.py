@@ -79,8 +79,7 @@ def figures(setting: Setting, seed: int) -> Figures:
     turn[np.argsort(first_seen)] = np.arange(len(first_seen))
     return Figures(
         equal=_balanced(long_short(H200_COST, max_tokens=cap)(graph), costs, cap) / bound,
-        unequal=_balanced(long_short(H200_COST, max_tokens=cap, equal_counts=False)(graph), costs, cap)
-        / bound,
+        unequal=_balanced(long_short(H200_COST, max_tokens=cap, equal_counts=False)(graph), costs, cap) / bound,
         tokens=over_bound(greedy(costs, setting.dp, lengths, setting.tokens // setting.dp)),
         plain=float(plain()(graph).group_costs(costs).max()) / bound,
         drawn=over_bound(turn[rows] % setting.dp),
@@ -111,17 +110,14 @@ def worst(setting: Setting, seeds: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     results = []
     if not args.json:
         print(
-            f"{'lengths':>8} {'context':>8} {'dp':>4} {'Mtokens':>8}   "
-            f"equal  unequal   tokens    plain    drawn  possible"
+            f"{'lengths':>8} {'context':>8} {'dp':>4} {'Mtokens':>8}   equal  unequal   tokens    plain    drawn  possible"
         )
     for setting in settings():
         found = worst(setting, args.seeds)

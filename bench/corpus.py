@@ -1,4 +1,4 @@
-"""The data of the benchmarks, made once under bench/.data: token Parquet files and an image-text tar."""
+"""The data of the benchmarks, made once under bench/.data: token Parquet files and image-text tars."""
 
 from __future__ import annotations
 
@@ -100,25 +100,32 @@ def _documents(rng: np.random.Generator, tokens: int) -> pa.ListArray:
 
 @dataclass(frozen=True, slots=True)
 class ImageCorpus:
-    """One tar of JPEG and caption pairs sized like COYO-700M: log-normal sides around 622 x 541, aspect at most 3,
+    """Tar shards of JPEG and caption pairs sized like COYO-700M: log-normal sides around 622 x 541, aspect at most 3,
     quality 90, smooth shapes under fine texture so that files take about the two bits a pixel of photographs."""
 
     images: int = 1024
+    shards: int = 8
 
     @property
-    def path(self) -> str:
-        return str(DATA / f"images-{self.images}" / "pairs.tar")
+    def folder(self) -> Path:
+        return DATA / f"images-{self.images}"
+
+    @property
+    def paths(self) -> list[str]:
+        return [str(self.folder / f"pairs-{shard:03d}.tar") for shard in range(self.shards)]
 
     def make(self) -> ImageCorpus:
-        _once(Path(self.path).parent, self._write)
+        _once(self.folder, self._write)
         return self
 
     def _write(self, folder: Path) -> None:
         rng = np.random.default_rng(11)
-        with tarfile.open(folder / "pairs.tar", "w") as archive:
-            for index in range(self.images):
-                _add(archive, f"{index:06d}.jpg", _jpeg(rng))
-                _add(archive, f"{index:06d}.txt", _caption(rng).encode())
+        numbers = range(self.images)
+        for shard, path in enumerate(self.paths):
+            with tarfile.open(folder / Path(path).name, "w") as archive:
+                for number in numbers[shard :: self.shards]:
+                    _add(archive, f"{number:06d}.jpg", _jpeg(rng))
+                    _add(archive, f"{number:06d}.txt", _caption(rng).encode())
 
 
 IMAGES = ImageCorpus()

@@ -25,25 +25,29 @@ class LengthTable:
     @staticmethod
     def of_token_shares(name: str, edges: tuple[int, ...], token_shares: tuple[float, ...]) -> LengthTable:
         low, high = np.array(edges[:-1], float), np.array(edges[1:], float)
-        shares = (
-            np.array(token_shares) * np.log(high / low) / (high - low)
-        )  # the mean of a log-uniform bucket
+        shares = np.array(token_shares) * np.log(high / low) / (high - low)  # the mean of a log-uniform bucket
         return LengthTable(name, edges, tuple((shares / shares.sum()).tolist()))
 
     def documents(self, num_tokens: int, context: int, seed: int) -> Ints:
         """Lengths in drawn order, as many as fit in `num_tokens`; longer documents are split at `context`."""
         rng = np.random.default_rng(seed)
-        shares = np.array(self.sample_shares) / sum(self.sample_shares)
-        low, high = np.log(self.edges[:-1]), np.log(self.edges[1:])
         parts: list[Ints] = []
         total = 0
         while total < num_tokens:
-            bucket = rng.choice(len(shares), 4096, p=shares)
-            drawn = np.exp(rng.uniform(low[bucket], high[bucket])).astype(np.int64)
-            parts.append(_split(drawn, context))
-            total += int(drawn.sum())
+            parts.append(self._drawn(4096, context, rng))
+            total += int(parts[-1].sum())
         lengths = np.concatenate(parts)
         return lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens, side="right"))]
+
+    def first_documents(self, num_documents: int, context: int, seed: int) -> Ints:
+        """So many lengths in drawn order; longer documents are split at `context`."""
+        return self._drawn(num_documents, context, np.random.default_rng(seed))[:num_documents]
+
+    def _drawn(self, num_documents: int, context: int, rng: np.random.Generator) -> Ints:
+        shares = np.array(self.sample_shares) / sum(self.sample_shares)
+        low, high = np.log(self.edges[:-1]), np.log(self.edges[1:])
+        bucket = rng.choice(len(shares), num_documents, p=shares)
+        return _split(np.exp(rng.uniform(low[bucket], high[bucket])).astype(np.int64), context)
 
 
 def _split(lengths: Ints, context: int) -> Ints:

@@ -100,13 +100,10 @@ def measured(setting: Setting, repeats: int) -> Result:
 
 
 def _step(setting: Setting) -> tuple[Ints, Batch]:
-    """The lengths of a step of so many documents, and the batch that holds them in whole microbatches for all
-    ranks."""
-    few = setting.table.documents(8 * setting.num_samples * setting.context, setting.context, seed=0)
-    lengths = few[: setting.num_samples]
-    row = setting.context
-    num_rows = max(1, round(int(lengths.sum()) / row))
-    return lengths, Batch(tokens=num_rows * row, sequence_length=row)
+    """The lengths of a step of so many documents, and the batch that holds about so many tokens."""
+    lengths = setting.table.first_documents(setting.num_samples, setting.context, seed=0)
+    num_rows = max(1, round(int(lengths.sum()) / setting.context))
+    return lengths, Batch(tokens=num_rows * setting.context, sequence_length=setting.context)
 
 
 def main() -> None:
@@ -123,10 +120,7 @@ def main() -> None:
     print("  ".join(f"{name:>12}" for name in names))
     for result in results:
         print(
-            "  ".join(
-                f"{value:>12,}" if not isinstance(value, str) else f"{value:>12}"
-                for value in asdict(result).values()
-            )
+            "  ".join(f"{value:>12,}" if not isinstance(value, str) else f"{value:>12}" for value in asdict(result).values())
         )
 
 

@@ -132,9 +132,7 @@ def test_buffers_never_exceed_their_bytes_even_when_one_rank_stops_reading(loade
             for client in clients:
                 next(client)
         stopped, *reading = clients
-        with pytest.raises(
-            ol.WaitTimeoutError, match=r"waited .* for step \d+: the ranks of data-parallel group 0 are"
-        ):
+        with pytest.raises(ol.WaitTimeoutError, match=r"waited .* for step \d+: the ranks of data-parallel group 0 are"):
             for _ in range(50):
                 for client in reading:
                     next(client)

@@ -1,10 +1,11 @@
-"""Reading an image-text tar, decoding with Pillow and resizing, shared by every peer of the image benchmark."""
+"""Reading image-text tars, decoding with Pillow and resizing, shared by every peer of the image benchmark."""
 
 from __future__ import annotations
 
 import io
 import os
 import tarfile
+from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -24,25 +25,29 @@ class PictureBatch(TypedDict):
 
 
 class TarPairs:
-    """Pairs of a tar by number: the index is walked once, members are read by offset without the tar library."""
+    """Pairs of tar shards by number: each index is walked once, members are read by offset without the tar library."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._file: int | None = None
-        with tarfile.open(path) as archive:
-            places = {member.name: (member.offset_data, member.size) for member in archive}
-        keys = sorted({name.rpartition(".")[0] for name in places})
-        self._places = [(places[f"{key}.jpg"], places[f"{key}.txt"]) for key in keys]
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+        self._files: list[int] = []
+        self._places = [(shard, *places) for shard, path in enumerate(paths) for places in _index(path)]
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, index: int) -> Pair:
-        if self._file is None:  # opened where it is used: a forked worker must not share its parent's
-            self._file = os.open(self.path, os.O_RDONLY)
-        (image_at, image_size), (text_at, text_size) = self._places[index]
-        image = os.pread(self._file, image_size, image_at)
-        return image, os.pread(self._file, text_size, text_at).decode()
+        if not self._files:  # opened where they are used: a forked worker must not share its parent's
+            self._files = [os.open(path, os.O_RDONLY) for path in self.paths]
+        shard, (image_at, image_size), (text_at, text_size) = self._places[index]
+        image = os.pread(self._files[shard], image_size, image_at)
+        return image, os.pread(self._files[shard], text_size, text_at).decode()
+
+
+def _index(path: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    with tarfile.open(path) as archive:
+        places = {member.name: (member.offset_data, member.size) for member in archive}
+    for key in sorted({name.rpartition(".")[0] for name in places}):
+        yield places[f"{key}.jpg"], places[f"{key}.txt"]
 
 
 def decode(jpeg: bytes, size: int = SIZE, draft: bool = False) -> Picture:

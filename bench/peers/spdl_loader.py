@@ -8,83 +8,43 @@ from typing import Any
 from spdl.pipeline import Pipeline, PipelineBuilder
 
 from bench import corpus
-from bench.peers.documents import Document, ParquetSource, mixed, mixed_parquet, mixing_weights
-from bench.peers.packing import BATCH_TOKENS, Batch, batches
-from bench.peers.pictures import BATCH, TarPairs, collate, decode
+from bench.peers.documents import mixed_parquet, mixing_weights
+from bench.peers.packing import Batch, batches
+from bench.peers.pictures import BATCH, PictureBatch, TarPairs, collate
 from bench.run_one import Work
 
 
-def text(work: Work, rank: int) -> Iterator[Any]:
-    """Settings: `style` and `threads`.
+def text(work: Work, rank: int) -> Iterator[Batch]:
+    """Settings: `threads`, each of which reads its share of the row groups, mixes and packs.
 
-    whole (the best found): every thread reads its share of the row groups, mixes and packs, and only whole batches pass
-    through SPDL's queues. staged: what its documentation teaches, one stage a task, so that documents pass through the
-    queues one list per batch at a time: the mixing source feeds lists of documents to a packing stage.
+    Only whole batches pass through the pipeline's queues. Tried: 1 and 2 threads (within the noise for CPU), and
+    documents passing through the queues one by one into a packing stage, which costs six times the CPU.
     """
     paths = corpus.text_of(work.benchmark, work.sources).paths
-    build = {"whole": _whole, "staged": _staged}[work.settings.get("style", "whole")]
-    return _forever(build(paths, rank, work.ranks, work.settings.get("threads", 1)))
-
-
-def _whole(paths: list[str], rank: int, ranks: int, threads: int) -> Pipeline:
     weights = mixing_weights(len(paths))
+    threads = work.settings.get("threads", 1)
 
     def share(index: int) -> Iterator[Batch]:
-        yield from batches(mixed_parquet(paths, weights, rank * threads + index, ranks * threads))
+        yield from batches(mixed_parquet(paths, weights, rank * threads + index, work.ranks * threads))
 
     builder = PipelineBuilder().add_source(range(threads)).pipe(share, concurrency=threads)
-    return builder.add_sink(4).build(num_threads=threads)
-
-
-def _staged(paths: list[str], rank: int, ranks: int, threads: int) -> Pipeline:
-    sources = [iter(ParquetSource(path, rank, ranks, seed)) for seed, path in enumerate(paths)]
-    drawn = mixed(sources, mixing_weights(len(paths)), rank)
-    carried: list[Document] = []
-
-    def packed(documents: list[Document]) -> Iterator[Batch]:
-        carried.extend(documents)
-        while sum(map(len, carried)) > BATCH_TOKENS:
-            made, rest = _pack_first(carried)
-            carried[:] = rest
-            yield made
-
-    builder = PipelineBuilder().add_source(drawn).aggregate(64).pipe(packed)
-    return builder.add_sink(4).build(num_threads=threads)
-
-
-def _pack_first(documents: list[Document]) -> tuple[Batch, list[Document]]:
-    """One batch from the front of a list that holds more than one, and what is left of the list."""
-    left = BATCH_TOKENS
-    for index, document in enumerate(documents):
-        if len(document) > left:
-            # The packer needs one token more than the batch to know the last label.
-            return next(batches(documents[: index + 1])), [document[left:], *documents[index + 1 :]]
-        left -= len(document)
-    raise ValueError(f"{BATCH_TOKENS - left} tokens do not fill a batch of {BATCH_TOKENS}")
-
-
-def images(work: Work, rank: int) -> Iterator[Any]:
-    """Settings: `threads` that decode, `style`: decode picture by picture (staged) or batch by batch (whole)."""
-    pairs = TarPairs(corpus.IMAGES.path)
-    threads = work.settings.get("threads", 2)
-    if work.settings.get("style", "whole") == "whole":
-        numbers = (list(range(b, b + BATCH)) for b in _endless(range(0, len(pairs) - BATCH + 1, BATCH)))
-        builder = PipelineBuilder().add_source(numbers)
-        builder = builder.pipe(lambda batch: collate([pairs[i] for i in batch]), concurrency=threads)
-    else:
-        builder = PipelineBuilder().add_source(_endless(range(len(pairs))))
-        builder = builder.pipe(lambda i: _decoded(pairs[i]), concurrency=threads).aggregate(BATCH).pipe(_stacked)
     return _forever(builder.add_sink(4).build(num_threads=threads))
 
 
-def _decoded(pair: tuple[bytes, str]) -> tuple[Any, str]:
-    return decode(pair[0]), pair[1]
+def images(work: Work, rank: int) -> Iterator[PictureBatch]:
+    """Settings: `threads`, each of which reads, decodes and stacks a whole batch; `draft`, see `pictures.decode`.
 
+    Tried: 1, 2 and 3 threads, and one picture a task with stacking behind it, which costs a little more.
+    """
+    pairs = TarPairs(corpus.IMAGES.paths)
+    threads = work.settings.get("threads", 2)
+    draft = work.settings.get("draft", False)
 
-def _stacked(decoded: list[tuple[Any, str]]) -> dict[str, Any]:
-    import numpy as np
+    def batch(begin: int) -> PictureBatch:
+        return collate([pairs[i] for i in range(begin, begin + BATCH)], draft=draft)
 
-    return {"images": np.stack([image for image, _ in decoded]), "captions": [caption for _, caption in decoded]}
+    builder = PipelineBuilder().add_source(_endless(range(0, len(pairs) - BATCH + 1, BATCH)))
+    return _forever(builder.pipe(batch, concurrency=threads).add_sink(4).build(num_threads=threads))
 
 
 def _endless(numbers: range) -> Iterator[int]:

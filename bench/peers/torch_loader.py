@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from bench import corpus
 from bench.peers.documents import mixed_parquet, mixing_weights
 from bench.peers.packing import batches
-from bench.peers.pictures import SIZE, TarPairs, collate
+from bench.peers.pictures import BATCH, TarPairs, collate
 from bench.run_one import Work
 
 
@@ -44,24 +44,24 @@ def text(work: Work, rank: int) -> Iterator[dict[str, Any]]:
 
 
 class Pictures(Dataset):
-    """Map-style over the tar's index; one item is a whole batch, so that a worker stacks it once."""
+    """Map-style over the tars' index; one item is a whole batch, so that a worker stacks it once."""
 
-    def __init__(self, path: str, batch: int) -> None:
-        self.pairs = TarPairs(path)
-        self.batch = batch
+    def __init__(self, paths: list[str], draft: bool) -> None:
+        self.pairs = TarPairs(paths)
+        self.draft = draft
 
     def __len__(self) -> int:
-        return len(self.pairs) // self.batch
+        return len(self.pairs) // BATCH
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        begin = index * self.batch
-        made = collate([self.pairs[i] for i in range(begin, begin + self.batch)], SIZE)
+        begin = index * BATCH
+        made = collate([self.pairs[i] for i in range(begin, begin + BATCH)], draft=self.draft)
         return {"images": torch.from_numpy(made["images"]), "captions": made["captions"]}
 
 
 def images(work: Work, rank: int) -> Iterator[dict[str, Any]]:
-    dataset = Pictures(corpus.IMAGES.path, batch=64)
-    loader = _loader(dataset, work, workers=2, shuffle=True)
+    """Settings: as for text, and `draft`, see `pictures.decode`. Tried: 1, 2 and 3 workers."""
+    loader = _loader(Pictures(corpus.IMAGES.paths, work.settings.get("draft", False)), work, workers=2, shuffle=True)
     while True:
         yield from loader
 

@@ -26,9 +26,7 @@ class Taken:
     images: int
 
 
-def steps_of(
-    loader: Loader, ranks: Sequence[int] | None = None, num_steps: int | None = None
-) -> Iterator[Taken]:
+def steps_of(loader: Loader, ranks: Sequence[int] | None = None, num_steps: int | None = None) -> Iterator[Taken]:
     """Up to `num_steps` steps on these ranks (all unless given), one after the other, to the end of the run."""
     ranks = range(loader.tree.world_size) if ranks is None else ranks
     clients = [loader.client(rank) for rank in ranks]
@@ -100,7 +98,4 @@ class Share:
 def shares_of(mix: Mapping[str, Mix], unit: str) -> dict[str, Share]:
     drawn = {name: entry.tokens if unit == "tokens" else entry.samples for name, entry in mix.items()}
     total = sum(drawn.values()) or 1
-    return {
-        name: Share(entry.weight, drawn[name] / total, entry.samples, entry.tokens)
-        for name, entry in mix.items()
-    }
+    return {name: Share(entry.weight, drawn[name] / total, entry.samples, entry.tokens) for name, entry in mix.items()}

@@ -50,9 +50,7 @@ def start(
         job.mesh.check_world_size(world_size)
     units = list_units(job.sources)
     fingerprint = Fingerprint.of(job, units)
-    progress = (
-        Progress.start(tuple(job.sources)) if resume is None else from_state(resume, job, fingerprint, accept_changes)
-    )
+    progress = Progress.start(tuple(job.sources)) if resume is None else from_state(resume, job, fingerprint, accept_changes)
     return Loader(job, units, fingerprint, progress, accept_changes)
 
 
@@ -207,11 +205,7 @@ class Loader:
             return Held(loader, source.decode, maker.bad_decode)
 
         return lambda: LoaderHost(
-            {
-                name: held(name, source, makers[name])
-                for name, source in self.job.sources.items()
-                if index < source.loaders
-            },
+            {name: held(name, source, makers[name]) for name, source in self.job.sources.items() if index < source.loaders},
             self.job.batch.columns,
             self._read_threads,
         )

@@ -279,9 +279,7 @@ class Mixture:
                 entries.setdefault(0, {})
                 entries[0] = {**entries[0], key: value}
             else:
-                raise SpecError(
-                    f"a mixture is {{source: weight}} or {{step: {{source: weight}}}}, got {key!r}: {value!r}"
-                )
+                raise SpecError(f"a mixture is {{source: weight}} or {{step: {{source: weight}}}}, got {key!r}: {value!r}")
         return tuple(sorted(entries.items()))
 
     @property
@@ -345,9 +343,7 @@ class Job:
         if self.batch.tokens is not None or self.mix.unit == "tokens":
             without = [name for name, source in self.sources.items() if source.tokens is None]
             if without:
-                raise SpecError(
-                    f"steps are counted in tokens, but {_listed(without)} have tokens=None; use samples=..."
-                )
+                raise SpecError(f"steps are counted in tokens, but {_listed(without)} have tokens=None; use samples=...")
         if self.prefetch < 0:
             raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
         for name in ("num_workers", "num_processes"):

@@ -136,9 +136,7 @@ def from_state(
         progress = _progress(state, job.mix.unit)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise StateError(f"the state is damaged: {type(error).__name__}: {error}; use an older checkpoint") from error
-    refused = (
-        {} if accept_changes is True else {k: v for k, v in differences.items() if k not in (accept_changes or ())}
-    )
+    refused = {} if accept_changes is True else {k: v for k, v in differences.items() if k not in (accept_changes or ())}
     if refused:
         listed = "\n".join(f"  - {text}" for text in refused.values())
         raise StateError(

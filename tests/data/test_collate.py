@@ -68,9 +68,7 @@ def test_a_padded_batch_equals_the_obvious_reference(made: Microbatch):
     lengths = np.zeros(made.micro.num_rows, int)
     lengths[made.micro.row] = made.micro.samples.tokens
     assert batch["attention_mask"].sum(axis=1).tolist() == lengths.tolist()
-    assert [int(row.argmin()) for row in batch["attention_mask"] if not row.all()] == [
-        int(n) for n in lengths if n < width
-    ]
+    assert [int(row.argmin()) for row in batch["attention_mask"] if not row.all()] == [int(n) for n in lengths if n < width]
 
 
 @given(microbatches())

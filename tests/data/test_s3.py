@@ -6,6 +6,7 @@ import http.client
 import http.server
 import io
 import logging
+import sys
 import tarfile
 import threading
 import urllib.request
@@ -33,7 +34,7 @@ QUICK = Retry(deadline_s=20, first_wait_s=0.01, max_wait_s=0.05, request_timeout
 
 @dataclass
 class Proxy:
-    """Forwards to `upstream`. Each entry of `faults` spoils one request: a status, 'drop' or 'cut'."""
+    """Forwards to `upstream`. Each of `faults` is for one request: a status, 'drop', 'cut', or a word that lets it pass."""
 
     upstream: str
     faults: deque[int | str] = field(default_factory=deque)
@@ -238,6 +239,20 @@ def test_waits_follow_the_policy_and_end_at_the_deadline(proxy: Proxy) -> None:
         ObjectStore("s3://corpus", proxy.options, Retry(deadline_s=0)).read("t/big", 0, 10)
 
 
+@pytest.mark.parametrize("source", [Parquet, ArrowIpc, Jsonl, WebDataset])
+def test_storage_that_stays_silent_is_a_storage_error_for_every_format(proxy: Proxy, source: type) -> None:
+    listed = source("s3://corpus/t/b*", storage_options=proxy.options, retry=Retry(deadline_s=0))
+    proxy.faults.append(503)
+    with pytest.raises(StorageError, match="s3://corpus/t: storage did not answer"):
+        listed.units()
+    (file,) = listed.files()
+    proxy.faults.append("list passes")
+    proxy.faults.extend([503] * 10)
+    with pytest.raises(StorageError, match="s3://corpus/t/big: storage did not answer"):
+        listed.units()
+    assert file.num_bytes == 256 * 1024
+
+
 @pytest.mark.parametrize("status", [403, 401, 400])
 def test_a_refusal_is_not_retried(proxy: Proxy, status: int) -> None:
     proxy.faults.append(status)
@@ -305,6 +320,14 @@ def test_large_objects_come_in_parts_and_a_fault_repeats_only_its_parts(
 def test_an_object_that_shrank_since_it_was_listed_is_an_error(proxy: Proxy) -> None:
     with pytest.raises(SourceError, match=r"t/big gave 262,044 bytes for the range 100 to 999,999: it has become shorter"):
         ObjectStore("s3://corpus", proxy.options, QUICK).read("t/big", 100, 999_999)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(
+        SpecError, match=r"s3://other needs the extra 'object-stores': pip install 'overlord\[object-stores\]'"
+    ):
+        Storage().files(["s3://other/x"])
 
 
 def test_options_that_are_not_understood_are_refused() -> None:

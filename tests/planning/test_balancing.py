@@ -52,13 +52,24 @@ def test_greedy_passes_over_bins_without_room():
     assert greedy(costs, 2, np.array([1, 9, 5]), 10).tolist() == [0, 1, 0]
 
 
+def test_what_fits_nowhere_goes_to_the_roomiest_bin():
+    sizes = np.array([8, 6, 5])
+    assert greedy(np.array([3.0, 2.0, 1.0]), 2, sizes, 10).tolist() == [0, 1, 1]
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 10)), max_size=40), st.integers(1, 6), st.integers(10, 40))
+def test_greedy_goes_over_a_capacity_only_when_no_bin_had_room(items, num_bins, capacity):
+    costs = np.array([cost for cost, _ in items])
+    sizes = np.array([size for _, size in items], np.int64)
+    held = np.bincount(greedy(costs, num_bins, sizes, capacity), sizes, num_bins)
+    if held.max(initial=0) > capacity:
+        assert sizes.sum() > num_bins * (capacity - sizes.max())
+
+
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 3))
 def test_no_arrangement_is_below_the_least_possible_cost(values, num_bins):
     costs = np.array(values, float)
-    best = min(
-        np.bincount(np.array(bins), costs, num_bins).max()
-        for bins in product(range(num_bins), repeat=len(values))
-    )
+    best = min(np.bincount(np.array(bins), costs, num_bins).max() for bins in product(range(num_bins), repeat=len(values)))
     assert least_possible_cost(costs, num_bins) <= best + 1e-9
 
 

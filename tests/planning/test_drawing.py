@@ -121,9 +121,7 @@ def test_changing_weights_neither_loses_nor_repeats_a_row(stream, batch, data):
 
 def _assert_a_prefix(stream: Stream, source: int, parts: list, progress: Progress) -> None:
     """The rows drawn are the first of the source; only carried ones may be missing."""
-    whole = [
-        (chunk, row) for chunk in range(parts[-1][0] + 1) for row in range(stream.describe(source, chunk).num_rows)
-    ]
+    whole = [(chunk, row) for chunk in range(parts[-1][0] + 1) for row in range(stream.describe(source, chunk).num_rows)]
     drawn = {(chunk, row) for chunk, row, _, _ in parts}
     missing = [row for row in whole[: whole.index(max(drawn)) + 1] if row not in drawn]
     assert len(missing) <= 20, missing  # what the last step could not hold

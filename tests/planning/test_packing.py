@@ -35,11 +35,7 @@ def test_concat_and_split_gives_every_token_once_and_in_order(lengths, num_rows,
     pieces = concat_and_split(lengths, num_rows, capacity)
     stream = [(i, t) for i, length in enumerate(lengths.tolist()) for t in range(length)]
     columns = (pieces.sample, pieces.start, pieces.stop)
-    given_out = [
-        (i, t)
-        for i, start, stop in zip(*map(np.ndarray.tolist, columns), strict=True)
-        for t in range(start, stop)
-    ]
+    given_out = [(i, t) for i, start, stop in zip(*map(np.ndarray.tolist, columns), strict=True) for t in range(start, stop)]
     assert given_out == stream[: num_rows * capacity]
     sizes = pieces.stop - pieces.start
     assert (sizes > 0).all()
@@ -58,9 +54,7 @@ def test_concat_and_split_gives_every_token_once_and_in_order(lengths, num_rows,
 )
 def test_even_cost_keeps_to_its_cap_and_leaves_no_microbatch_empty(lengths, num_groups, count, grow, data):
     costs = lengths + 0.05 * lengths.astype(float) ** 2
-    group = np.array(
-        data.draw(st.lists(st.integers(0, num_groups - 1), min_size=len(lengths), max_size=len(lengths)))
-    )
+    group = np.array(data.draw(st.lists(st.integers(0, num_groups - 1), min_size=len(lengths), max_size=len(lengths))))
     counts = np.full(num_groups, count)
     found = even_cost(costs, lengths, group, counts, 120, grow)
     if found is None:

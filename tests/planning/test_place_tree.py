@@ -9,9 +9,7 @@ from overlord.planning.place_tree import ClientPlaceTree, Needs, Place
 from overlord.spec import Mesh
 
 sizes = st.integers(1, 4)
-meshes = st.builds(
-    Mesh, dp=sizes, cp=sizes, tp=sizes, pp=sizes, order=st.permutations(("pp", "dp", "cp", "tp")).map(tuple)
-)
+meshes = st.builds(Mesh, dp=sizes, cp=sizes, tp=sizes, pp=sizes, order=st.permutations(("pp", "dp", "cp", "tp")).map(tuple))
 
 
 @given(meshes)
@@ -90,9 +88,7 @@ def make_device_mesh():
 
 
 def test_a_device_mesh_gives_sizes_and_order(make_device_mesh):
-    tree = ClientPlaceTree.from_device_mesh(
-        make_device_mesh((2, 2, 2, 2), ("pp", "dp_replicate", "dp_shard", "tp"))
-    )
+    tree = ClientPlaceTree.from_device_mesh(make_device_mesh((2, 2, 2, 2), ("pp", "dp_replicate", "dp_shard", "tp")))
     assert tree.mesh == Mesh(pp=2, dp=4, tp=2, order=("cp", "pp", "dp", "tp"))
     assert tree.coordinates(9) == Place(rank=9, pp=1, dp=0, cp=0, tp=1)
 

@@ -86,9 +86,7 @@ def test_rows_hold_no_more_than_they_can_and_lie_in_their_microbatch(graph, stra
     plan = strategy(graph)
     for group in range(plan.num_groups):
         for micro in plan.for_group(0, group).microbatches:
-            held = np.bincount(
-                micro.row, padded(micro.samples.tokens, graph.batch.document_multiple), micro.num_rows
-            )
+            held = np.bincount(micro.row, padded(micro.samples.tokens, graph.batch.document_multiple), micro.num_rows)
             assert len(held) == micro.num_rows
             assert (np.diff(micro.row) >= 0).all()
             if micro.row_tokens:

@@ -23,10 +23,16 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Whole or not at all: a state that was there stays until the new one is on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("wb") as file:
         file.write(orjson.dumps(state))
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def check_writable(path: Path) -> None:
+    """Said before a run, not after it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise StateError(f"the state cannot be written to {path}; name a file in a folder that you may write to")

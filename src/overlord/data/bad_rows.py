@@ -1,7 +1,4 @@
-"""The bad rows of one source:
-
-counted against a budget, and listed in a quarantine file where that is asked for.
-"""
+"""The bad rows of one source: counted against a budget, and listed in a quarantine file where that is asked for."""
 
 from __future__ import annotations
 

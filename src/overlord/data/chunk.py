@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from overlord.data.read_result import held_bytes
 from overlord.planning.facts import ChunkFacts, Ints
 from overlord.spec import Unit
 
@@ -21,6 +22,8 @@ class Lineage:
     first: Ints
     """The number of each unit's first row."""
     row_numbers: tuple[NDArray[np.int64] | None, ...]
+    mapped: tuple[pa.Buffer, ...] = ()
+    """Files that the rows look into where they lie: not memory that the chunk holds."""
 
     def where(self, number: int) -> tuple[str, int]:
         """(file or unit, row in it); row -1 where a transform lost track."""
@@ -56,7 +59,7 @@ class Chunk:
     def num_bytes(self) -> int:
         per_row = self.table_row.nbytes + self.origin.nbytes + self.begin.nbytes * 3 + self.facts.tokens.nbytes * 2
         sizes = sum(column.nbytes for column in self.facts.sizes.values())
-        return table_bytes(self.table) + per_row + sizes
+        return held_bytes(self.table, self.lineage.mapped) + per_row + sizes
 
     def where(self, table_row: int) -> tuple[str, int]:
         """The unit and the row in it that a row of the table was read from."""
@@ -69,18 +72,6 @@ class Chunk:
         if self.mask is None:
             return max(end - begin - 1, 0)
         return int(np.count_nonzero(self.mask[begin + 1 : end]))
-
-
-def table_bytes(table: pa.Table) -> int:
-    """Memory that a table holds. Views into memory-mapped files count for the views, not for what they show."""
-    total = 0
-    for column in table.columns:
-        for array in column.chunks:
-            if array.type in (pa.binary_view(), pa.string_view()):
-                total += 16 * len(array)
-            else:
-                total += array.get_total_buffer_size()
-    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from overlord.data.processes import ProcessPool
 from overlord.data.read_result import ReadResult
 from overlord.data.transforms.apply import Reporter, Transforms
 from overlord.data.transforms.context import Context
-from overlord.data.views import take_rows
+from overlord.data.views import joined, take_rows
 from overlord.errors import DataError, SchemaError
 from overlord.planning.facts import ChunkFacts, Ints
 from overlord.planning.order import row_order, units_of_chunk
@@ -86,7 +86,8 @@ class ChunkMaker:
                 )
         sizes = [table.num_rows for table in tables]
         first = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
-        lineage = Lineage(tuple(units), first, tuple(result.row_numbers for result in results))
+        mapped = tuple(data for result in results for data in result.mapped)
+        lineage = Lineage(tuple(units), first, tuple(result.row_numbers for result in results), mapped)
         return tables[0] if len(tables) == 1 else pa.concat_tables(tables), lineage
 
     def _read_unit(self, unit: Unit) -> ReadResult:
@@ -189,19 +190,12 @@ class ChunkMaker:
             return values
         aligned = np.zeros(len(documents.values), values.dtype)
         for i in np.flatnonzero(lengths):  # only when the two columns were sliced differently
-            aligned[documents.offsets[i] : documents.offsets[i] + lengths[i]] = values[
-                offsets[i] : offsets[i] + lengths[i]
-            ]
+            aligned[documents.offsets[i] : documents.offsets[i] + lengths[i]] = values[offsets[i] : offsets[i] + lengths[i]]
         return aligned
 
     def _lists(self, table: pa.Table, name: str) -> tuple[NDArray[np.integer], Ints, Ints]:
         """A column of integer lists as (values, offset of each list, length of each list), without a copy."""
-        column = table.column(name)
-        array = (
-            column.chunk(0)
-            if column.num_chunks == 1
-            else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
-        )
+        array: Any = joined(table.column(name))  # any kind of list array
         kind = array.type
         if pa.types.is_fixed_size_list(kind):
             array = array.cast(pa.list_(kind.value_type))
@@ -220,9 +214,7 @@ class ChunkMaker:
         if pa.types.is_boolean(kind.value_type):
             values = values.cast(pa.int8())
         if values.null_count:
-            raise DataError(
-                f"source {self._name!r}: column {name!r} has nulls inside its lists; drop them in a transform"
-            )
+            raise DataError(f"source {self._name!r}: column {name!r} has nulls inside its lists; drop them in a transform")
         return values.to_numpy(), offsets[:-1], lengths
 
     def _refuse_long(self, documents: Documents, origin: Ints, lineage: Lineage) -> None:
@@ -236,13 +228,9 @@ class ChunkMaker:
 
     def _missing(self, column: str, table: pa.Table, option: str) -> str:
         hint = (
-            "; tokenise text with transform=ol.Tokenize(...), or name the column with tokens="
-            if option == "tokens"
-            else ""
+            "; tokenise text with transform=ol.Tokenize(...), or name the column with tokens=" if option == "tokens" else ""
         )
-        return (
-            f"source {self._name!r} has no column {column!r} (its option {option}); it has {table.column_names}{hint}"
-        )
+        return f"source {self._name!r} has no column {column!r} (its option {option}); it has {table.column_names}{hint}"
 
 
 def _fields(table: pa.Table) -> str:

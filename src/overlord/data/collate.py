@@ -46,6 +46,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from overlord.data.arenas import Arenas
 from overlord.data.payload import Payload
 from overlord.errors import DataError, SpecError
 from overlord.planning.facts import Ints
@@ -79,19 +80,25 @@ class _Layout:
         return int(self.bounds[-1])
 
 
-def collate(micro: MicroPlan, payload: Payload, batch: Batch) -> Fields:
-    """The whole microbatch, as one data-parallel group sees it: not yet sliced for context-parallel ranks."""
+def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | None = None) -> Fields:
+    """The whole microbatch, as one data-parallel group sees it: not yet sliced for context-parallel ranks.
+
+    The four large fields lie in one arena, where arenas are given.
+    """
     _check_payload(micro, payload)
     packed = batch.layout == "packed"
     layout = _packed_layout(micro, batch.document_multiple) if packed else _padded_layout(micro, batch)
+    labels, tokens, position_ids, loss_mask = _large_fields(layout.num_tokens, arenas)
     filler = np.full(layout.gaps.max(), batch.pad_token, np.int32)
-    tokens = np.concatenate(_pieces(layout, payload.tokens, filler), dtype=np.int32, casting="same_kind")
-    labels = _labels(layout, tokens, payload)
+    np.concatenate(_pieces(layout, payload.tokens, filler), out=tokens, casting="same_kind")
+    _fill_labels(labels, layout, tokens, payload)
+    _fill_positions(position_ids, layout)
+    np.not_equal(labels, NO_LOSS, out=loss_mask)
     fields: Fields = {
         "tokens": tokens,
         "labels": labels,
-        "loss_mask": labels != NO_LOSS,
-        "position_ids": _position_ids(layout),
+        "loss_mask": loss_mask,
+        "position_ids": position_ids,
         "max_seqlen": int(np.diff(layout.bounds).max(initial=0)),
         "num_documents": len(layout.starts),
         "num_rows": micro.num_rows if micro.row_tokens or not packed else 1,
@@ -105,8 +112,7 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch) -> Fields:
     taken = fields.keys() & payload.columns.keys()
     if taken:
         raise SpecError(
-            f"Batch.columns asks for {sorted(taken)}, but a batch has fields of that name; rename the column "
-            "in a transform"
+            f"Batch.columns asks for {sorted(taken)}, but a batch has fields of that name; rename the column in a transform"
         )
     return fields | dict(payload.columns)
 
@@ -167,9 +173,7 @@ def _bounds(starts: Ints, row_ends: Ints, row_tokens: int, total: int, multiple:
     piece = -(-PADDING_SEGMENT // multiple) * multiple
     limits = np.arange(1, len(row_ends) + 1) * row_tokens
     padding = [
-        place
-        for begin, end in zip(row_ends.tolist(), limits.tolist(), strict=True)
-        for place in range(begin, end, piece)
+        place for begin, end in zip(row_ends.tolist(), limits.tolist(), strict=True) for place in range(begin, end, piece)
     ]
     return np.sort(np.concatenate([starts, np.array([*padding, total], np.int64)]))
 
@@ -183,9 +187,7 @@ def _gaps(starts: Ints, lengths: Ints, total: int) -> Ints:
 def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
     lengths, rows = micro.samples.tokens, micro.row
     if len(np.unique(rows)) != len(rows):
-        raise SpecError(
-            "layout='padded' holds one document a row, but the strategy put several in one row; use 'packed'"
-        )
+        raise SpecError("layout='padded' holds one document a row, but the strategy put several in one row; use 'packed'")
     longest, multiple = int(lengths.max(initial=0)), batch.document_multiple
     width = micro.row_tokens or -(-longest // multiple) * multiple
     used = np.bincount(rows, lengths, micro.num_rows).astype(np.int64)
@@ -214,8 +216,15 @@ def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], filler: NDArray[
     return pieces
 
 
-def _labels(layout: _Layout, tokens: NDArray[np.int32], payload: Payload) -> NDArray[np.int64]:
-    labels = np.empty(len(tokens), np.int64)
+def _large_fields(n: int, arenas: Arenas | None) -> tuple[NDArray[Any], ...]:
+    """Uninitialised labels, tokens, position_ids and loss_mask, side by side in one piece of memory."""
+    kinds = (np.int64, np.int32, np.int32, np.bool_)
+    ends = np.cumsum([n * np.dtype(kind).itemsize for kind in kinds]).tolist()
+    memory = np.empty(ends[-1], np.uint8) if arenas is None else arenas.lease(ends[-1])
+    return tuple(memory[begin:end].view(kind) for begin, end, kind in zip([0, *ends], ends, kinds, strict=False))
+
+
+def _fill_labels(labels: NDArray[np.int64], layout: _Layout, tokens: NDArray[np.int32], payload: Payload) -> None:
     labels[:-1] = tokens[1:]
     order = layout.order
     following = payload.following[order]
@@ -228,7 +237,6 @@ def _labels(layout: _Layout, tokens: NDArray[np.int32], payload: Payload) -> NDA
         np.copyto(labels, NO_LOSS, where=_unwanted(layout, payload.loss_masks))
     for i in payload.ignored:
         labels[layout.starts[i] : layout.starts[i] + layout.lengths[i]] = NO_LOSS
-    return labels
 
 
 def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> NDArray[np.bool_]:
@@ -247,10 +255,13 @@ def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> N
     return np.concatenate(_pieces(layout, shifted, ones)) == 0
 
 
-def _position_ids(layout: _Layout) -> NDArray[np.int32]:
-    places = np.arange(layout.num_tokens, dtype=np.int32)
-    places -= np.repeat(layout.bounds[:-1].astype(np.int32), np.diff(layout.bounds))
-    return places
+def _fill_positions(position_ids: NDArray[np.int32], layout: _Layout) -> None:
+    lengths = np.diff(layout.bounds)
+    if len(lengths) == 0:
+        return
+    ramp = np.arange(lengths.max(), dtype=np.int32)
+    # Copying stretches of one ramp: nothing is computed per token.
+    np.concatenate([ramp[:length] for length in lengths.tolist()], out=position_ids)
 
 
 def _cu_seqlens(layout: _Layout, multiple: int) -> Fields:

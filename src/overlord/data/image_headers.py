@@ -31,10 +31,7 @@ class Header:
 
 
 def header_of(data: memoryview) -> Header | None:
-    """The header of a JPEG or PNG, None for anything else.
-
-    A file that is damaged or cut short is a DataError.
-    """
+    """The header of a JPEG or PNG, None for anything else. A file that is damaged or cut short is a DataError."""
     if not data:
         raise DataError("the image is empty (0 bytes)")
     if data[: len(JPEG)] == JPEG:
@@ -85,8 +82,5 @@ def _png(data: memoryview) -> Header:
 
 
 def _holds(data: memoryview, mark: bytes) -> bool:
-    """Whether `mark` is in the data;
-
-    looks at the end first, since files may have something appended to them.
-    """
+    """Whether `mark` is in the data; looks at the end first, since files may have something appended to them."""
     return mark in bytes(data[-_TAIL_BYTES:]) or mark in bytes(data)

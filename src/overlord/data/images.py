@@ -86,10 +86,7 @@ class DecodeImage:
         return [self.decode(data) for data in next(iter(_files_of_rows(column.slice(row, 1))))]
 
     def decode(self, data: Data, out: Pixels | None = None) -> Pixels:
-        """One image as uint8 (height, width, 3), written to `out` where given.
-
-        Raises DataError in one line.
-        """
+        """One image as uint8 (height, width, 3), written to `out` where given. Raises DataError in one line."""
         content = memoryview(data).cast("B")
         header = header_of(content)
         if header is not None:
@@ -126,21 +123,11 @@ class DecodeImage:
             return _decoded(simplejpeg, content, "RGB", self.strict)
         rows, columns = self._box(header.height, header.width)
         scale = _scale(rows[1] - rows[0], columns[1] - columns[0], self.size)
-        least = (
-            {}
-            if scale == 8
-            else {
-                "min_height": -(-header.height * scale // 8),
-                "min_width": -(-header.width * scale // 8),
-            }
-        )
+        # The decoder takes the smallest scale that gives this size, rounded up as it rounds.
+        least = {"min_height": -(-header.height * scale // 8), "min_width": -(-header.width * scale // 8)}
         pixels = _decoded(simplejpeg, content, "RGBX", self.strict, **least)
-        # The decoder rounds sizes up; the true edge of the picture lies inside its last row and column.
-        rows, columns = (
-            (rows[0] * scale / 8, rows[1] * scale / 8),
-            (columns[0] * scale / 8, columns[1] * scale / 8),
-        )
-        return resized(pixels, self.size, rows, columns, out)
+        # So the true edge of the picture lies inside the last row and column: sizes must not be taken from there.
+        return resized(pixels, self.size, _scaled(rows, scale), _scaled(columns, scale), out)
 
     def _other(self, content: memoryview, out: Pixels | None) -> Pixels:
         with _opened(content) as image:
@@ -186,6 +173,10 @@ def _scale(height: float, width: float, size: tuple[int, int]) -> int:
         if height * scale >= size[0] * 8 and width * scale >= size[1] * 8:
             return scale
     return 8
+
+
+def _scaled(span: Span, eighths: int) -> Span:
+    return span[0] * eighths / 8, span[1] * eighths / 8
 
 
 def _decoded(simplejpeg: ModuleType, content: memoryview, colours: str, strict: bool, **least: int) -> Pixels:

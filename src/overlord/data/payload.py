@@ -46,9 +46,7 @@ class Payload:
         return Payload(
             tokens=ordered([part.tokens for part in parts]),
             following=np.concatenate([part.following for part in parts])[order] if n else np.zeros(0, np.int64),
-            loss_masks=ordered([part.loss_masks or [None] * len(part.tokens) for part in parts])
-            if some_masks
-            else None,
+            loss_masks=ordered([part.loss_masks or [None] * len(part.tokens) for part in parts]) if some_masks else None,
             images=ordered([part.images or [()] * len(part.tokens) for part in parts]) if some_images else None,
             columns=_merged_columns(parts, order),
             ignored=frozenset(int(where[i]) for part, where in zip(parts, places, strict=True) for i in part.ignored),
@@ -63,8 +61,7 @@ def _merged_columns(parts: Sequence[Payload], order: NDArray[np.int64]) -> dict[
         kinds = [part.columns[name].type for part in parts if name in part.columns]
         kind = next((k for k in kinds if not pa.types.is_null(k)), pa.null())
         arrays = [
-            part.columns[name].cast(kind) if name in part.columns else pa.nulls(len(part.tokens), kind)
-            for part in parts
+            part.columns[name].cast(kind) if name in part.columns else pa.nulls(len(part.tokens), kind) for part in parts
         ]
-        merged[name] = pa.concat_arrays(arrays).take(pa.array(order))
+        merged[name] = pa.concat_arrays(arrays).take(order)
     return merged

@@ -76,10 +76,7 @@ _Task = tuple[_Slice, "Future[_Part]"]
 
 
 class ProcessPool:
-    """Worker processes for transforms marked `InProcesses`.
-
-    Threads may share it; `close` it, or use it in a `with`.
-    """
+    """Worker processes for transforms marked `InProcesses`. Threads may share it; `close` it or use it in a `with`."""
 
     def __init__(self, num_workers: int) -> None:
         if num_workers < 1:
@@ -131,10 +128,7 @@ class ProcessPool:
             return [pid for attendant in self._attendants if (pid := attendant.pid) is not None]
 
     def close(self) -> None:
-        """Kill the workers and wait until they are gone;
-
-        runs under way raise ClosedError. May be called again.
-        """
+        """Kill the workers and wait until they are gone; runs under way raise ClosedError. May be called again."""
         with self._lock:
             self._closed = True
             attendants, self._attendants = self._attendants, []
@@ -242,10 +236,7 @@ class _Attendant:
         return _Part(Outcome(None, piece.origin[:0]), bad)
 
     def _one_by_one(self, piece: _Slice) -> _Part:
-        """Each row alone.
-
-        Halving would take fewer asks, but an ask is cheap and the start of a worker is not.
-        """
+        """Each row alone. Halving would take fewer asks, but an ask is cheap and the start of a worker is not."""
         parts = [self._run(piece.part(row, row + 1)) for row in range(piece.table.num_rows)]
         outcome = joined([part.outcome for part in parts], piece.function.name)
         return _Part(outcome, [entry for part in parts for entry in part.bad])

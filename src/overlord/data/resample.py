@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +20,10 @@ from numpy.typing import DTypeLike, NDArray
 Pixels = NDArray[np.uint8]
 Span = tuple[float, float]
 
-WEIGHT_ONE = 256
-"""Weights are in 256ths: a weighted sum of bytes then fits in 16 bits."""
-LEAST_WEIGHT = 1 / 64
-"""Smaller weights are dropped: they cost a pass over the picture each and cannot be seen."""
+MOST_NARROW_TAPS = 8
+"""Up to here weights are in 256ths, so that weighted sums of bytes fit in 16 bits; beyond, that is too coarse."""
+LEAST_WEIGHT = 1 / 48
+"""Taps that weigh less than this share of the heaviest are dropped: each costs a pass and none can be seen."""
 SCRATCH_BYTES = 16 << 20
 """What a thread keeps for the next picture; pictures that need more pay for fresh memory."""
 
@@ -31,7 +32,7 @@ def resized(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, o
     """The part `rows` x `columns` of an RGBX picture (height, width, 4), as RGB of `size` (height, width, 3)."""
     height, width = picture.shape[:2]
     out_height, out_width = size
-    scratch = _Scratch.mine()
+    scratch = _scratch
     lines = scratch.take("source", (height, width * 4), np.uint16)
     np.copyto(lines, picture.reshape(height, width * 4))
     lines = _weighted_rows(lines, _taps(height, out_height, *rows), scratch, "vertical")
@@ -49,28 +50,36 @@ def resized(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, o
     return result
 
 
-def _weighted_rows(
-    lines: NDArray[np.uint16],
-    taps: list[tuple[NDArray[np.intp], NDArray[np.uint16]]],
-    scratch: _Scratch,
-    name: str,
-) -> NDArray[np.uint16]:
+@dataclass(frozen=True, slots=True)
+class _Taps:
+    """For every tap of the filter: which input row each output row takes, and its weight in 2**bits-ths."""
+
+    index: list[NDArray[np.intp]]
+    weight: list[NDArray[np.integer]]
+    bits: int
+
+
+def _weighted_rows(lines: NDArray[np.uint16], taps: _Taps, scratch: _Scratch, name: str) -> NDArray[np.uint16]:
     """Every output row as the weighted mean of its input rows."""
-    shape = (len(taps[0][0]), lines.shape[1])
-    total, term = scratch.take(name, shape, np.uint16), scratch.take("term", shape, np.uint16)
-    for number, (index, weight) in enumerate(taps):
+    shape = (len(taps.index[0]), lines.shape[1])
+    narrow = taps.bits == 8
+    total = scratch.take(name, shape, np.uint16 if narrow else np.uint32)
+    term = scratch.take("term", shape, total.dtype)
+    row = None if narrow else scratch.take("row", shape, np.uint16)
+    for number, (index, weight) in enumerate(zip(taps.index, taps.weight, strict=True)):
         target = term if number else total
-        np.take(lines, index, axis=0, out=target, mode="clip")
-        np.multiply(target, weight, out=target)
+        taken = target if row is None else row  # in place where the types allow it: half the memory traffic
+        np.take(lines, index, axis=0, out=taken, mode="clip")
+        np.multiply(taken, weight, out=target)
         if number:
             np.add(total, term, out=total)
-    np.add(total, WEIGHT_ONE // 2, out=total)
-    return np.right_shift(total, 8, out=total)
+    np.add(total, 1 << (taps.bits - 1), out=total)
+    np.right_shift(total, taps.bits, out=total)
+    return total if narrow else total.astype(np.uint16)
 
 
 @lru_cache(maxsize=4096)
-def _taps(num_in: int, num_out: int, start: float, stop: float) -> list[tuple[NDArray[np.intp], NDArray[np.uint16]]]:
-    """For every tap of the filter: which input row each output row takes, and its weight."""
+def _taps(num_in: int, num_out: int, start: float, stop: float) -> _Taps:
     scale = (stop - start) / num_out
     support = max(scale, 1.0)
     centre = start + (np.arange(num_out) + 0.5) * scale
@@ -78,17 +87,18 @@ def _taps(num_in: int, num_out: int, start: float, stop: float) -> list[tuple[ND
     index = first[:, None] + np.arange(math.ceil(2 * support) + 1)
     weight = np.maximum(0.0, 1 - np.abs(index + 0.5 - centre[:, None]) / support)
     weight[index >= num_in] = 0
+    weight[weight < LEAST_WEIGHT * weight.max(axis=1, keepdims=True)] = 0
     weight /= weight.sum(axis=1, keepdims=True)
-    weight[weight < LEAST_WEIGHT] = 0
-    weight /= weight.sum(axis=1, keepdims=True)
-    fixed = np.rint(weight * WEIGHT_ONE).astype(np.int64)
-    fixed[np.arange(num_out), fixed.argmax(axis=1)] += WEIGHT_ONE - fixed.sum(axis=1)
     # Used taps first, so that the fewest passes carry them all.
-    order = np.argsort(fixed == 0, axis=1, kind="stable")
-    fixed = np.take_along_axis(fixed, order, axis=1)
+    order = np.argsort(weight == 0, axis=1, kind="stable")[:, : int((weight > 0).sum(axis=1).max())]
+    weight = np.take_along_axis(weight, order, axis=1)
     index = np.take_along_axis(np.minimum(index, num_in - 1), order, axis=1)
-    num_taps = int((fixed > 0).sum(axis=1).max())
-    return [(index[:, i].copy(), fixed[:, i : i + 1].astype(np.uint16)) for i in range(num_taps)]
+    bits = 8 if weight.shape[1] <= MOST_NARROW_TAPS else 16
+    fixed = np.rint(weight * (1 << bits)).astype(np.int64)
+    fixed[np.arange(num_out), fixed.argmax(axis=1)] += (1 << bits) - fixed.sum(axis=1)
+    columns = range(fixed.shape[1])
+    kind = np.uint16 if bits == 8 else np.uint32
+    return _Taps([index[:, i].copy() for i in columns], [fixed[:, i : i + 1].astype(kind) for i in columns], bits)
 
 
 class _Scratch(threading.local):
@@ -96,10 +106,6 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[np.uint8]] = {}
-
-    @staticmethod
-    def mine() -> _Scratch:
-        return _scratch
 
     def take(self, name: str, shape: tuple[int, int], dtype: DTypeLike) -> NDArray[Any]:
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize

@@ -61,15 +61,14 @@ def _fill_prefixes(views: NDArray[np.void], data: pa.Buffer, offsets: NDArray[np
 
 def take_rows(table: pa.Table, rows: NDArray[np.integer]) -> pa.Table:
     """The rows in the order given. Views are taken without touching what they point to."""
-    index = pa.array(rows)
     columns: list[pa.Array | pa.ChunkedArray] = []
     for column in table.columns:
-        columns.append(_take_views(column, rows) if is_view(column.type) else column.take(index))
+        columns.append(_take_views(column, rows) if is_view(column.type) else column.take(rows))
     return pa.table(columns, schema=table.schema)
 
 
 def _take_views(column: pa.ChunkedArray, rows: NDArray[np.integer]) -> pa.Array:
-    array = _joined(column)
+    array = joined(column)
     buffers: Sequence[pa.Buffer | None] = array.buffers()
     assert buffers[1] is not None  # a view array always has its views
     views = np.frombuffer(memoryview(buffers[1]), VIEW)[array.offset : array.offset + len(array)][rows]
@@ -80,8 +79,8 @@ def _take_views(column: pa.ChunkedArray, rows: NDArray[np.integer]) -> pa.Array:
     return pa.Array.from_buffers(array.type, len(rows), [validity, pa.py_buffer(views.data), *buffers[2:]])
 
 
-def _joined(column: pa.ChunkedArray) -> pa.Array:
-    """One array out of the chunks; the values stay where they are."""
+def joined(column: pa.ChunkedArray) -> pa.Array:
+    """One array out of the chunks of a column; the values of views stay where they are."""
     chunks = column.chunks or [pa.array([], column.type)]
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
 

@@ -1,7 +1,4 @@
-"""The worker process of a process pool:
-
-receives functions and tables, sends tables back, until its parent is gone.
-"""
+"""The worker process of a process pool: receives functions and tables, sends tables back, until its parent is gone."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Ask:
-
-    run a function over the table that follows. `stop_at_error`: raise rather than leave bad rows out.
-    """
+    """Ask: run a function over the table that follows. `stop_at_error`: raise rather than leave bad rows out."""
 
     number: int
     context: Context

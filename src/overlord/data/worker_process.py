@@ -55,12 +55,13 @@ class WorkerProcess:
     @staticmethod
     def started() -> WorkerProcess:
         """A worker that answers. Must be called from a thread that outlives it: it dies with its thread."""
+        last = ""
         for _ in range(START_ATTEMPTS):
             worker = WorkerProcess()
             try:
                 worker._answer(START_TIMEOUT_S)
             except WorkerGoneError as error:
-                last = error
+                last = str(error)
                 worker.close()
             else:
                 return worker

@@ -1,7 +1,4 @@
-"""Messages between a process pool and its workers:
-
-a small pickled head, then an Arrow table, over a socket pair.
-"""
+"""Messages between a process pool and its workers: a small pickled head, then an Arrow table, over a socket pair."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def _as_stream(table: pa.Table) -> pa.Buffer:
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> memoryview:
-    data = memoryview(np.empty(num_bytes, np.uint8))  # not a bytearray: that would be zeroed first
+    data = np.empty(num_bytes, np.uint8).data  # not a bytearray: that would be zeroed first
     done = 0
     while done < num_bytes:
         count = connection.recv_into(data[done:])

@@ -101,9 +101,7 @@ def greedy(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None = Non
         filled = LeastCostBins([capacity] * num_bins, 0, num_bins)
         items = zip(costs[order].tolist(), sizes[order].tolist(), strict=True)
         # A loop over items, because each choice depends on those before.
-        bins[order] = [
-            b if (b := filled.place(cost, size)) >= 0 else filled.overfill(cost, size) for cost, size in items
-        ]
+        bins[order] = [b if (b := filled.place(cost, size)) >= 0 else filled.overfill(cost, size) for cost, size in items]
     return bins
 
 

@@ -36,9 +36,7 @@ class TransformerCost:
             if not (math.isfinite(value) and value >= 0):
                 raise SpecError(f"the cost coefficient {name} must be a number >= 0, got {value!r}")
         if self.per_token == self.per_length_squared == self.constant == 0:
-            raise SpecError(
-                "a TransformerCost with all coefficients 0 makes every document free; give one above 0"
-            )
+            raise SpecError("a TransformerCost with all coefficients 0 makes every document free; give one above 0")
 
     @classmethod
     def of(

@@ -165,7 +165,7 @@ class DrawQueue:
         """What the end of a finite source means; False when the source starts again."""
         if self._stop == "all_exhausted":
             self._read_once[source] = True
-            active = [i for i in np.flatnonzero(self._at.weights > 0) if self._extents[i].end is not None]
+            active = [i for i in np.flatnonzero(self._at.weights > 0).tolist() if self._extents[i].end is not None]
             self._ended = bool(self._read_once[active].all())
             return self._ended
         self._dropped.add(source)

@@ -42,8 +42,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("tokens", f"{total:,}, of which {plan.loss_tokens:,} with loss"),
         (
             "groups",
-            f"{plan.num_groups:,} along {plan.axis}"
-            + (f", {plan.group_size} each" if plan.group_size > 1 else ""),
+            f"{plan.num_groups:,} along {plan.axis}" + (f", {plan.group_size} each" if plan.group_size > 1 else ""),
         ),
         ("microbatches", f"{num_micro:,}: {counts} a group, {_range(np.diff(plan.offsets))} samples each"),
         (
@@ -58,9 +57,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         before, after = seen[0], seen[-1]
         facts.append(("slowest group", f"{_cost_line(before)} dealt blindly, {_cost_line(after)} now"))
         if after.max() > 0:
-            facts.append(
-                ("the step is", f"{before.max() / after.max():.2f}x as fast, by cost of its slowest group")
-            )
+            facts.append(("the step is", f"{before.max() / after.max():.2f}x as fast, by cost of its slowest group"))
     return facts
 
 

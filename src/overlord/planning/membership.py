@@ -126,16 +126,18 @@ class StepDrawer:
         return samples, None
 
     def _cut_last(self, samples: Samples, surplus: int) -> tuple[Samples, Samples]:
-        rest = samples.take(slice(len(samples) - 1, None))
-        stop = int(rest.stop[0]) - surplus
-        kept = stop - int(rest.start[0])
-        loss = kept  # the document goes on, so every token of the first part has a successor to predict
+        """The samples with `surplus` tokens cut off the last, and what was cut off as a sample of its own."""
+        last = len(samples) - 1
+        start, cut = samples.start.item(last), samples.stop.item(last) - surplus
+        loss = cut - start  # the document goes on, so every token of the first part has a successor to predict
         if self._count_loss is not None:
-            at = (int(column[0]) for column in (rest.source, rest.chunk, rest.row, rest.start))
-            loss = self._count_loss(*at, stop)
-        last = replace(rest, stop=np.array([stop]), tokens=np.array([kept]), loss_tokens=np.array([loss], np.int64))
-        carried = replace(rest, start=np.array([stop]), tokens=np.array([surplus]), loss_tokens=rest.loss_tokens - loss)
-        return Samples.concatenated([samples.take(slice(0, len(samples) - 1)), last]), carried
+            source, chunk, row = (column.item(last) for column in (samples.source, samples.chunk, samples.row))
+            loss = self._count_loss(source, chunk, row, start, cut)
+        rest = samples.take(slice(last, None))
+        rest = replace(rest, start=np.array([cut]), tokens=np.array([surplus]), loss_tokens=rest.loss_tokens - loss)
+        stop, tokens, loss_tokens = samples.stop.copy(), samples.tokens.copy(), samples.loss_tokens.copy()
+        stop[last], tokens[last], loss_tokens[last] = cut, cut - start, loss
+        return replace(samples, stop=stop, tokens=tokens, loss_tokens=loss_tokens), rest
 
     def _whole_documents(self, tokens: int) -> tuple[Samples, Ints] | None:
         """As many whole documents as can be packed into the step's rows; those that do not fit are carried to the next
@@ -147,7 +149,7 @@ class StepDrawer:
         lengths = _padded(candidates.tokens, batch.document_multiple)
         if len(candidates) == 0 or (int(lengths.sum()) < tokens and batch.drop_last):
             return None
-        rows = best_fit(lengths, batch.num_rows or 1, batch.sequence_length, num_first=num_carried)
+        rows = _in_drawn_order(best_fit(lengths, batch.num_rows or 1, batch.sequence_length, num_first=num_carried))
         placed = rows >= 0
         if placed.all():
             return candidates, rows
@@ -160,6 +162,18 @@ class StepDrawer:
         samples = Samples.concatenated([self._carried, samples])
         self._carried = Samples.none(samples.source_names)
         return samples
+
+
+def _in_drawn_order(rows: Ints) -> Ints:
+    """Rows numbered by their first sample, so that dealing them in turn is blind to how long their documents are."""
+    used, first = np.unique(rows, return_index=True)
+    if len(used) and used[0] < 0:
+        used, first = used[1:], first[1:]
+    if len(used) == 0:
+        return rows
+    number = np.empty(int(used[-1]) + 1, np.int64)
+    number[used[np.argsort(first, kind="stable")]] = np.arange(len(used))
+    return np.where(rows < 0, -1, number[rows])
 
 
 def _padded(tokens: Ints, multiple: int) -> Ints:

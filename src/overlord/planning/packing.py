@@ -1,5 +1,4 @@
-"""Putting documents into rows: best fit without cutting, and concatenate-and-split. Lengths in, row numbers
-out."""
+"""Putting documents into rows (best fit without cutting, concatenate-and-split) and into microbatches of even cost."""
 
 from __future__ import annotations
 

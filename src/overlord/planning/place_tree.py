@@ -51,9 +51,7 @@ class ClientPlaceTree:
         names: tuple[str, ...] = tuple(device_mesh.mesh_dim_names or ())
         ranks = np.asarray(device_mesh.mesh)
         if not names:
-            raise SpecError(
-                "the DeviceMesh has no dimension names; make it with mesh_dim_names=('pp', 'dp', 'cp', 'tp')"
-            )
+            raise SpecError("the DeviceMesh has no dimension names; make it with mesh_dim_names=('pp', 'dp', 'cp', 'tp')")
         unknown = [name for name in names if name not in (*_DP_NAMES, "cp", "tp", "pp")]
         if unknown:
             raise SpecError(

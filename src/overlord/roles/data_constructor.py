@@ -14,6 +14,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import Any
 
+from overlord.data.arenas import Arenas
 from overlord.data.collate import collate
 from overlord.data.delivery import cp_slices, fields_for, receive_only
 from overlord.engine import Handle
@@ -80,6 +81,7 @@ class DataConstructor:
         self._routes = routes
         self._prefetch = prefetch
         self._threads = threads
+        self._arenas = Arenas(prefetch + 2)
         self._lock = threading.Lock()
         self._at: dict[int, int] = {}  # rank to the step it asks for next
         self._steps: dict[int, Future[_Built | Later | None]] = {}

@@ -92,7 +92,7 @@ class LoaderHost:
         images: dict[int, Any],
         ignored: set[int],
     ) -> None:
-        column = chunk.table.column(held.decode.column)
+        column: Any = chunk.table.column(held.decode.column)  # the stubs take a row of a column for a column
         pending = [
             (place, row, self._threads.submit(_decoded, held.decode, column[row]))
             for place, row in zip(places.tolist(), rows.tolist(), strict=True)
@@ -157,7 +157,7 @@ def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArra
     return ((key, np.array(found)) for key, found in places.items())
 
 
-def _decoded(decode: Any, scalar: pa.Scalar) -> NDArray[np.uint8] | str | None:
+def _decoded(decode: Any, scalar: Any) -> NDArray[np.uint8] | str | None:
     """The image, None where there is none, or what is wrong with it."""
     if not scalar.is_valid:
         return None
@@ -185,5 +185,5 @@ def _columns(
             else pa.nulls(len(rows), kind)
             for _, chunk, rows in parts
         ]
-        found[name] = pa.concat_arrays(arrays).take(pa.array(back))
+        found[name] = pa.concat_arrays(arrays).take(back)
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from overlord.errors import OverlordError
+from overlord.errors import OverlordError, SpecError
 from overlord.planning.dgraph import DGraph
 from overlord.planning.drawing import Extent
 from overlord.planning.facts import ChunkFacts
@@ -182,19 +182,26 @@ class Planner:
 
     def _oldest_needed(self, step: int) -> int:
         with self._needs_lock:
-            return min(step, *self._needs.values())
+            return min([step, *self._needs.values()])
 
     def _rewind(self, step: int) -> None:
         known = max(number for number in self._before if number <= step)
         self._drawer = self._drawer_from(replace(self._before[known](), step=known))
 
     def _arranged(self, step: DrawnStep) -> Plan:
-        graph = DGraph(step.samples, self._batch, self._place, step.rows)
+        graph = DGraph(step.samples, self._batch, self._place, step.rows).mix(step.weights)
         try:
-            return self._strategy(graph)
+            plan = self._strategy(graph)
         except Exception as error:
             error.add_note(f"while the strategy arranged step {step.number}")
             raise
+        groups = self._place.mesh.dp
+        if plan.num_groups != groups or plan.axis != "dp" or plan.group_size != 1:
+            raise SpecError(
+                f"the strategy distributed step {step.number} over {plan.num_groups} groups along {plan.axis}, but Data "
+                f"Constructors serve the {groups} data-parallel groups: use distribute('dp')"
+            )
+        return plan
 
     def _forget_before(self, oldest: int) -> None:
         for number in [n for n in self._planned if n < oldest]:

@@ -34,14 +34,11 @@ class Routes:
         """The payload of samples from any sources, in their order."""
         if len(self._hosts) == 1:
             return self._hosts[0].ask(LoaderHost.give, samples).result()
-        host_of = np.array(
-            [self._index(s, c) for s, c in zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)]
-        )
+        host_of = np.array([self._index(s, c) for s, c in zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)])
         used = np.unique(host_of)
         places = [np.flatnonzero(host_of == host) for host in used]
         answers = [
-            self._hosts[host].ask(LoaderHost.give, samples.take(where))
-            for host, where in zip(used, places, strict=True)
+            self._hosts[host].ask(LoaderHost.give, samples.take(where)) for host, where in zip(used, places, strict=True)
         ]
         return Payload.merged([answer.result() for answer in answers], places)
 

@@ -22,7 +22,7 @@ from overlord.data.readers.ipc_blocks import (
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
-from overlord.errors import SourceError, SpecError
+from overlord.errors import SourceError, SpecError, StorageError
 from overlord.spec import MIB, Unit
 
 HEAD_BYTES = 64 << 10
@@ -128,6 +128,8 @@ def _index(storage: Storage, file: StoredFile) -> _Index:
         else:
             schema = _stream_schema(file, data)
             blocks = stream_blocks(file.path, data)
+    except StorageError:
+        raise  # an OSError too, but it says nothing about the file
     except (pa.ArrowException, OSError, struct.error, ValueError, IndexError) as error:
         raise SourceError(
             f"{file.path} has an Arrow index that cannot be read: {error}; copy or write the file again"

@@ -61,7 +61,7 @@ def parsed(path: str, offset: int, text: bytes, schema: pa.Schema, must_have: Se
     starts = _starts(text)
     reports = tuple(BadRow(i, bad[i], f"{path} at byte {offset + starts[i]}") for i in sorted(bad))
     kept = kept_rows(len(rows), reports)
-    return ReadResult(table.take(pa.array(kept)), kept, reports)
+    return ReadResult(table.take(kept), kept, reports)
 
 
 def _column(path: str, field: pa.Field, rows: list[dict[str, Any]], bad: dict[int, str]) -> pa.Array | pa.ChunkedArray:

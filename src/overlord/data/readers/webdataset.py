@@ -23,7 +23,7 @@ from overlord.spec import Unit
 KEY = "__key__"
 HEAD_BYTES = 1 << 20
 # A sample's key is the name up to the first dot of its last part; names like .hidden and README are no part of a sample.
-_MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
+_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
 # Small, and wanted by transforms as they are: not worth a view.
 TEXT = frozenset(("txt", "text", "json", "cls", "cls2", "id", "index", "caption", "transcript", "csv", "tsv", "md"))
 _TYPES = (pa.binary(), pa.large_binary(), pa.string(), pa.large_string(), pa.binary_view())

@@ -1,7 +1,4 @@
-"""Running the transforms of a source over a chunk:
-
-lineage kept, schema held, bad rows handed to their policy.
-"""
+"""Running the transforms of a source over a chunk: lineage kept, schema held, bad rows handed to their policy."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ class Reporter:
 
 
 class Transforms:
-    """The transforms of one source.
-
-    Remembers the schema that each returned first; safe to run from many threads.
-    """
+    """The transforms of one source. Remembers the schema that each returned first; safe to run from many threads."""
 
     def __init__(self, transforms: Sequence[Callable[..., pa.Table]], processes: ProcessPool | None = None) -> None:
         self._marks = [fn if isinstance(fn, InProcesses) else None for fn in transforms]
@@ -97,10 +91,7 @@ class Transforms:
         return f"transform {stage.name} of source {context.source!r}, chunk {context.chunk}"
 
     def _checked(self, index: int, table: pa.Table | None, context: Context) -> pa.Table:
-        """The table under the schema that this transform returned first;
-
-        types of all-null columns may be filled in.
-        """
+        """The table under the schema that this transform returned first; types of all-null columns may be filled in."""
         with self._lock:
             known = self._schemas[index]
             if table is None or (table.num_rows == 0 and known is not None):

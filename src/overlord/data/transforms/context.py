@@ -1,7 +1,4 @@
-"""Where a transform runs:
-
-which chunk of which source, and the randomness that belongs to each of its rows.
-"""
+"""Where a transform runs: which chunk of which source, and the randomness that belongs to each of its rows."""
 
 from __future__ import annotations
 

@@ -25,10 +25,7 @@ class Outcome:
 
 
 class RowError(Exception):
-    """The exception of a user's function (its cause), with the row that it belongs to.
-
-    Never leaves this package.
-    """
+    """The exception of a user's function (its cause), with the row that it belongs to. Never leaves this package."""
 
     def __init__(self, origin: int, cause: Exception) -> None:
         super().__init__(origin, cause)

@@ -67,7 +67,7 @@ class PerRow:
         kept = np.array([s for i, s in enumerate(sources) if i not in bad], np.int64)
         return Outcome(pa.table(columns) if columns else None, kept)
 
-    def _made(self, row: Row, number: int, context: Context) -> Iterator[Row]:
+    def _made(self, row: Row, number: int, context: Context) -> Iterator[Mapping[Any, Any]]:
         result = self.fn(row, context.rng(number)) if self.wants_rng else self.fn(row)
         if result is None:
             return

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from overlord.data.transforms.origin import ORIGIN
@@ -30,10 +29,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as token ids 0 to 255:
-
-    needs no vocabulary and no package, so demos and tests can use it.
-    """
+    """UTF-8 bytes as token ids 0 to 255: needs no vocabulary and no package, so demos and tests can use it."""
 
     def __call__(self, text: str) -> list[int]:
         return list(text.encode())
@@ -41,9 +37,15 @@ class ByteTokenizer:
     def encode_column(self, column: pa.Array) -> tuple[Tokens, Ints]:
         """(all ids, length of each text), straight from Arrow's buffers."""
         column = column.cast(pa.large_binary())
-        offsets = np.frombuffer(column.buffers()[1], np.int64)[column.offset : column.offset + len(column) + 1]
-        data = column.buffers()[2]
-        flat = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]] if data is not None else np.zeros(0, np.uint8)
+        _, where, data = column.buffers()
+        if where is None or not len(column):
+            return np.zeros(0, np.int32), np.zeros(0, np.int64)
+        offsets = np.frombuffer(memoryview(where), np.int64)[column.offset : column.offset + len(column) + 1]
+        flat = (
+            np.frombuffer(memoryview(data), np.uint8)[offsets[0] : offsets[-1]]
+            if data is not None
+            else np.zeros(0, np.uint8)
+        )
         return flat.astype(np.int32), np.diff(offsets)
 
 
@@ -97,8 +99,8 @@ class Tokenize:
 
 def _encoded(encoder: Any, column: pa.ChunkedArray) -> tuple[Tokens, Ints]:
     if isinstance(encoder, ByteTokenizer):
-        array = pc.fill_null(column.cast(pa.large_string()), "").combine_chunks()
-        return encoder.encode_column(array)
+        filled = column.cast(pa.large_string()).fill_null(pa.scalar("", pa.large_string()))
+        return encoder.encode_column(filled.combine_chunks())
     texts = ["" if text is None else text for text in column.to_pylist()]
     lists: Iterable[Any]
     if hasattr(encoder, "encode_to_numpy"):  # tiktoken: arrays, without a Python integer per token
@@ -129,7 +131,7 @@ def _listed(flat: Tokens, lengths: Ints, bos: int | None, eos: int | None) -> pa
                 text[places] = False
         whole[text] = flat
         flat = whole
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
 
 
 def _is_view(kind: pa.DataType) -> bool:

@@ -1,0 +1,51 @@
+"""All benchmarks, or those named, one after the other.
+
+python -m bench [text] [images] [memory] [planning] [balance] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    module: str
+    quick: tuple[str, ...]
+    """The arguments that make it quick."""
+
+
+BENCHMARKS = {
+    "text": Benchmark("bench.text_throughput", ("--quick",)),
+    "images": Benchmark("bench.image_throughput", ("--quick",)),
+    "memory": Benchmark("bench.many_sources_memory", ("--quick",)),
+    "planning": Benchmark("bench.planning", ("--repeats", "3")),
+    "balance": Benchmark("bench.balance", ("--seeds", "1")),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)}; all unless given")
+    parser.add_argument("--quick", action="store_true", help="under two minutes in all")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(argv)
+    unknown = [name for name in given.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}")
+    status = 0
+    for name in given.names or BENCHMARKS:
+        benchmark = BENCHMARKS[name]
+        flags = [*(benchmark.quick if given.quick else ()), *(("--json",) if given.json else ())]
+        print(f"\n== {name} ==", file=sys.stderr if given.json else sys.stdout, flush=True)
+        # Each in a process of its own: what one imports must not weigh on the next.
+        status |= subprocess.run([sys.executable, "-m", benchmark.module, *flags], check=False).returncode
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

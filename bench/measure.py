@@ -1,0 +1,157 @@
+"""Interleaved runs and what they say: every competitor in a fresh process, A B C A B C ..., ratios within a round.
+
+This machine may be shared and its speed may drift; two runs of one round stand close together in time, so the ratio of
+their figures is worth more than the figures. Reported are medians, with the smallest and the largest of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+_PATIENCE = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Competitor:
+    """A peer with its settings, under the name that tables show."""
+
+    name: str
+    peer: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One line of arguments for `bench.run_one`."""
+
+    title: str
+    benchmark: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What every competitor did in each round of one setting. A run that failed has the last line of its error."""
+
+    setting: Setting
+    outcomes: dict[str, list[dict[str, Any] | str]]
+
+    def spread(self, name: str, figure: str) -> Spread | None:
+        values = [outcome[figure] for outcome in self.outcomes[name] if isinstance(outcome, dict)]
+        return Spread.of(values) if values else None
+
+    def ratio(self, name: str, to: str, figure: str) -> Spread | None:
+        """`name` over `to`, both of the same round."""
+        pairs = zip(self.outcomes[name], self.outcomes[to], strict=True)
+        ratios = [a[figure] / b[figure] for a, b in pairs if isinstance(a, dict) and isinstance(b, dict)]
+        return Spread.of(ratios) if ratios else None
+
+    def error(self, name: str) -> str | None:
+        return next((outcome for outcome in self.outcomes[name] if isinstance(outcome, str)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self.setting), "outcomes": self.outcomes}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    quick: bool
+    json: bool
+    rounds: int
+    seconds: float
+    only: tuple[str, ...]
+
+    def chosen(self, competitors: Iterable[Competitor]) -> list[Competitor]:
+        return [competitor for competitor in competitors if not self.only or competitor.name in self.only]
+
+
+def options(description: str | None, argv: Sequence[str] | None, seconds: float = 2.0) -> Options:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round, fewer settings")
+    parser.add_argument("--json", action="store_true", help="every figure of every run, for machines")
+    parser.add_argument("--rounds", type=int, help="rounds of each setting; 3 unless given")
+    parser.add_argument("--seconds", type=float, default=seconds, help="measured time of a run")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="competitors to run")
+    given = parser.parse_args(argv)
+    rounds = given.rounds or (1 if given.quick else 3)
+    return Options(given.quick, given.json, rounds, given.seconds, tuple(given.only))
+
+
+def interleave(setting: Setting, competitors: Sequence[Competitor], rounds: int) -> Rounds:
+    outcomes: dict[str, list[dict[str, Any] | str]] = {competitor.name: [] for competitor in competitors}
+    for number in range(rounds):
+        for competitor in competitors:
+            _tell(f"{setting.title}, round {number + 1} of {rounds}: {competitor.name}")
+            outcomes[competitor.name].append(run(setting, competitor))
+    _tell("")
+    return Rounds(setting, outcomes)
+
+
+def run(setting: Setting, competitor: Competitor) -> dict[str, Any] | str:
+    """One run in a fresh process: its figures, or why there are none."""
+    command = [sys.executable, "-W", "ignore", "-m", "bench.run_one", setting.benchmark, competitor.peer]
+    command += [*setting.arguments, "--set", json.dumps(competitor.settings)]
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment, cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return f"no result after {_PATIENCE:.0f} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def report(results: Sequence[Rounds], figure: str, scale: float, unit: str, baseline: str, given: Options) -> int:
+    """Prints all settings, with every competitor's figure and the baseline's ratio to it. Gives the exit status."""
+    if given.json:
+        print(json.dumps([result.to_dict() for result in results], indent=1))
+    else:
+        for result in results:
+            print(f"\n{result.setting.title}")
+            print(f"  {'':<18}{unit:>26}   {baseline + ' / it':>22}   first batch s")
+            for name in result.outcomes:
+                print(f"  {name:<18}{_line(result, name, figure, scale, baseline)}")
+    failed = [name for result in results for name in result.outcomes if result.error(name)]
+    return 1 if failed else 0
+
+
+def _line(result: Rounds, name: str, figure: str, scale: float, baseline: str) -> str:
+    found = result.spread(name, figure)
+    if found is None:
+        return f"failed: {result.error(name)}"
+    shown = Spread(found.median / scale, found.low / scale, found.high / scale)
+    ratio = result.ratio(baseline, name, figure) if baseline in result.outcomes else None
+    first = result.spread(name, "first_batch_s")
+    assert first is not None  # every run that has a figure has this one
+    return f"{shown!s:>26}   {ratio or '':>22}   {first.median:.2f}"
+
+
+def _tell(line: str) -> None:
+    """Progress, where somebody watches."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,183 @@
+"""`overlord check`: list the sources of a job with what they hold, and plan and build its first step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from overlord.cli import FAILED
+from overlord.cli.job_file import load_job
+from overlord.cli.output import console, size, table, write_json
+from overlord.dry_run import steps_of
+from overlord.errors import OverlordError
+from overlord.planning.progress import Progress
+from overlord.run import Loader, list_units
+from overlord.spec import Job, Source, Unit
+from overlord.state import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What a source holds, as far as its listing tells."""
+
+    reader: str
+    weight: float
+    files: int
+    units: int
+    rows: int | None
+    """None where only reading tells."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    number: int
+    samples: int
+    tokens: int
+    microbatches: int
+    padding: float
+    seconds: float
+
+
+def check(path: Path, as_json: bool) -> int:
+    job = load_job(path)
+    units, errors = _units(job)
+    listed = {name: _listed(job, name, found) for name, found in units.items()}
+    first: FirstStep | None = None
+    if not errors:
+        try:
+            first = _first_step(job, units)
+        except OverlordError as error:
+            errors.append(_with_notes(error))
+    warnings = _warnings(job, units)
+    if as_json:
+        write_json(
+            {
+                "ok": not errors,
+                "sources": {name: asdict(entry) for name, entry in listed.items()},
+                "first_step": None if first is None else asdict(first),
+                "warnings": warnings,
+                "errors": errors,
+            }
+        )
+    else:
+        _print(job, path, listed, first, warnings, errors)
+    return FAILED if errors else 0
+
+
+def _units(job: Job) -> tuple[dict[str, Sequence[Unit]], list[str]]:
+    """The units of each source that could be listed, and what is wrong with the others: all of them, not just the first."""
+    units: dict[str, Sequence[Unit]] = {}
+    errors: list[str] = []
+    for name, source in job.sources.items():
+        try:
+            units |= list_units({name: source})
+        except OverlordError as error:
+            errors.append(f"source {name!r}: {error}")
+    return units, errors
+
+
+def _listed(job: Job, name: str, units: Sequence[Unit]) -> Listed:
+    rows = [unit.num_rows for unit in units]
+    return Listed(
+        reader=type(job.sources[name]).__name__,
+        weight=job.mix.at(0).get(name, 0.0),
+        files=len({unit.path for unit in units}),
+        units=len(units),
+        rows=None if None in rows else sum(row for row in rows if row is not None),
+        num_bytes=sum(unit.num_bytes for unit in units),
+    )
+
+
+def _first_step(job: Job, units: Mapping[str, Sequence[Unit]]) -> FirstStep:
+    """Draw, plan and build step 0 on every rank, which reads, transforms and decodes what it needs."""
+    began = time.monotonic()
+    progress = Progress.start(tuple(job.sources))
+    with Loader(job, units, Fingerprint.of(job, units), progress) as loader:
+        planned = loader.plan(0)
+        taken = next(islice(steps_of(loader, num_steps=1), 1), None)
+    if planned is None or taken is None:
+        raise OverlordError("the run ends before its first step: the sources hold too little for one")
+    return FirstStep(
+        number=taken.number,
+        samples=len(planned.plan.samples),
+        tokens=taken.tokens,
+        microbatches=int(planned.plan.counts.sum()),
+        padding=1 - taken.tokens / taken.places if taken.places else 0.0,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _warnings(job: Job, units: Mapping[str, Sequence[Unit]]) -> list[str]:
+    found = [
+        f"source {name!r} has weight 0 at every step: it is never read"
+        for name in job.sources
+        if not any(weights.get(name) for _, weights in job.mix.schedule)
+    ]
+    found += [text for name in units if (text := _crowded(name, job.sources[name], units[name]))]
+    rows, dp = job.batch.num_rows, job.mesh.dp
+    if rows is not None and rows % dp:
+        found.append(
+            f"a step has {rows} rows of {job.batch.sequence_length:,} tokens, which dp={dp} does not divide: some groups "
+            f"get less; make batch.tokens a multiple of {dp * job.batch.sequence_length:,}"
+        )
+    return found
+
+
+def _crowded(name: str, source: Source, units: Sequence[Unit]) -> str:
+    largest = sum(sorted((unit.num_bytes for unit in units), reverse=True)[: source.window])
+    if 2 * largest <= source.buffer_bytes // source.loaders:
+        return ""
+    return (
+        f"source {name!r} reads chunks of up to {size(largest)} through buffers of "
+        f"{size(source.buffer_bytes // source.loaders)}: two do not fit, so reading ahead is slow; raise buffer_bytes, "
+        "or write smaller units"
+    )
+
+
+def _print(
+    job: Job,
+    path: Path,
+    listed: Mapping[str, Listed],
+    first: FirstStep | None,
+    warnings: Sequence[str],
+    errors: Sequence[str],
+) -> None:
+    out = console()
+    rows = [
+        (
+            name,
+            entry.reader,
+            f"{entry.weight:.2%}",
+            f"{entry.files:,}",
+            f"{entry.units:,}",
+            "?" if entry.rows is None else f"{entry.rows:,}",
+            size(entry.num_bytes),
+        )
+        for name, entry in listed.items()
+    ]
+    if rows:
+        out.print(table("source", "<reader", f"share of {job.mix.unit}", "files", "units", "rows", "bytes", rows=rows))
+    if first is not None:
+        out.print(
+            f"step {first.number}: {first.samples:,} samples, {first.tokens:,} tokens, {first.microbatches:,} microbatches over "
+            f"{job.mesh.dp} groups, {first.padding:.1%} padding, built for {job.mesh.world_size:,} ranks in {first.seconds:.2f} s",
+            soft_wrap=True,
+        )
+    for warning in warnings:
+        out.print(f"warning: {warning}", soft_wrap=True, markup=False)
+    if errors:
+        problems = console(stderr=True)
+        for error in errors:
+            problems.print(f"error: {error}", soft_wrap=True, markup=False)
+    else:
+        out.print(f"{path} is sound" + (f", with {len(warnings)} warning(s)" if warnings else ""), markup=False)
+
+
+def _with_notes(error: OverlordError) -> str:
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return f"{error} ({notes})" if notes else str(error)

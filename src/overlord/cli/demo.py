@@ -1,0 +1,85 @@
+"""`overlord demo`: run the demo, show it live, and end with what was measured."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from overlord.cli import FAILED
+from overlord.cli.live import LiveView, mix_table
+from overlord.cli.output import console, short, size, table, write_json
+from overlord.demo.run import DemoResult, run_demo
+
+
+def demo(num_steps: int, folder: Path | None, as_json: bool) -> int:
+    watching = console(stderr=as_json)
+    if not as_json:
+        watching.print("Overlord: making a corpus out of this machine's Python, then reading it on several meshes.")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory(prefix="overlord-demo-") as at:
+        result = run_demo(Path(at), num_steps, lambda title, steps: LiveView(watching, title, steps))
+    if as_json:
+        write_json(asdict(result))
+    else:
+        _print(watching, result, folder)
+    return 0 if result.resume.exact else FAILED
+
+
+def _print(out: Console, result: DemoResult, folder: Path | None) -> None:
+    out.print(mix_table(result.mix, title="The mix, in tokens"))
+    out.print(table("measured in this run", "", "<", rows=_rows(result)))
+    out.print("What to try next")
+    where = folder or Path("demo")
+    if folder is None:
+        out.print("  overlord demo --dir demo                 keep the corpus and its job file", markup=False)
+    for command, what in (
+        (f"overlord check {where}/job.py", "what the sources hold"),
+        (f"overlord explain {where}/job.py --step 3", "how a step was drawn and arranged"),
+        (f"overlord run {where}/job.py --steps 500", "how fast it reads, without a trainer"),
+    ):
+        out.print(f"  {command:<41}{what}", markup=False, soft_wrap=True)
+    out.print("  then point its sources at your own files, and give `ol.start(job).client(rank)` to your trainer")
+
+
+def _rows(result: DemoResult) -> list[tuple[str, str, str]]:
+    first, second = result.legs
+    long, resume = result.straggler, result.resume
+    return [
+        *(
+            (
+                "tokens per second",
+                f"{short(leg.tokens_per_s)}",
+                f"{leg.steps:,} steps on {leg.mesh} ranks, {leg.images:,} images decoded, every token checked",
+            )
+            for leg in (first, second)
+        ),
+        ("first batch", f"{first.first_batch_s:.2f} s", f"and {second.first_batch_s:.2f} s after resuming"),
+        (
+            "padding",
+            f"{first.padding:.2%}",
+            f"of token places in microbatches of variable length; {result.uncut.padding:.2%} in rows of fixed length",
+        ),
+        (
+            "stopped and resumed",
+            "exact" if resume.exact else "DIFFERS",
+            f"stopped before step {resume.stopped_before:,}, resumed from {size(resume.state_bytes)} of JSON on another mesh; "
+            + (
+                f"samples and tokens of {resume.steps_compared:,} steps equal those of a run never stopped"
+                if resume.difference is None
+                else resume.difference
+            ),
+        ),
+        (
+            "slowest rank, dealt blindly",
+            f"{long.blindly:.2f}x",
+            f"the mean, at {long.context:,} tokens of context on dp {long.dp}, by the cost of a Llama 3 8B",
+        ),
+        ("slowest rank, balanced", f"{long.balanced:.2f}x", f"the mean: the same steps end {long.speedup:.2f}x as fast"),
+        ("peak memory", size(result.peak_rss_bytes), "of this process, with every role and every rank in it"),
+        ("in all", f"{result.total_s:.1f} s", f"of which {result.corpus_s:.1f} s made the corpus"),
+    ]

@@ -1,0 +1,88 @@
+"""`overlord explain`: how one step was drawn and arranged, stage by stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overlord.cli.job_file import load_job
+from overlord.cli.output import console, table, write_json
+from overlord.cli.state_file import read_state
+from overlord.errors import SpecError
+from overlord.planning.balancing import max_over_mean
+from overlord.planning.explain import explain as explained
+from overlord.planning.facts import Floats
+from overlord.planning.plan import Plan
+from overlord.run import start
+from overlord.spec import Job
+
+
+def explain(path: Path, step: int | None, resume: Path | None, as_json: bool) -> int:
+    job = load_job(path)
+    saved = None if resume is None else read_state(resume)
+    with start(job, resume=saved) as loader:
+        if step is None:
+            step = loader.state_dict()["step"]
+        planned = loader.plan(step)
+    if planned is None:
+        raise SpecError(f"the run of {path} ends before step {step:,}; explain an earlier one")
+    drawn = _drawn(job, step, planned.plan)
+    if as_json:
+        write_json({"step": step, "sources": drawn, **_arranged(planned.plan)})
+        return 0
+    out = console()
+    rows = [
+        (name, f"{d['asked']:.2%}", f"{d['share']:.2%}", f"{d['samples']:,}", f"{d['tokens']:,}", f"{d['longest']:,}")
+        for name, d in drawn.items()
+    ]
+    out.print(f"Step {step:,}: what was drawn, in {job.mix.unit}")
+    out.print(table("source", "asked", "this step", "samples", "tokens", "longest", rows=rows))
+    out.print("How it was arranged")
+    out.print(explained(planned.plan), soft_wrap=True, markup=False)
+    if all(stage.bucket_costs is None for stage in planned.plan.stages):
+        out.print("\nNo costs: with a strategy that knows them (strategies.plain(cost=...)) this shows the slowest group.")
+    return 0
+
+
+def _drawn(job: Job, step: int, plan: Plan) -> dict[str, dict[str, Any]]:
+    samples = plan.samples
+    num_sources = len(samples.source_names)
+    counts = np.bincount(samples.source, minlength=num_sources)
+    tokens = np.bincount(samples.source, samples.tokens, num_sources).astype(np.int64)
+    drawn = tokens if job.mix.unit == "tokens" else counts
+    asked = job.mix.at(step)
+    return {
+        name: {
+            "asked": asked.get(name, 0.0),
+            "share": float(drawn[i] / max(drawn.sum(), 1)),
+            "samples": int(counts[i]),
+            "tokens": int(tokens[i]),
+            "longest": int(samples.tokens[samples.source == i].max(initial=0)),
+        }
+        for i, name in enumerate(samples.source_names)
+    }
+
+
+def _arranged(plan: Plan) -> dict[str, Any]:
+    return {
+        "samples": len(plan.samples),
+        "tokens": int(plan.samples.tokens.sum()),
+        "loss_tokens": plan.loss_tokens,
+        "groups": plan.num_groups,
+        "microbatches": plan.counts.tolist(),
+        "stages": [
+            {
+                "name": stage.name,
+                "detail": stage.detail,
+                "slowest_group": _straggler(stage.bucket_costs),
+                "slowest_microbatch": _straggler(stage.micro_costs),
+            }
+            for stage in plan.stages
+        ],
+    }
+
+
+def _straggler(costs: Floats | None) -> float | None:
+    return None if costs is None else max_over_mean(costs)

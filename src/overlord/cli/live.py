@@ -1,0 +1,81 @@
+"""How a run stands, while it runs: a picture redrawn in place on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from overlord.cli.output import short, table
+from overlord.dry_run import Meter, Share
+
+TERMINAL_EVERY_S = 0.1
+PLAIN_EVERY_S = 5.0
+
+
+class LiveView:
+    """Give it the meter after each step; it looks at the mix only when it draws. Use it in a `with` block."""
+
+    def __init__(
+        self, console: Console, title: str, num_steps: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._title = title
+        self._num_steps = num_steps
+        self._clock = clock
+        self._every_s = TERMINAL_EVERY_S if console.is_terminal else PLAIN_EVERY_S
+        self._drawn = clock()
+        self._before = (0.0, 0)  # seconds and tokens when it was last drawn
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> LiveView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, meter: Meter, shares: Callable[[], Mapping[str, Share]]) -> None:
+        now = self._clock()
+        if now - self._drawn < self._every_s:
+            return
+        self._drawn = now
+        seconds, tokens = meter.seconds - self._before[0], meter.tokens - self._before[1]
+        self._before = (meter.seconds, meter.tokens)
+        line = f"{self._steps(meter)}   {short(tokens / seconds if seconds else 0)} tokens/s   {short(meter.tokens)} tokens"
+        if self._live is None:
+            mix = ", ".join(f"{name} {share.realised:.1%}" for name, share in shares().items())
+            self._console.print(f"{self._title}: {line}   {mix}")
+        else:
+            self._live.update(self._picture(meter, line, shares()), refresh=True)
+
+    def _steps(self, meter: Meter) -> str:
+        return f"step {meter.num_steps:,}" + (f" of {self._num_steps:,}" if self._num_steps else "")
+
+    def _picture(self, meter: Meter, line: str, shares: Mapping[str, Share]) -> Group:
+        head = Table.grid(padding=(0, 2))
+        head.add_row(Text(self._title, "bold"), line)
+        bar = [ProgressBar(self._num_steps, meter.num_steps, width=60)] if self._num_steps else []
+        return Group(head, *bar, mix_table(shares))
+
+
+def mix_table(shares: Mapping[str, Share], title: str | None = None) -> Table:
+    return table(
+        "source",
+        "asked",
+        "realised",
+        "samples",
+        "tokens",
+        title=title,
+        rows=[
+            (name, f"{s.asked:.2%}", f"{s.realised:.2%}", f"{s.samples:,}", f"{s.tokens:,}") for name, s in shares.items()
+        ],
+    )

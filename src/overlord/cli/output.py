@@ -1,0 +1,51 @@
+"""What the verbs print with: a console that turns plain when nobody watches, tables, and numbers for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 120
+
+
+def console(stderr: bool = False) -> Console:
+    """For a terminal: colours and its width. For a pipe or file: plain text in lines that are never cut short."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
+
+
+def write_json(value: Mapping[str, Any]) -> None:
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode() + "\n")
+    sys.stdout.flush()
+
+
+def table(*columns: str, rows: Sequence[Sequence[str]] = (), title: str | None = None) -> Table:
+    """The first column to the left, the others, numbers, to the right; a column named with a < also to the left."""
+    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for i, name in enumerate(columns):
+        left = i == 0 or name.startswith("<")
+        made.add_column(name.removeprefix("<"), justify="left" if left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def short(number: float) -> str:
+    """1,234 as 1.23 k."""
+    for unit in ("", " k", " M", " G", " T"):
+        if abs(number) < 1000:
+            break
+        number /= 1000
+    else:
+        unit = " P"
+    return f"{number:.0f}" if not unit else f"{number:.3g}{unit}"
+
+
+def size(num_bytes: float) -> str:
+    return f"{short(num_bytes)}{'' if short(num_bytes)[-1].isalpha() else ' '}B"

@@ -1,0 +1,104 @@
+"""`overlord run`: read a job without a trainer, measure it, and leave a state to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from overlord.cli import INTERRUPTED
+from overlord.cli.job_file import load_job
+from overlord.cli.live import LiveView, mix_table
+from overlord.cli.output import console, short, size, write_json
+from overlord.cli.state_file import check_writable, read_state, write_state
+from overlord.dry_run import Meter, Share, shares_of, steps_of
+from overlord.peak_memory import peak_rss_bytes
+from overlord.run import Loader, start
+
+
+def run(path: Path, num_steps: int | None, rank: int | None, state: Path | None, resume: Path | None, as_json: bool) -> int:
+    job = load_job(path)
+    if state is not None:
+        check_writable(state)
+    saved = None if resume is None else read_state(resume)
+    meter = Meter()
+    loader = start(job, resume=saved)
+    try:
+        interrupted = not _read(loader, meter, rank, num_steps, path.name)
+        state_now = loader.state_dict()
+        if state is not None:
+            write_state(state, state_now)
+        summary = _summary(loader, meter, state_now, interrupted)
+    except (Exception, KeyboardInterrupt):
+        # What was read until something broke need not be read again.
+        if state is not None:
+            write_state(state, loader.state_dict())
+        raise
+    finally:
+        loader.close()
+    if as_json:
+        write_json(summary)
+    else:
+        _print(summary, meter, state)
+    return INTERRUPTED if interrupted else 0
+
+
+def _read(loader: Loader, meter: Meter, rank: int | None, num_steps: int | None, title: str) -> bool:
+    """False when Ctrl-C stopped it."""
+
+    def shares() -> Mapping[str, Share]:
+        return shares_of(loader.report().mix, loader.job.mix.unit)
+
+    try:
+        with LiveView(console(stderr=True), title, num_steps) as view:
+            for taken in steps_of(loader, None if rank is None else [rank], num_steps):
+                meter.add(taken)
+                view.show(meter, shares)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _summary(loader: Loader, meter: Meter, state: Mapping[str, Any], interrupted: bool) -> dict[str, Any]:
+    summary = {
+        "steps": meter.num_steps,
+        "next_step": state["step"],
+        "interrupted": interrupted,
+        "tokens": meter.tokens,
+        "images": meter.images,
+        "padding": meter.padding,
+        "seconds": meter.seconds,
+        "tokens_per_s": meter.tokens_per_s,
+        "first_batch_s": meter.first_batch_s,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    if interrupted:  # ask no role that may be waiting for storage that hangs
+        return summary
+    report = loader.report(state["step"])
+    return summary | {
+        "mix": {name: asdict(share) for name, share in shares_of(report.mix, loader.job.mix.unit).items()},
+        "documents": report.documents,
+        "bad_rows": report.bad_rows,
+        "buffers": {name: asdict(use) for name, use in report.buffers.items()},
+    }
+
+
+def _print(summary: Mapping[str, Any], meter: Meter, state: Path | None) -> None:
+    out = console()
+    if "mix" in summary:
+        out.print(mix_table({name: Share(**share) for name, share in summary["mix"].items()}))
+    first = "" if meter.first_batch_s is None else f", first after {meter.first_batch_s:.2f} s"
+    out.print(
+        f"{meter.num_steps:,} steps in {meter.seconds:.1f} s{first}: {short(meter.tokens_per_s)} tokens/s, "
+        f"{meter.padding:.2%} padding, peak memory {size(summary['peak_rss_bytes'])}"
+    )
+    for name, counts in summary.get("documents", {}).items():
+        if counts:
+            out.print(f"documents of {name}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    for name, dropped in summary.get("bad_rows", {}).items():
+        if dropped:
+            out.print(f"bad rows of {name}: {dropped:,} dropped")
+    stopped = "stopped by Ctrl-C" if summary["interrupted"] else "done"
+    kept = "" if state is None else f"; state saved to {state}, go on with --resume {state}"
+    out.print(f"{stopped} before step {summary['next_step']:,}{kept}")

@@ -1,0 +1,144 @@
+"""The demo's run: half of it on one mesh, the rest on another, both against a run never stopped, then long documents."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from overlord.demo import job as job_module
+from overlord.demo.corpus import make_corpus
+from overlord.demo.straggler import Straggler, measured_straggler
+from overlord.demo.stream import StepRecord, first_difference, recorded
+from overlord.dry_run import Meter, Share, Taken, shares_of, steps_of
+from overlord.peak_memory import peak_rss_bytes
+from overlord.planning.strategies import plain
+from overlord.run import Loader, start
+from overlord.spec import Job, Mesh
+
+FIRST_MESH = Mesh(dp=2, cp=2)
+SECOND_MESH = Mesh(dp=4, cp=1)
+UNCUT_MESH = Mesh(dp=1, cp=1)
+
+
+class Shown(Protocol):
+    """Somewhere to show how a run stands."""
+
+    def show(self, meter: Meter, shares: Callable[[], Mapping[str, Share]]) -> None: ...
+
+
+Watch = Callable[[str, int], AbstractContextManager[Shown]]
+"""(title, number of steps) to somewhere to show them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One stretch of the run on one mesh. The rates include checking every token that was delivered."""
+
+    mesh: str
+    steps: int
+    tokens: int
+    images: int
+    seconds: float
+    tokens_per_s: float
+    first_batch_s: float
+    padding: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Whether the run that was stopped and resumed gave what the run never stopped gave, and what differed if not."""
+
+    stopped_before: int
+    state_bytes: int
+    steps_compared: int
+    exact: bool
+    difference: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    corpus_s: float
+    mix: dict[str, Share]
+    legs: tuple[Leg, Leg]
+    """Before it was stopped, and after, on another mesh."""
+    uncut: Leg
+    """The run never stopped, which deals rows of fixed length blindly: other arrangements, the same stream."""
+    resume: Resume
+    straggler: Straggler
+    peak_rss_bytes: int
+    total_s: float
+
+
+def run_demo(folder: Path, num_steps: int, watch: Watch) -> DemoResult:
+    """Make the corpus and its job file in `folder`, and run the demo on it."""
+    began = time.monotonic()
+    make_corpus(folder)
+    shutil.copyfile(job_module.__file__, folder / "job.py")
+    job: Job = runpy.run_path(str(folder / "job.py"))["job"]
+    corpus_s = time.monotonic() - began
+    cut = num_steps // 2
+    first = _leg(replace(job, mesh=FIRST_MESH), cut, watch)
+    saved = orjson.dumps(first.state)  # a checkpoint is plain JSON
+    second = _leg(replace(job, mesh=SECOND_MESH), num_steps - cut, watch, orjson.loads(saved))
+    uncut = _leg(replace(job, mesh=UNCUT_MESH, strategy=plain()), num_steps, watch)
+    difference = first_difference(uncut.records, [*first.records, *second.records])
+    straggler = measured_straggler(job, job_module.llama_8b)
+    return DemoResult(
+        corpus_s=corpus_s,
+        mix=second.mix,
+        legs=(first.leg, second.leg),
+        uncut=uncut.leg,
+        resume=Resume(cut, len(saved), len(uncut.records), difference is None, difference),
+        straggler=straggler,
+        peak_rss_bytes=peak_rss_bytes(),
+        total_s=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LegRun:
+    leg: Leg
+    records: list[StepRecord]
+    state: dict[str, Any]
+    mix: dict[str, Share]
+
+
+def _leg(job: Job, num_steps: int, watch: Watch, resume: Mapping[str, Any] | None = None) -> _LegRun:
+    mesh = f"dp {job.mesh.dp} x cp {job.mesh.cp}"
+    title = f"on {mesh}" if resume is None else f"resumed on {mesh}"
+    meter, records = Meter(), []
+    with start(job, resume=resume) as loader, watch(title, num_steps) as view:
+        for taken in steps_of(loader, num_steps=num_steps):
+            meter.add(taken)
+            records.append(_record(loader, taken))
+            view.show(meter, lambda: _shares(loader))
+        state, mix = loader.state_dict(), _shares(loader)
+    leg = Leg(
+        mesh=mesh,
+        steps=meter.num_steps,
+        tokens=meter.tokens,
+        images=meter.images,
+        seconds=meter.seconds,
+        tokens_per_s=meter.tokens_per_s,
+        first_batch_s=meter.first_batch_s or 0.0,
+        padding=meter.padding,
+    )
+    return _LegRun(leg, records, state, mix)
+
+
+def _record(loader: Loader, taken: Taken) -> StepRecord:
+    planned = loader.plan(taken.number)
+    assert planned is not None  # it was just delivered
+    return recorded(planned.plan.samples, taken, loader.tree, loader.job.batch.pad_token)
+
+
+def _shares(loader: Loader) -> dict[str, Share]:
+    return shares_of(loader.report().mix, loader.job.mix.unit)

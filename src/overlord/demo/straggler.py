@@ -1,0 +1,69 @@
+"""How uneven ranks are with long documents, dealt blindly and balanced. Planning needs only facts: no batch is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from overlord.planning.balancing import least_possible_cost, max_over_mean
+from overlord.planning.cost import TransformerCost
+from overlord.planning.dgraph import DGraph
+from overlord.planning.facts import Floats
+from overlord.planning.place_tree import ClientPlaceTree
+from overlord.planning.strategies import long_short, plain
+from overlord.roles.planner import Planned
+from overlord.run import start
+from overlord.spec import Batch, Job, Mesh
+
+CONTEXT = 131_072
+DP = 8
+ROWS_PER_RANK = 4
+NUM_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """Slowest rank over the mean one, by cost: means over the same steps, dealt in two ways."""
+
+    context: int
+    dp: int
+    tokens_per_step: int
+    steps: int
+    longest: int
+    """Tokens of the longest document seen."""
+    blindly: float
+    balanced: float
+    possible: float
+    """What no arrangement of whole documents can beat."""
+    speedup: float
+    """How much sooner the balanced steps end, by the cost of their slowest rank."""
+
+
+def measured_straggler(job: Job, cost: TransformerCost) -> Straggler:
+    batch = Batch(tokens=CONTEXT * ROWS_PER_RANK * DP, sequence_length=CONTEXT)
+    with start(replace(job, batch=batch, mesh=Mesh(dp=DP))) as loader:
+        plans = [loader.plan(step) for step in range(NUM_STEPS)]
+        planned = [plan for plan in plans if plan is not None]
+        pairs = [_both_ways(step, batch, loader.tree, cost) for step in planned]
+    blindly, balanced = ([pair[way] for pair in pairs] for way in (0, 1))
+    of_samples = [cost(step.step.samples) for step in planned]
+    return Straggler(
+        context=CONTEXT,
+        dp=DP,
+        tokens_per_step=CONTEXT * ROWS_PER_RANK * DP,
+        steps=len(planned),
+        longest=max(int(step.step.samples.tokens.max()) for step in planned),
+        blindly=float(np.mean([max_over_mean(costs) for costs in blindly])),
+        balanced=float(np.mean([max_over_mean(costs) for costs in balanced])),
+        possible=float(np.mean([least_possible_cost(costs, DP) / costs.sum() * DP for costs in of_samples])),
+        speedup=sum(float(costs.max()) for costs in blindly) / sum(float(costs.max()) for costs in balanced),
+    )
+
+
+def _both_ways(planned: Planned, batch: Batch, tree: ClientPlaceTree, cost: TransformerCost) -> tuple[Floats, Floats]:
+    """What each rank has to do in a step, dealt blindly and balanced."""
+    drawn = planned.step
+    graph = DGraph(drawn.samples, batch, tree, drawn.rows)
+    blindly, balanced = plain()(graph), long_short(cost)(graph)
+    return blindly.group_costs(cost(blindly.samples)), balanced.group_costs(cost(balanced.samples))

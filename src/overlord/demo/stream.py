@@ -1,0 +1,72 @@
+"""What a step was made of, in a form that any arrangement of the same samples shares: proof that a stream went on."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlord.dry_run import Taken
+from overlord.planning.facts import Samples
+from overlord.planning.place_tree import ClientPlaceTree
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Equal for two steps that hold the same samples and the same tokens, however these lie on ranks."""
+
+    step: int
+    members: str
+    """Digest of the multiset of (source, chunk, row, start, stop)."""
+    content: int
+    """Checksum over all ranks of every token with its position and its label, and of every image."""
+
+
+def recorded(samples: Samples, taken: Taken, tree: ClientPlaceTree, pad_token: int) -> StepRecord:
+    """`taken` must hold all ranks of a mesh without tensor and pipeline parallelism, so that no token comes twice."""
+    content = 0
+    for rank, step in taken.parts.items():
+        for micro in step:
+            content += _tokens_sum(micro["tokens"], micro["position_ids"], micro["labels"], pad_token)
+            if tree.coordinates(rank).cp == 0:  # images are whole on every context-parallel rank
+                content += sum(zlib.crc32(np.ascontiguousarray(image)) for image in micro.get("images", ()))
+    return StepRecord(taken.number, _members(samples), content % (1 << 64))
+
+
+def first_difference(uncut: Sequence[StepRecord], pieces: Sequence[StepRecord]) -> str | None:
+    """What differs first between a run and its replay in pieces; None when nothing does."""
+    for whole, piece in zip(uncut, pieces, strict=False):
+        if whole.step != piece.step:
+            return f"step {whole.step} of the uncut run stands where the resumed run has step {piece.step}"
+        if whole.members != piece.members:
+            return f"step {whole.step} holds other samples"
+        if whole.content != piece.content:
+            return f"step {whole.step} holds the same samples with other tokens, labels, positions or images"
+    if len(uncut) != len(pieces):
+        return f"the uncut run has {len(uncut)} steps, the resumed one {len(pieces)}"
+    return None
+
+
+def _members(samples: Samples) -> str:
+    columns = np.stack([samples.source, samples.chunk, samples.row, samples.start, samples.stop])
+    digest = hashlib.blake2b("\0".join(samples.source_names).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(columns[:, np.lexsort(columns)]))
+    return digest.hexdigest()
+
+
+def _tokens_sum(tokens: NDArray[np.int32], positions: NDArray[np.int32], labels: NDArray[np.int64], pad_token: int) -> int:
+    """A sum of scrambled numbers, one per token: the order in which tokens come does not change it."""
+    mixed = tokens.astype(np.uint64)
+    mixed ^= positions.astype(np.uint64) << np.uint64(20)
+    mixed ^= labels.view(np.uint64) << np.uint64(44)
+    mixed *= _ODD
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _ODD
+    mixed ^= mixed >> np.uint64(32)
+    return int(mixed.sum(where=tokens != pad_token))

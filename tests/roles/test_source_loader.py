@@ -1,0 +1,137 @@
+"""A Source Loader's buffer: right answers in any order, each chunk made once while it fits, never over its bytes."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.data.chunk import Chunk, Lineage
+from overlord.errors import BufferTooSmallError, ClosedError
+from overlord.planning.facts import ChunkFacts
+from overlord.roles.source_loader import SourceLoader
+from overlord.roles.threads import Threads
+
+
+def chunk_of(number: int, tokens: int = 100) -> Chunk:
+    values = np.full(tokens, number, np.int32)
+    facts = ChunkFacts(np.array([tokens]), np.array([tokens - 1]))
+    at = np.array([0])
+    lineage = Lineage((), np.zeros(0, np.int64), ())
+    table = pa.table({"tokens": pa.array([values], pa.list_(pa.int32()))})
+    return Chunk(facts, table, at, at, lineage, values, at, np.array([tokens]), np.array([tokens]))
+
+
+SIZE = chunk_of(0).num_bytes
+
+
+@pytest.fixture
+def threads():
+    pool = Threads(2, "test")
+    yield pool
+    pool.shutdown()
+
+
+def loader_of(threads, buffer_bytes: int, make=chunk_of) -> SourceLoader:
+    return SourceLoader("s", make, lambda number: SIZE, buffer_bytes, threads)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["describe", "chunk", "prefetch", "given"]), st.integers(0, 6)), max_size=30),
+    st.integers(1, 4),
+)
+def test_any_order_of_asks_gets_right_answers_within_the_bytes(asks, room):
+    threads = Threads(2, "test")
+    loader = loader_of(threads, room * SIZE)
+    try:
+        for what, number in asks:
+            if what == "describe":
+                assert loader.describe(number, max(0, number - 2)).num_rows == 1
+            elif what == "chunk":
+                values = loader.chunk(number).values
+                assert values is not None
+                assert values[0] == number
+            elif what == "prefetch":
+                loader.prefetch(number)
+            else:
+                loader.given(number, 40)
+            use = loader.buffer_use()
+            assert use.num_bytes <= use.peak_bytes <= use.limit_bytes
+    finally:
+        loader.close()
+        threads.shutdown()
+
+
+def test_a_chunk_wanted_by_many_threads_at_once_is_made_once(threads):
+    made = []
+    gate = threading.Event()
+
+    def make(number: int) -> Chunk:
+        gate.wait(10)
+        made.append(number)
+        return chunk_of(number)
+
+    loader = loader_of(threads, 10 * SIZE, make)
+    loader.prefetch(3)
+    with ThreadPoolExecutor(8) as askers:
+        pending = [askers.submit(loader.describe, 3) for _ in range(8)]
+        gate.set()
+        assert all(future.result(10).num_rows == 1 for future in pending)
+    assert made.count(3) <= 2, "one by the prefetch, and at most one by an asker who came before it had begun"
+
+
+def test_a_chunk_is_dropped_when_all_of_it_was_given(threads):
+    loader = loader_of(threads, 10 * SIZE)
+    loader.chunk(0)
+    loader.given(0, 60)
+    assert loader.buffer_use().num_chunks == 1
+    loader.given(0, 40)
+    assert loader.buffer_use().num_chunks == 0
+
+
+def test_a_chunk_dropped_for_room_is_made_again_when_asked_for(threads):
+    loader = loader_of(threads, SIZE)
+    for number in (0, 1, 0, 1):
+        values = loader.chunk(number).values
+        assert values is not None
+        assert values[0] == number
+    assert loader.buffer_use().chunks_made >= 4
+
+
+def test_describing_ahead_does_not_push_out_what_is_still_needed(threads):
+    loader = loader_of(threads, SIZE)
+    loader.chunk(0)
+    loader.describe(1)
+    made = loader.buffer_use().chunks_made
+    loader.chunk(0)
+    assert loader.buffer_use().chunks_made == made
+
+
+def test_an_error_is_raised_to_the_asker_and_the_next_ask_tries_again(threads):
+    failures = iter([True, False])
+
+    def make(number: int) -> Chunk:
+        if next(failures):
+            raise OSError("storage is away")
+        return chunk_of(number)
+
+    loader = loader_of(threads, 10 * SIZE, make)
+    with pytest.raises(OSError, match="storage is away"):
+        loader.describe(0)
+    assert loader.describe(0).num_rows == 1
+
+
+def test_a_chunk_over_the_whole_buffer_is_an_error(threads):
+    loader = loader_of(threads, SIZE - 1)
+    with pytest.raises(BufferTooSmallError, match="chunk 0 takes"):
+        loader.chunk(0)
+
+
+def test_a_closed_loader_refuses(threads):
+    loader = loader_of(threads, SIZE)
+    loader.close()
+    with pytest.raises(ClosedError):
+        loader.chunk(0)

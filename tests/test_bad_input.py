@@ -1,0 +1,203 @@
+"""Bad input on a whole run: a clear error that says where and what to do, and nothing lost when it is set aside."""
+
+import json
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import overlord as ol
+from tests.sources import Numbered, job_of, tokens_of
+
+LENGTHS = [3, 0, 20, 5, 0, 33, 1]
+"""Documents of one file: two are empty, two longer than 16 tokens."""
+
+
+@pytest.fixture
+def documents(tmp_path):
+    path = tmp_path / "documents.parquet"
+    lists = [np.arange(length, dtype=np.int32) + 1000 * (i + 1) for i, length in enumerate(LENGTHS)]
+    pq.write_table(pa.table({"tokens": pa.array(lists, pa.list_(pa.int32()))}), path)
+    return ol.Parquet(str(path), repeat=False)
+
+
+def run(source: ol.Source, policy: str) -> tuple[list[int], dict[str, int]]:
+    batch = ol.Batch(tokens=64, sequence_length=16, long_documents=policy)
+    with ol.start(job_of({"docs": source}, batch)) as loader:
+        tokens = np.concatenate([tokens_of(step) for step in loader.client(0)])
+        return sorted(tokens.tolist()), loader.report().documents["docs"]
+
+
+def tokens_up_to(most: int, longest: int | None = None) -> list[int]:
+    return sorted(
+        1000 * (i + 1) + place
+        for i, length in enumerate(LENGTHS)
+        if longest is None or length <= longest
+        for place in range(min(length, most))
+    )
+
+
+def test_long_documents_are_split_without_losing_a_token(documents):
+    assert run(documents, "split") == (tokens_up_to(1000), {"empty": 2, "split": 2})
+
+
+def test_long_documents_are_truncated_and_counted(documents):
+    assert run(documents, "truncate") == (tokens_up_to(16), {"empty": 2, "truncated": 2})
+
+
+def test_long_documents_are_dropped_and_counted(documents):
+    assert run(documents, "drop") == (tokens_up_to(1000, longest=16), {"empty": 2, "dropped": 2})
+
+
+def test_a_long_document_can_be_an_error_that_names_file_and_row(documents):
+    message = r"source 'docs': .*documents.parquet.*, row 2: a document of 20 tokens is longer than sequence_length 16; set"
+    with pytest.raises(ol.DataError, match=message):
+        run(documents, "fail")
+
+
+def test_a_split_document_keeps_the_label_across_the_cut(documents):
+    batch = ol.Batch(samples=20, sequence_length=16, long_documents="split")
+    with ol.start(job_of({"docs": documents}, batch)) as loader:
+        step = next(loader.client(0))
+        labels = np.concatenate([micro["labels"] for micro in step])
+        assert sorted(labels[labels != -100].tolist()) == sorted(
+            1000 * (i + 1) + place for i, length in enumerate(LENGTHS) for place in range(1, length)
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: job_of({"a": Numbered()}, mixture=ol.Mixture({"a": 1, "typo": 2})), r"gives a weight to 'typo', but"),
+        (lambda: ol.Mixture({"a": -1}), r"the weight of 'a' at step 0 must be a number >= 0, got -1"),
+        (lambda: ol.Mixture({"a": 0}), r"at step 0 every weight is 0"),
+        (lambda: ol.Mixture({5: {"a": 1}}), r"must begin at step 0, it begins at 5"),
+        (lambda: ol.Batch(sequence_length=16), r"a Batch needs tokens=... or samples=..."),
+        (lambda: ol.Batch(tokens=100, sequence_length=16), r"100 is not a multiple of 16; the nearest is 96"),
+        (lambda: ol.Mesh(dp=0), r"mesh size dp must be at least 1, got 0"),
+        (lambda: job_of({}), r"a job needs at least one source"),
+        (lambda: job_of({"a": "data/*.parquet"}), r"source 'a' must be an overlord.Source, got str"),
+        (lambda: Numbered(window=0), r"window is a number of units, at least 1, got 0"),
+        (
+            lambda: job_of(
+                {"a": Numbered(repeat=False), "b": Numbered()},
+                mixture=ol.Mixture({"a": 1, "b": 1}, stop="all_exhausted"),
+            ),
+            r"'a' are finite and the others repeat for ever",
+        ),
+        (lambda: ol.BadRows("quarantine"), r"quarantine needs a file"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_when_it_is_made(make, message):
+    with pytest.raises(ol.SpecError, match=message):
+        make()
+
+
+def test_a_mesh_that_does_not_fit_the_world_says_the_sizes():
+    message = r"dp=2 x cp=2 x tp=1 x pp=1 has 4 ranks, but the world has 8"
+    with pytest.raises(ol.SpecError, match=message):
+        ol.start(job_of({"a": Numbered()}, mesh=ol.Mesh(dp=2, cp=2)), world_size=8)
+
+
+def test_a_source_without_the_token_column_says_what_it_has():
+    job = job_of({"a": Numbered(first=1, tokens="input_ids")})
+    with (
+        ol.start(job) as loader,
+        pytest.raises(ol.SchemaError, match=r"source 'a' has no column 'input_ids'.*it has \['tokens'"),
+    ):
+        next(loader.client(0))
+
+
+def test_text_where_tokens_should_be_is_told_how_to_tokenise():
+    def as_text(table: pa.Table) -> pa.Table:
+        return pa.table({"tokens": ["text"] * table.num_rows})
+
+    job = job_of({"a": Numbered(first=1, transform=as_text)})
+    with ol.start(job) as loader, pytest.raises(ol.SchemaError, match=r"must be a list of integers, it is string; tokenise"):
+        next(loader.client(0))
+
+
+def test_a_transform_that_raises_is_named_with_source_chunk_and_rows():
+    def divide(table: pa.Table) -> pa.Table:
+        raise ZeroDivisionError("by nothing")
+
+    job = job_of({"a": Numbered(first=1, transform=divide)})
+    with ol.start(job) as loader, pytest.raises(ZeroDivisionError) as caught:
+        next(loader.client(0))
+    notes = "\n".join(caught.value.__notes__)
+    assert "divide of source 'a', chunk 0" in notes
+    assert "numbered" in notes
+    assert "data-parallel group 0 built step 0" in notes
+
+
+def test_a_transform_that_changes_its_schema_says_both():
+    def moody(table: pa.Table, context: ol.Context) -> pa.Table:
+        return table if context.chunk == 0 else table.drop_columns(["document"])
+
+    job = job_of({"a": Numbered(first=1, transform=moody)})
+    with (
+        ol.start(job) as loader,
+        pytest.raises(ol.SchemaError, match=r"moody of source 'a' returned .* for chunk 1, but .*document"),
+    ):
+        list(islice(loader.client(0), 20))
+
+
+def test_bad_rows_are_quarantined_and_nothing_else_is_lost(tmp_path):
+    listing = tmp_path / "bad.jsonl"
+
+    @ol.per_row
+    def picky(row: dict) -> dict:
+        if row["document"] % 10 == 3:
+            raise ValueError(f"document {row['document']} is odd")
+        return row
+
+    source = Numbered(
+        rows=40, first=1, repeat=False, transform=picky, on_bad_row=ol.BadRows("quarantine", path=str(listing))
+    )
+    with ol.start(job_of({"a": source})) as loader:
+        tokens = np.concatenate([tokens_of(step) for step in loader.client(0)])
+        assert {int(t) // 1000 for t in tokens} == {d for d in range(1, 41) if d % 10 != 3}
+        assert loader.report().bad_rows == {"a": 4}
+    listed = [json.loads(line) for line in listing.read_text().splitlines()]
+    assert sorted(entry["error"] for entry in listed) == [f"ValueError: document {d} is odd" for d in (13, 23, 3, 33)]
+    assert all(entry["source"] == "a" and entry["file"].startswith("numbered") and entry["row"] >= 0 for entry in listed)
+
+
+def test_more_bad_rows_than_the_budget_stop_the_run():
+    @ol.per_row
+    def hopeless(row: dict) -> dict:
+        raise ValueError("no")
+
+    source = Numbered(rows=40, first=1, transform=hopeless, on_bad_row=ol.BadRows("skip", budget=3))
+    with (
+        ol.start(job_of({"a": source})) as loader,
+        pytest.raises(ol.BadRowError, match=r"\d+ bad rows are more than its budget of 3"),
+    ):
+        next(loader.client(0))
+
+
+def test_a_source_without_data_is_an_error_at_the_start():
+    with pytest.raises(ol.SourceError, match=r"source 'a' has no data"):
+        ol.start(job_of({"a": Numbered(rows=0)}))
+
+
+def test_an_empty_glob_names_the_source_and_the_pattern(tmp_path):
+    with pytest.raises(ol.SourceError, match=r"nothing\*\.parquet") as caught:
+        ol.start(job_of({"web": ol.Parquet(f"{tmp_path}/nothing*.parquet")}))
+    assert any("source 'web'" in note for note in caught.value.__notes__)
+
+
+def test_units_with_different_columns_in_one_chunk_say_which():
+    class TwoFaced(Numbered):
+        def read(self, unit: ol.Unit) -> pa.Table:
+            table = super().read(unit)
+            return table.drop_columns(["document"]) if unit.index % 2 else table
+
+    job = job_of({"a": TwoFaced(first=1, window=2, shuffle=False)})
+    with (
+        ol.start(job) as loader,
+        pytest.raises(ol.SchemaError, match=r"numbered#1 has the columns .* but numbered has .*document"),
+    ):
+        next(loader.client(0))
