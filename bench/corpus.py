@@ -95,7 +95,7 @@ def _documents(rng: np.random.Generator, tokens: int) -> pa.ListArray:
     # Log-uniform ranks are Zipf's law with exponent 1.
     values = np.power(np.float32(VOCABULARY), rng.random(tokens, dtype=np.float32)).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
 
 
 @dataclass(frozen=True, slots=True)

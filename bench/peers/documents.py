@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -36,7 +38,8 @@ class ParquetSource:
 def documents(file: pq.ParquetFile, row_group: int, rng: np.random.Generator) -> Iterator[Document]:
     """The documents of one row group in a random order: views into its one decoded buffer."""
     # One column of one row group is one task: a thread pool would only add hand-overs.
-    column = file.read_row_group(row_group, columns=["tokens"], use_threads=False).column(0).chunk(0)
+    table = file.read_row_group(row_group, columns=["tokens"], use_threads=False)
+    column = cast(pa.ListArray, table.column(0).chunk(0))
     values = column.values.to_numpy()
     offsets = column.offsets.to_numpy()
     order = rng.permutation(len(column))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import TypedDict
 
 import numpy as np
@@ -14,7 +15,7 @@ BATCH_TOKENS = ROWS * ROW_TOKENS
 IGNORED = -100
 
 _COUNT = np.arange(ROW_TOKENS, dtype=np.int32)
-_ROW_ENDS = np.arange(ROW_TOKENS, BATCH_TOKENS + 1, ROW_TOKENS)
+_ROW_ENDS = tuple(range(ROW_TOKENS, BATCH_TOKENS + 1, ROW_TOKENS))
 
 
 class Batch(TypedDict):
@@ -57,8 +58,8 @@ def pack(pieces: list[NDArray[np.int32]], ends: list[int], following: int) -> Ba
     loss_mask = np.ones(BATCH_TOKENS, np.bool_)
     loss_mask[last] = False
     loss_mask[-1] = following != IGNORED
-    cuts = sorted({0, *ends, *_ROW_ENDS.tolist()})
-    lengths = [end - begin for begin, end in zip(cuts, cuts[1:], strict=False)]
+    cuts = sorted({0, *ends, *_ROW_ENDS})
+    lengths = [end - begin for begin, end in pairwise(cuts)]
     return {
         "tokens": tokens,
         "labels": labels,

@@ -1,6 +1,5 @@
 """Overlord: a data loader for training large foundation models. Many sources in, the right slice for every GPU out."""
 
-from overlord.planning import strategies
 from overlord.data.images import DecodeImage
 from overlord.data.readers import ArrowIpc, Jsonl, Parquet, WebDataset
 from overlord.data.transforms import ByteTokenizer, Context, InProcesses, Pick, Tokenize, per_row
@@ -18,6 +17,7 @@ from overlord.errors import (
     WaitTimeoutError,
     WorkerDiedError,
 )
+from overlord.planning import strategies
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.place_tree import ClientPlaceTree

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from overlord.workplace import Workplace, WorkplaceSize
+
 R = TypeVar("R")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -23,8 +25,13 @@ class Answer(Protocol[T_co]):
 class Engine(Protocol):
     """Where roles run."""
 
-    def spawn(self, name: str, make: Callable[[], R]) -> Handle[R]:
-        """Make a role and bind it to a name."""
+    def open(self, size: WorkplaceSize) -> None:
+        """Say what each process of this engine may use; called once, before anything is spawned."""
+        ...
+
+    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
+        """Make a role where this engine runs roles, and bind it to a name. `make` must pickle, and may be called again
+        when the role has to be made anew."""
         ...
 
     def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Answer:

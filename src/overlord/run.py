@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from overlord.data.bad_rows import BadRowLog
-from overlord.data.chunk_maker import ChunkMaker
-from overlord.data.processes import ProcessPool
-from overlord.engine import Handle
+from overlord.engine import Engine, Handle
 from overlord.engines.embedded import Embedded
-from overlord.errors import SourceError, SpecError
-from overlord.planning.drawing import Extent
-from overlord.planning.order import chunks_per_epoch
+from overlord.errors import SourceError
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.progress import Progress
-from overlord.planning.strategies import plain
-from overlord.roles.client import Client, RunHooks
-from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.loader_host import Held, LoaderHost
-from overlord.roles.planner import Mix, Planned, Planner
-from overlord.roles.routes import Routes
-from overlord.roles.source_loader import BufferUse, SourceLoader
-from overlord.roles.threads import Threads
+from overlord.roles.assembly import make_constructor, make_loader_host, make_planner, make_routes, num_hosts
+from overlord.roles.client import Client
+from overlord.roles.data_constructor import DataConstructor, Delivery
+from overlord.roles.loader_host import LoaderHost
+from overlord.roles.planner import Later, Mix, Planned, Planner
+from overlord.roles.source_loader import BufferUse
 from overlord.spec import Job, Source, Unit
 from overlord.state import Fingerprint, State, from_state, to_state
+from overlord.workplace import WorkplaceSize
 
 _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 
@@ -37,21 +31,23 @@ _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 def start(
     job: Job,
     *,
+    engine: Engine | None = None,
     resume: Mapping[str, Any] | None = None,
     accept_changes: Collection[str] | bool = (),
     world_size: int | None = None,
 ) -> Loader:
-    """Start a job in this process. Use it in a `with` block, or call `close`.
+    """Start a job. Use it in a `with` block, or call `close`.
 
-    `resume` is a state from `state_dict`; it may come from any mesh. `accept_changes` names differences between the job
-    and the state to take all the same. `world_size`, where given, must fit the mesh.
+    `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`; it may come from any
+    mesh. `accept_changes` names differences between the job and the state to take all the same. `world_size`, where given,
+    must fit the mesh.
     """
     if world_size is not None:
         job.mesh.check_world_size(world_size)
     units = list_units(job.sources)
     fingerprint = Fingerprint.of(job, units)
     progress = Progress.start(tuple(job.sources)) if resume is None else from_state(resume, job, fingerprint, accept_changes)
-    return Loader(job, units, fingerprint, progress, accept_changes)
+    return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes)
 
 
 def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
@@ -87,6 +83,7 @@ class Loader:
     def __init__(
         self,
         job: Job,
+        engine: Engine,
         units: Mapping[str, Sequence[Unit]],
         fingerprint: Fingerprint,
         progress: Progress,
@@ -94,6 +91,8 @@ class Loader:
     ) -> None:
         self.job = job
         self.tree = ClientPlaceTree(job.mesh)
+        self._engine = engine
+        self._num_units = {name: len(listed) for name, listed in units.items()}
         self._fingerprint = fingerprint
         self._saved_fingerprint = fingerprint.to_dict()
         self._accept_changes = accept_changes
@@ -102,22 +101,15 @@ class Loader:
         self._lock = threading.Lock()
         self._closed = False
         self._clients: list[Client] = []
-        num_workers = job.num_workers or os.cpu_count() or 1
-        self._read_threads = Threads(num_workers, "overlord-read")
-        self._build_threads = Threads(min(job.mesh.dp * (job.prefetch + 1), num_workers + 1), "overlord-build")
-        self._processes = ProcessPool(job.num_processes or os.cpu_count() or 1)
-        self._bad_rows = {name: BadRowLog(name, source.bad_rows) for name, source in job.sources.items()}
-        self._engine = Embedded()
-        self._hosts = self._spawn_hosts(units)
-        self._extents = [
-            Extent(chunks_per_epoch(len(units[name]), source.window), source.num_epochs)
-            for name, source in job.sources.items()
+        engine.open(WorkplaceSize(job.num_workers, job.num_processes))
+        self._hosts: list[Handle[LoaderHost]] = [
+            engine.spawn(f"loaders/{index}", partial(make_loader_host, job, units, index)) for index in range(num_hosts(job))
         ]
-        hosts_of_source = {name: range(source.loaders) for name, source in job.sources.items()}
-        self._routes = Routes(self._hosts, hosts_of_source)
-        self._planner = self._engine.spawn("planner", self._new_planner)
-        self._constructors = [
-            self._engine.spawn(f"constructor/{group}", self._constructor_maker(group)) for group in range(job.mesh.dp)
+        self._routes = make_routes(job, self._hosts)
+        self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(progress))
+        self._constructors: list[Handle[DataConstructor]] = [
+            engine.spawn(f"constructor/{group}", partial(make_constructor, job, group, self._planner, self._routes))
+            for group in range(job.mesh.dp)
         ]
         atexit.register(self.close)
 
@@ -130,8 +122,8 @@ class Loader:
         timeout: float | None = None,
     ) -> Client:
         """The iterator of one rank, from the step the run started at. `timeout` is the longest wait for one step."""
-        place = self.tree.coordinates(rank)
-        client = Client(rank, self._constructors[place.dp], self._hooks(), torch, pin_memory, timeout)
+        constructor = self._constructors[self.tree.coordinates(rank).dp]
+        client = Client(rank, _InProcess(self, constructor), torch, pin_memory, timeout)
         with self._lock:
             self._clients = [other for other in self._clients if other.is_reading]
             self._clients.append(client)
@@ -139,10 +131,7 @@ class Loader:
 
     def state_dict(self) -> State:
         """The state before the first step that not every open client has taken. See `Client.state_dict`."""
-        with self._lock:
-            reading = [client.step for client in self._clients if client.is_reading]
-            ended = [client.step for client in self._clients]
-        return self._state_before(min(reading or ended or [self._start.step]))
+        return self.state_before(self._slowest())
 
     def plan(self, step: int) -> Planned | None:
         """The whole plan of a step, for looking at; None when the run ends before it."""
@@ -150,19 +139,58 @@ class Loader:
 
     def report(self, step: int | None = None) -> Report:
         """How the run stood before a step (by default: where the slowest client is)."""
-        with self._lock:
-            steps = [client.step for client in self._clients]
-        at = min(steps, default=self._start.step) if step is None else step
+        at = self._slowest() if step is None else step
+        buffers: dict[str, BufferUse] = {}
+        bad_rows = dict.fromkeys(self.job.sources, 0)
+        for host in self._hosts:
+            for name, use in host.ask(LoaderHost.buffer_use).result().items():
+                buffers[name] = buffers[name].plus(use) if name in buffers else use
+            for name, count in host.ask(LoaderHost.num_bad_rows).result().items():
+                bad_rows[name] += count
         return Report(
             step=at,
             mix=self._planner.ask(Planner.mix, at).result(),
             documents=self._planner.ask(Planner.counts).result(),
-            bad_rows={name: log.num_dropped for name, log in self._bad_rows.items()},
-            buffers=self._buffers(),
+            bad_rows=bad_rows,
+            buffers=buffers,
         )
 
+    def state_before(self, step: int) -> State:
+        """The state from which a run goes on with `step`."""
+        progress = self._planner.ask(Planner.progress, step).result()
+        return to_state(progress, self.job.mix.unit, self._saved_fingerprint)
+
+    def load_state(self, state: Mapping[str, Any], generation: int) -> int:
+        """Move the run to a state, once, however many clients load it: one that is a generation behind only follows."""
+        progress = from_state(state, self.job, self._fingerprint, self._accept_changes)
+        unit = self.job.mix.unit
+        with self._lock:
+            follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
+            if not follows:
+                self._start = progress
+                self._generation += 1
+                self._engine.spawn("planner/new", self._planner_from(progress))
+                self._engine.rebind("planner", "planner/new")
+                for constructor in self._constructors:
+                    constructor.ask(DataConstructor.restart).result()
+            return self._generation
+
+    @property
+    def start_step(self) -> int:
+        """The step that clients begin at."""
+        return self._start.step
+
+    @property
+    def generation(self) -> int:
+        """How often the run was moved to another state."""
+        return self._generation
+
+    def doing(self) -> list[str]:
+        """What the planner and the loaders are busy with."""
+        return [*self._planner.ask(Planner.doing).result(), *self._routes.doing()]
+
     def close(self) -> None:
-        """Stop everything. Safe to call twice, and from a signal handler's exit."""
+        """Stop everything. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -172,9 +200,6 @@ class Loader:
         for client in clients:
             client.abandon()
         self._engine.close()
-        self._build_threads.shutdown()
-        self._read_threads.shutdown()
-        self._processes.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -182,92 +207,33 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _spawn_hosts(self, units: Mapping[str, Sequence[Unit]]) -> list[Handle[LoaderHost]]:
-        makers = {
-            name: ChunkMaker(
-                name,
-                source,
-                units[name],
-                self.job.seed,
-                self.job.batch,
-                self._bad_rows[name],
-                self._processes,
-            )
-            for name, source in self.job.sources.items()
-        }
-        most = max(source.loaders for source in self.job.sources.values())
-        return [self._engine.spawn(f"loaders/{index}", self._host_maker(makers, index)) for index in range(most)]
-
-    def _host_maker(self, makers: Mapping[str, ChunkMaker], index: int) -> Callable[[], LoaderHost]:
-        def held(name: str, source: Source, maker: ChunkMaker) -> Held:
-            share = source.buffer_bytes // source.loaders
-            loader = SourceLoader(name, maker.make, maker.expected_bytes, share, self._read_threads)
-            return Held(loader, source.decode, maker.bad_decode)
-
-        return lambda: LoaderHost(
-            {name: held(name, source, makers[name]) for name, source in self.job.sources.items() if index < source.loaders},
-            self.job.batch.columns,
-            self._read_threads,
-        )
-
-    def _new_planner(self) -> Planner:
-        return Planner(
-            self._start,
-            self.job.batch,
-            self.job.mix,
-            self.job.strategy or plain(),
-            self.tree,
-            self._extents,
-            self._routes,
-            masked=any(source.loss_mask is not None for source in self.job.sources.values()),
-            max_lead=self.job.prefetch + 2,
-        )
-
-    def _constructor_maker(self, group: int) -> Callable[[], DataConstructor]:
-        return lambda: DataConstructor(
-            group,
-            self.job.batch,
-            self.tree,
-            self._planner,
-            self._routes,
-            self.job.prefetch,
-            self._build_threads,
-        )
-
-    def _hooks(self) -> RunHooks:
-        return RunHooks(
-            start=lambda: self._start.step,
-            state_before=self._state_before,
-            load_state=self._load_state,
-            generation=lambda: self._generation,
-            doing=self._doing,
-        )
-
-    def _state_before(self, step: int) -> State:
-        progress = self._planner.ask(Planner.progress, step).result()
-        return to_state(progress, self.job.mix.unit, self._saved_fingerprint)
-
-    def _load_state(self, state: Mapping[str, Any], generation: int) -> int:
-        """Move the run to a state, once, however many clients load it: one that is a generation behind only follows."""
-        progress = from_state(state, self.job, self._fingerprint, self._accept_changes)
-        unit = self.job.mix.unit
+    def _slowest(self) -> int:
         with self._lock:
-            follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
-            if not follows:
-                self._start = progress
-                self._generation += 1
-                self._engine.spawn("planner/new", self._new_planner)
-                self._engine.rebind("planner", "planner/new")
-                for constructor in self._constructors:
-                    constructor.ask(DataConstructor.restart).result()
-            return self._generation
+            reading = [client.step for client in self._clients if client.is_reading]
+            return min(reading or [client.step for client in self._clients] or [self._start.step])
 
-    def _doing(self) -> list[str]:
-        return [*self._planner.ask(Planner.doing).result(), *self._routes.doing()]
+    def _planner_from(self, progress: Progress) -> partial[Planner]:
+        return partial(make_planner, self.job, self._num_units, progress, self._routes)
 
-    def _buffers(self) -> dict[str, BufferUse]:
-        uses: dict[str, BufferUse] = {}
-        for host in self._hosts:
-            for name, use in host.ask(LoaderHost.buffer_use).result().items():
-                uses[name] = uses[name].plus(use) if name in uses else use
-        return uses
+
+class _InProcess:
+    """The channel of a client that lives beside its loader."""
+
+    def __init__(self, loader: Loader, constructor: Handle[DataConstructor]) -> None:
+        self._loader = loader
+        self._constructor = constructor
+        self.state_before = loader.state_before
+        self.load_state = loader.load_state
+        self.doing = loader.doing
+
+    def start(self) -> int:
+        return self._loader.start_step
+
+    def generation(self) -> int:
+        return self._loader.generation
+
+    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+        return self._constructor.ask(DataConstructor.fetch, step, rank, wait_s).result()
+
+    def leave(self, rank: int) -> None:
+        self._constructor.ask(DataConstructor.leaves, rank).result()

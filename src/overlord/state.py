@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,15 +184,29 @@ def _declaration_digest(source: Source) -> str:
     return _digest(repr((*parts, source.window, source.shuffle)))
 
 
-def described(function: Any) -> str:
-    """A transform's name for the fingerprint: its `identity()` if it has one, else its qualified name."""
-    if function is None:
-        return ""
-    identity = getattr(function, "identity", None)
+def described(value: Any) -> str:
+    """A transform (or an option of one) for the fingerprint: what it is called and set to, not where it lies in memory.
+
+    A function counts by its name: changing its body is not noticed, renaming it is. An object may say more of itself in
+    an `identity()` method.
+    """
+    if value is None or isinstance(value, (str, int, float, bool, bytes)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(described(entry) for entry in value)}]"
+    identity = getattr(value, "identity", None)
     if callable(identity):
         return str(identity())
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', '')}.{name}"
+    if isinstance(value, partial):
+        return f"partial({described(value.func)}, {described(value.args)}, {described(sorted(value.keywords.items()))})"
+    if is_dataclass(value) and not isinstance(value, type):
+        options = (f"{field.name}={described(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__qualname__}({', '.join(options)})"
+    to_str = getattr(value, "to_str", None)
+    if callable(to_str):  # a tokenizer, whole
+        return f"{type(value).__qualname__}({_digest(str(to_str()))})"
+    name = getattr(value, "__qualname__", None)
+    return name or f"{type(value).__qualname__}({getattr(value, 'name', '')})"
 
 
 def _units_digest(units: Sequence[Unit]) -> str:

@@ -13,7 +13,7 @@ from overlord.data.chunk import Chunk, Lineage
 from overlord.errors import BufferTooSmallError, ClosedError
 from overlord.planning.facts import ChunkFacts
 from overlord.roles.source_loader import SourceLoader
-from overlord.roles.threads import Threads
+from overlord.threads import Threads
 
 
 def chunk_of(number: int, tokens: int = 100) -> Chunk:

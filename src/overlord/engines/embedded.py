@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from overlord.engine import Handle
-from overlord.errors import ClosedError, OverlordError
+from overlord.errors import ClosedError, OverlordError, SpecError
+from overlord.workplace import Workplace, WorkplaceSize
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -32,14 +33,21 @@ class Embedded:
         self._roles: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._workplace: Workplace | None = None
 
-    def spawn(self, name: str, make: Callable[[], R]) -> Handle[R]:
+    def open(self, size: WorkplaceSize) -> None:
+        if self._workplace is not None:
+            raise SpecError("this engine runs a job already; give each overlord.start its own")
+        self._workplace = Workplace(size)
+
+    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
         with self._lock:
             if self._closed:
                 raise ClosedError("the engine is closed; call overlord.start again")
             if name in self._roles:
                 raise OverlordError(f"a role named {name!r} is already running")
-        role = make()
+        assert self._workplace is not None  # start opens an engine before it spawns
+        role = make(self._workplace)
         with self._lock:
             self._roles[name] = role
         return Handle(self, name)
@@ -67,6 +75,8 @@ class Embedded:
             roles, self._roles = list(self._roles.values())[::-1], {}
         for role in roles:
             _close(role)
+        if self._workplace is not None:
+            self._workplace.close()
 
 
 def _close(role: Any) -> None:

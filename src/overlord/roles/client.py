@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from overlord.data.tensors import to_torch
-from overlord.engine import Handle
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
-from overlord.roles.data_constructor import DataConstructor, Delivery
+from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State
 
@@ -47,17 +46,34 @@ class Step:
         return self.microbatches[0][name]
 
 
-@dataclass(frozen=True, slots=True)
-class RunHooks:
-    """What a client needs of the run it belongs to."""
+class Channel(Protocol):
+    """How a client reaches its run: in this process, or over the network. Every call may be repeated."""
 
-    start: Callable[[], int]
-    """The step a client begins at."""
-    state_before: Callable[[int], State]
-    load_state: Callable[[Mapping[str, Any], int], int]
-    """Move the run to a state, for a client of some generation; gives the run's generation."""
-    generation: Callable[[], int]
-    doing: Callable[[], list[str]]
+    def start(self) -> int:
+        """The step that clients begin at."""
+        ...
+
+    def generation(self) -> int:
+        """How often the run was moved to another state."""
+        ...
+
+    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+        """A rank's part of a step; None past the end; Later when it is not ready within `wait_s`."""
+        ...
+
+    def leave(self, rank: int) -> None:
+        """Say that a rank reads no more."""
+        ...
+
+    def state_before(self, step: int) -> State: ...
+
+    def load_state(self, state: Mapping[str, Any], generation: int) -> int:
+        """Move the run to a state, for a client of some generation; gives the run's generation."""
+        ...
+
+    def doing(self) -> list[str]:
+        """What the run is busy with."""
+        ...
 
 
 class Client:
@@ -70,8 +86,7 @@ class Client:
     def __init__(
         self,
         rank: int,
-        constructor: Handle[DataConstructor],
-        hooks: RunHooks,
+        channel: Channel,
         torch: bool = False,
         pin_memory: bool = False,
         timeout: float | None = None,
@@ -82,21 +97,20 @@ class Client:
         if pin_memory and not torch:
             raise SpecError("pin_memory needs torch=True: only torch tensors can be pinned")
         self.rank = rank
-        self._constructor = constructor
-        self._hooks = hooks
+        self._channel = channel
         self._torch = torch
         self._pin_memory = pin_memory
         self._timeout = timeout
         self._clock = clock
-        self._next = hooks.start()
-        self._generation = hooks.generation()
+        self._next = channel.start()
+        self._generation = channel.generation()
         self._ended = False
         self._closed = threading.Event()
 
     def __iter__(self) -> Client:
         if self._ended:
             self._ended = False
-            self._next = self._hooks.start()
+            self._next = self._channel.start()
         return self
 
     def __next__(self) -> Step:
@@ -105,7 +119,7 @@ class Client:
         delivery = self._fetch()
         if delivery is None:
             self._ended = True
-            self._constructor.ask(DataConstructor.leaves, self.rank).result()
+            self._channel.leave(self.rank)
             raise StopIteration
         self._next = delivery.step + 1
         microbatches = delivery.microbatches
@@ -119,12 +133,12 @@ class Client:
         return self._next
 
     def state_dict(self) -> State:
-        return self._hooks.state_before(self._next)
+        return self._channel.state_before(self._next)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. Every client of the run must load the same one."""
-        self._generation = self._hooks.load_state(state, self._generation)
-        self._next = self._hooks.start()
+        self._generation = self._channel.load_state(state, self._generation)
+        self._next = self._channel.start()
         self._ended = False
 
     @property
@@ -135,7 +149,7 @@ class Client:
         """Stop reading; the other ranks no longer wait for this one."""
         if not self._closed.is_set():
             self._closed.set()
-            self._constructor.ask(DataConstructor.leaves, self.rank).result()
+            self._channel.leave(self.rank)
 
     def abandon(self) -> None:
         """Let a wait in another thread end with ClosedError: the loader is closing."""
@@ -152,17 +166,17 @@ class Client:
         while True:
             if self._closed.is_set():
                 raise ClosedError(f"the client of rank {self.rank} is closed; ask the loader for a new one")
-            if self._generation != self._hooks.generation():
+            if self._generation != self._channel.generation():
                 raise ClosedError(
                     f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too"
                 )
             left = _WAIT_S if self._timeout is None else min(_WAIT_S, self._timeout)
-            answer = self._constructor.ask(DataConstructor.fetch, self._next, self.rank, left).result()
+            answer = self._channel.fetch(self._next, self.rank, left)
             if not isinstance(answer, Later):
                 return answer
             waited = self._clock() - began
             if self._timeout is not None and waited >= self._timeout:
-                busy = "".join(f"\n  - {line}" for line in self._hooks.doing())
+                busy = "".join(f"\n  - {line}" for line in self._channel.doing())
                 raise WaitTimeoutError(
                     f"rank {self.rank} waited {waited:.1f} s for step {self._next}: {answer.reason}{busy}"
                 )

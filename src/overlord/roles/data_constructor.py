@@ -8,7 +8,6 @@ that stops reading stops the group, not the memory. It decides nothing.
 from __future__ import annotations
 
 import threading
-
 from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field

@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from overlord.data.bad_rows import BadRowLog
 from overlord.data.chunk import Chunk
 from overlord.data.payload import Payload
 from overlord.data.views import joined, take_rows
-from overlord.errors import OverlordError
+from overlord.errors import DataError
 from overlord.planning.facts import ChunkFacts, Samples
 from overlord.roles.source_loader import BufferUse, SourceLoader
 
@@ -24,8 +25,9 @@ class Held:
     """A Source Loader and what its rows need on the way out."""
 
     loader: SourceLoader
+    bad_rows: BadRowLog
     decode: Any = None
-    bad_image: Callable[[Chunk, int, str], None] | None = None
+    bad_decode: Callable[[Chunk, int, str], None] | None = None
     """Called with (chunk, table row, error) when a deferred decode fails."""
 
 
@@ -52,16 +54,18 @@ class LoaderHost:
         some_deferred = self._columns or any(
             self._held[name].decode is not None for name in {samples.source_names[s] for s, _ in given.chunks}
         )
-        images: dict[int, Any] = {}
+        images: dict[int, Sequence[NDArray[np.uint8]]] = {}
         ignored: set[int] = set()
         columns: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]] = []
         if some_deferred:
             for (source, number), places in _places_by_chunk(samples):
                 held, chunk = self._held[samples.source_names[source]], given.chunks[source, number]
-                rows = chunk.table_row[samples.row[places]]
                 if held.decode is not None:
-                    self._decode(held, chunk, places, rows, images, ignored)
-                columns.append((places, chunk, rows))
+                    for decoded in self._decode(held, chunk, samples, places):
+                        images[decoded.place] = decoded.images
+                        if decoded.is_bad:
+                            ignored.add(decoded.place)
+                columns.append((places, chunk, chunk.table_row[samples.row[places]]))
         for (source, number), amount in given.amounts.items():
             self._held[samples.source_names[source]].loader.given(number, amount)
         return Payload(
@@ -79,33 +83,38 @@ class LoaderHost:
     def buffer_use(self) -> dict[str, BufferUse]:
         return {name: held.loader.buffer_use() for name, held in self._held.items()}
 
+    def num_bad_rows(self) -> dict[str, int]:
+        """How many rows of each source were dropped as bad."""
+        return {name: held.bad_rows.num_dropped for name, held in self._held.items()}
+
     def close(self) -> None:
         for held in self._held.values():
             held.loader.close()
 
-    def _decode(
-        self,
-        held: Held,
-        chunk: Chunk,
-        places: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        images: dict[int, Any],
-        ignored: set[int],
-    ) -> None:
-        column: Any = chunk.table.column(held.decode.column)  # the stubs take a row of a column for a column
-        pending = [
-            (place, row, self._threads.submit(_decoded, held.decode, column[row]))
-            for place, row in zip(places.tolist(), rows.tolist(), strict=True)
-        ]
-        for place, row, future in pending:
-            # A decode that no thread has begun is done here: the threads may all be waiting for storage.
-            decoded = _decoded(held.decode, column[row]) if future.cancel() else future.result()
-            if isinstance(decoded, str):
-                if held.bad_image is not None:
-                    held.bad_image(chunk, row, decoded)
-                ignored.add(place)
-                decoded = held.decode.blank()
-            images[place] = () if decoded is None else (decoded,)
+    def _decode(self, held: Held, chunk: Chunk, samples: Samples, places: NDArray[np.int64]) -> Iterator[_Decoded]:
+        """The images of samples of one chunk. A row that cannot be decoded gets blank ones of the planned size."""
+        column = chunk.table.column(held.decode.column)
+        rows = chunk.table_row[samples.row[places]].tolist()
+        futures = [self._threads.submit(held.decode.decode_row, column, row) for row in rows]
+        for place, row, future in zip(places.tolist(), rows, futures, strict=True):
+            try:
+                # What no thread has begun is done here: the threads may all be waiting for storage.
+                images = held.decode.decode_row(column, row) if future.cancel() else future.result()
+            except DataError as error:
+                if held.bad_decode is not None:
+                    held.bad_decode(chunk, row, str(error))
+                shape = (int(samples.sizes["image_height"][place]), int(samples.sizes["image_width"][place]), 3)
+                blank = [np.zeros(shape, np.uint8)] * int(samples.sizes["num_images"][place])
+                yield _Decoded(place, blank, is_bad=True)
+            else:
+                yield _Decoded(place, images)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    place: int
+    images: Sequence[NDArray[np.uint8]]
+    is_bad: bool = False
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -155,16 +164,6 @@ def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArra
     for place, key in enumerate(zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)):
         places.setdefault(key, []).append(place)
     return ((key, np.array(found)) for key, found in places.items())
-
-
-def _decoded(decode: Any, scalar: Any) -> NDArray[np.uint8] | str | None:
-    """The image, None where there is none, or what is wrong with it."""
-    if not scalar.is_valid:
-        return None
-    try:
-        return decode.decode(scalar.as_buffer())
-    except (OverlordError, OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _columns(

@@ -34,6 +34,9 @@ class Pick:
             columns[ORIGIN] = table.column(ORIGIN)
         return pa.table(columns)
 
+    def identity(self) -> str:
+        return repr(self)
+
     def __repr__(self) -> str:
         pairs = zip(self._new, self._old, strict=True)
         return f"Pick({', '.join(repr(new) if new == old else f'{new}={old!r}' for new, old in pairs)})"

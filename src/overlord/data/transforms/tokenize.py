@@ -89,8 +89,11 @@ class Tokenize:
         if missing:
             raise SchemaError(f"Tokenize: no column {', '.join(map(repr, missing))}; the columns are {present}")
         column = table.column(self.column)
-        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or _is_view(column.type)):
-            raise SchemaError(f"Tokenize: column {self.column!r} must be text, it is {column.type}")
+        kind = column.type
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            column = column.cast(pa.large_string())  # a text member of a tar; bytes that are no UTF-8 are a bad row
+        elif not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise SchemaError(f"Tokenize: column {self.column!r} must be text, it is {kind}")
         flat, lengths = _encoded(_encoder(self.encoding), column)
         tokens = _listed(flat, lengths, self.bos, self.eos)
         kept = {name: table.column(name) for name in (*self.keep, ORIGIN) if name in table.column_names}
@@ -132,10 +135,6 @@ def _listed(flat: Tokens, lengths: Ints, bos: int | None, eos: int | None) -> pa
         whole[text] = flat
         flat = whole
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
-
-
-def _is_view(kind: pa.DataType) -> bool:
-    return pa.types.is_string_view(kind)
 
 
 _loading = threading.Lock()

@@ -1,0 +1,22 @@
+"""TempBalance: layer-wise learning rates from the heavy tails of weight spectra (arXiv 2312.00359, 2410.12178)."""
+
+from overlord.trainer.tempbalance.balancer import TempBalance, usual_interval
+from overlord.trainer.tempbalance.groups import PerBlock, PerLayer
+from overlord.trainer.tempbalance.mappings import Linear, Log2, Mapping, Normalised, Rank, Sigmoid, Sqrt
+from overlord.trainer.tempbalance.spectra import FixedAspectRatio, WholeMatrix
+
+__all__ = [
+    "FixedAspectRatio",
+    "Linear",
+    "Log2",
+    "Mapping",
+    "Normalised",
+    "PerBlock",
+    "PerLayer",
+    "Rank",
+    "Sigmoid",
+    "Sqrt",
+    "TempBalance",
+    "WholeMatrix",
+    "usual_interval",
+]

@@ -1,0 +1,48 @@
+"""A computation on a CUDA tensor, recorded the first time a shape comes and played back from then on.
+
+Thousands of small kernels cost far more to launch one by one than to run. The recording keeps its own memory: one copy of
+the input and what the computation needs besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    given: Tensor
+    answer: Tensor
+
+
+class Recorded:
+    """`function(tensor, number)`, which must take its control flow from shapes and the number alone."""
+
+    def __init__(self, function: Callable[[Tensor, int], Tensor]) -> None:
+        self._function = function
+        self._recordings: dict[tuple[torch.Size, torch.dtype, torch.device, int], _Recording] = {}
+
+    def __call__(self, tensor: Tensor, number: int) -> Tensor:
+        key = (tensor.shape, tensor.dtype, tensor.device, number)
+        if key not in self._recordings:
+            self._recordings[key] = self._record(tensor, number)
+        recording = self._recordings[key]
+        recording.given.copy_(tensor)
+        recording.graph.replay()
+        return recording.answer.clone()
+
+    def _record(self, tensor: Tensor, number: int) -> _Recording:
+        with torch.cuda.device(tensor.device):
+            self._function(tensor[:1].clone(), number)  # libraries make their workspaces now, not while recording
+            torch.cuda.synchronize()
+            given = tensor.clone()
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads (a loader that pins memory) may go on calling CUDA meanwhile
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                answer = self._function(given, number)
+        return _Recording(graph, given, answer)

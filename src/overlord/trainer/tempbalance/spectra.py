@@ -1,0 +1,147 @@
+"""From weights to alphas: Gram matrices of the short side, their eigenvalues in batches of equal size, then Hill.
+
+A weight comes as a stack of matrices whose eigenvalues are pooled, as the authors do for the kernel positions of a
+convolution; a linear layer is a stack of one. The squared singular values of a matrix are the eigenvalues of its Gram
+matrix, which is never larger than its short side. Squaring halves the digits, so all of it is done in float64: on a GPU
+small eigenvalue problems wait for launches, not for arithmetic, and take no longer than in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from overlord.errors import SpecError
+from overlord.trainer.tempbalance.cuda_graph import Recorded
+from overlord.trainer.tempbalance.hill import hill_alphas, tail_size
+from overlord.trainer.tempbalance.tridiagonal import largest_eigenvalues_together
+
+Shape: TypeAlias = tuple[int, int, int]
+"""Of a stack: matrices, rows, columns."""
+
+_BATCH_BYTES = 512 << 20  # Gram matrices solved at once, and the most that wait for it
+_TOGETHER_MIN_BATCH = 8  # with fewer, or larger, one after the other is as quick (measured on an H200)
+_TOGETHER_MAX_SIDE = 1536
+
+
+class Spectrum(Protocol):
+    """Which matrices stand for a stack: `pieces` gives another stack, `pieces_shape` its shape beforehand."""
+
+    def pieces(self, stack: Tensor) -> Tensor: ...
+
+    def pieces_shape(self, shape: Shape) -> Shape: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeMatrix:
+    """The spectrum of each matrix as it is."""
+
+    def pieces(self, stack: Tensor) -> Tensor:
+        return stack
+
+    def pieces_shape(self, shape: Shape) -> Shape:
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class FixedAspectRatio:
+    """FARMS (arXiv 2506.06280): the pooled spectra of windows of one aspect ratio.
+
+    The spectrum of a random matrix depends on its aspect ratio, so that alphas of layers of different shapes are not
+    comparable. Windows are as large as fit, or of `rows` rows; along each side at most `windows` of them, evenly spaced.
+    """
+
+    columns_per_row: float = 1.0
+    rows: int | None = None
+    windows: int = 5
+
+    def __post_init__(self) -> None:
+        if self.columns_per_row <= 0 or self.windows < 1 or (self.rows is not None and self.rows < 2):
+            raise SpecError(f"columns_per_row must be positive, windows at least 1, rows at least 2, got {self}")
+
+    def pieces(self, stack: Tensor) -> Tensor:
+        num_matrices, num_rows, num_columns = stack.shape
+        rows, columns = self._window(num_rows, num_columns)
+        windows = [
+            stack[:, top : top + rows, left : left + columns]
+            for top in self._starts(num_rows - rows)
+            for left in self._starts(num_columns - columns)
+        ]
+        return torch.cat(windows)
+
+    def pieces_shape(self, shape: Shape) -> Shape:
+        num_matrices, num_rows, num_columns = shape
+        rows, columns = self._window(num_rows, num_columns)
+        num_windows = len(self._starts(num_rows - rows)) * len(self._starts(num_columns - columns))
+        return num_matrices * num_windows, rows, columns
+
+    def _window(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        rows = min(num_rows, int(num_columns / self.columns_per_row + 1e-9))
+        rows = max(1, rows if self.rows is None else min(rows, self.rows))
+        return rows, max(1, min(num_columns, int(rows * self.columns_per_row + 1e-9)))
+
+    def _starts(self, room: int) -> list[int]:
+        if self.windows == 1:
+            return [0]
+        return sorted({room * i // (self.windows - 1) for i in range(self.windows)})
+
+
+def num_eigenvalues(shape: Shape) -> int:
+    return shape[0] * min(shape[1], shape[2])
+
+
+def gram_matrices(stack: Tensor) -> Tensor:
+    """[matrices, s, s] in float64, s the short side. A matrix that is not finite becomes zeros, which have no alpha."""
+    if stack.device.type not in ("cpu", "cuda"):
+        stack = stack.cpu()  # float64 is not everywhere
+    wide = stack.to(torch.float64)
+    grams = wide @ wide.mT if wide.shape[1] <= wide.shape[2] else wide.mT @ wide
+    finite = torch.isfinite(grams).flatten(1).all(1)
+    return torch.where(finite[:, None, None], grams, 0.0)
+
+
+class AlphaSolver:
+    """Takes stacks one at a time, keeps only their Gram matrices, solves these in batches, and gives the alphas."""
+
+    def __init__(self, tail: float, batch_bytes: int = _BATCH_BYTES) -> None:
+        self._tail = tail
+        self._batch_bytes = batch_bytes
+        self._recorded = Recorded(largest_eigenvalues_together)
+
+    def alphas(self, stacks: Iterable[tuple[int, Tensor]], num_alphas: int) -> Tensor:
+        """Alphas by the number that comes with each stack, float64 on the CPU, zero for numbers that did not come."""
+        found = torch.zeros(num_alphas, dtype=torch.float64)
+        waiting: dict[int, list[tuple[int, Tensor]]] = {}
+        for number, stack in stacks:
+            grams = gram_matrices(stack)
+            same_size = waiting.setdefault(grams.shape[1], [])
+            same_size.append((number, grams))
+            if sum(each.nbytes for _, each in same_size) >= self._batch_bytes:
+                self._solve(waiting.pop(grams.shape[1]), found)
+        for same_size in waiting.values():
+            self._solve(same_size, found)
+        return found
+
+    def _solve(self, same_size: Sequence[tuple[int, Tensor]], found: Tensor) -> None:
+        grams = torch.cat([each for _, each in same_size])
+        counts = [len(each) for _, each in same_size]
+        side = grams.shape[1]
+        # A pooled spectrum may have its whole tail in one matrix; alone, a matrix needs no more than its own tail.
+        num_largest = tail_size(side, self._tail) if max(counts) == 1 else side
+        spectra = self._largest(grams, num_largest)
+        if max(counts) == 1:
+            alphas = hill_alphas(spectra, side, self._tail)
+        else:
+            pooled = [each.flatten().sort(descending=True).values for each in spectra.split(counts)]
+            alphas = torch.cat([hill_alphas(each[None], len(each), self._tail) for each in pooled])
+        found[[number for number, _ in same_size]] = alphas.cpu()
+
+    def _largest(self, grams: Tensor, num_largest: int) -> Tensor:
+        batch, side, _ = grams.shape
+        if grams.is_cuda and batch >= _TOGETHER_MIN_BATCH and side <= _TOGETHER_MAX_SIDE:
+            return self._recorded(grams, num_largest)
+        return torch.linalg.eigvalsh(grams).flip(1)[:, :num_largest]
