@@ -1,20 +1,38 @@
 """What users may import, what importing it costs, and that no heavy library comes along."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import overlord as ol
 
-HEAVY = ("torch", "ray", "PIL", "simplejpeg", "obstore", "tiktoken", "tokenizers", "rich", "pandas")
+HEAVY = ("torch", "ray", "PIL", "simplejpeg", "obstore", "tiktoken", "tokenizers", "rich", "pandas", "pyarrow.flight")
 
 
-def test_the_public_names_are_listed_once_and_all_exist():
-    assert sorted(ol.__all__) == sorted(set(ol.__all__))
-    assert all(hasattr(ol, name) for name in ol.__all__)
+def test_the_public_names_are_listed_alike_for_people_checkers_and_the_import():
+    tree = ast.parse(Path(ol.__file__).read_text())
+    checking = next(node for node in tree.body if isinstance(node, ast.If))
+    for_checkers = {alias.name: node.module for node in checking.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(for_checkers) == sorted(ol.__all__) == sorted(set(ol.__all__))
+    assert for_checkers == ol._HOME_OF
 
 
-def test_importing_overlord_imports_no_heavy_library():
-    code = f"import sys, overlord; print([m for m in {HEAVY!r} if m in sys.modules])"
+@pytest.mark.parametrize("name", ol.__all__)
+def test_every_public_name_exists(name):
+    assert getattr(ol, name).__name__.rpartition(".")[2] == name
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'Jobb'"):
+        ol.Jobb  # noqa: B018
+
+
+@pytest.mark.parametrize("use", ["", "; ol.Job, ol.start, ol.Parquet, ol.DecodeImage, ol.Tokenize"])
+def test_importing_overlord_imports_no_heavy_library(use):
+    code = f"import sys, overlord as ol{use}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

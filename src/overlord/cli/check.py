@@ -13,10 +13,8 @@ from overlord.cli.job_file import load_job
 from overlord.cli.output import console, size, table, write_json
 from overlord.dry_run import steps_of
 from overlord.errors import OverlordError
-from overlord.planning.progress import Progress
-from overlord.run import Loader, list_units
+from overlord.run import list_units, start
 from overlord.spec import Job, Source, Unit
-from overlord.state import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ def check(path: Path, as_json: bool) -> int:
     first: FirstStep | None = None
     if not errors:
         try:
-            first = _first_step(job, units)
+            first = _first_step(job)
         except OverlordError as error:
             errors.append(_with_notes(error))
     warnings = _warnings(job, units)
@@ -92,11 +90,10 @@ def _listed(job: Job, name: str, units: Sequence[Unit]) -> Listed:
     )
 
 
-def _first_step(job: Job, units: Mapping[str, Sequence[Unit]]) -> FirstStep:
+def _first_step(job: Job) -> FirstStep:
     """Draw, plan and build step 0 on every rank, which reads, transforms and decodes what it needs."""
     began = time.monotonic()
-    progress = Progress.start(tuple(job.sources))
-    with Loader(job, units, Fingerprint.of(job, units), progress) as loader:
+    with start(job) as loader:
         planned = loader.plan(0)
         taken = next(islice(steps_of(loader, num_steps=1), 1), None)
     if planned is None or taken is None:
@@ -163,8 +160,9 @@ def _print(
         out.print(table("source", "<reader", f"share of {job.mix.unit}", "files", "units", "rows", "bytes", rows=rows))
     if first is not None:
         out.print(
-            f"step {first.number}: {first.samples:,} samples, {first.tokens:,} tokens, {first.microbatches:,} microbatches over "
-            f"{job.mesh.dp} groups, {first.padding:.1%} padding, built for {job.mesh.world_size:,} ranks in {first.seconds:.2f} s",
+            f"step {first.number}: {first.samples:,} samples, {first.tokens:,} tokens, {first.padding:.1%} padding, "
+            f"{first.microbatches:,} microbatches over {job.mesh.dp} groups; "
+            f"built for {job.mesh.world_size:,} ranks in {first.seconds:.2f} s",
             soft_wrap=True,
         )
     for warning in warnings:

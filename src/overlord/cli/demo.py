@@ -67,7 +67,7 @@ def _rows(result: DemoResult) -> list[tuple[str, str, str]]:
         (
             "stopped and resumed",
             "exact" if resume.exact else "DIFFERS",
-            f"stopped before step {resume.stopped_before:,}, resumed from {size(resume.state_bytes)} of JSON on another mesh; "
+            f"stopped before step {resume.stopped_before:,}, resumed elsewhere from {size(resume.state_bytes)} of JSON: "
             + (
                 f"samples and tokens of {resume.steps_compared:,} steps equal those of a run never stopped"
                 if resume.difference is None

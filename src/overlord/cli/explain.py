@@ -23,21 +23,20 @@ def explain(path: Path, step: int | None, resume: Path | None, as_json: bool) ->
     job = load_job(path)
     saved = None if resume is None else read_state(resume)
     with start(job, resume=saved) as loader:
-        if step is None:
-            step = loader.state_dict()["step"]
-        planned = loader.plan(step)
+        number: int = loader.state_dict()["step"] if step is None else step
+        planned = loader.plan(number)
     if planned is None:
-        raise SpecError(f"the run of {path} ends before step {step:,}; explain an earlier one")
-    drawn = _drawn(job, step, planned.plan)
+        raise SpecError(f"the run of {path} ends before step {number:,}; explain an earlier one")
+    drawn = _drawn(job, number, planned.plan)
     if as_json:
-        write_json({"step": step, "sources": drawn, **_arranged(planned.plan)})
+        write_json({"step": number, "sources": drawn, **_arranged(planned.plan)})
         return 0
     out = console()
     rows = [
         (name, f"{d['asked']:.2%}", f"{d['share']:.2%}", f"{d['samples']:,}", f"{d['tokens']:,}", f"{d['longest']:,}")
         for name, d in drawn.items()
     ]
-    out.print(f"Step {step:,}: what was drawn, in {job.mix.unit}")
+    out.print(f"Step {number:,}: what was drawn, in {job.mix.unit}")
     out.print(table("source", "asked", "this step", "samples", "tokens", "longest", rows=rows))
     out.print("How it was arranged")
     out.print(explained(planned.plan), soft_wrap=True, markup=False)

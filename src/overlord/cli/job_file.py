@@ -44,6 +44,8 @@ def _executed(path: Path) -> ModuleType:
     except OverlordError as error:
         error.add_note(_place(path, error))
         raise
+    except SyntaxError as error:
+        raise SpecError(f"{path} is not Python: {error}") from error
     except Exception as error:
         raise SpecError(f"{path} raised {type(error).__name__}: {error} ({_place(path, error)})") from error
     cloudpickle.register_pickle_by_value(module)  # worker processes cannot import it by its name
@@ -51,8 +53,6 @@ def _executed(path: Path) -> ModuleType:
 
 
 def _place(path: Path, error: Exception) -> str:
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}"
     here = str(path.resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == here]
     return f"{path}, line {lines[-1]}" if lines else str(path)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 PLAIN_WIDTH = 120
+_PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def console(stderr: bool = False) -> Console:
@@ -38,14 +39,12 @@ def table(*columns: str, rows: Sequence[Sequence[str]] = (), title: str | None =
 
 def short(number: float) -> str:
     """1,234 as 1.23 k."""
-    for unit in ("", " k", " M", " G", " T"):
-        if abs(number) < 1000:
-            break
+    power = 0
+    while abs(number) >= 1000 and power < len(_PREFIXES) - 1:
         number /= 1000
-    else:
-        unit = " P"
-    return f"{number:.0f}" if not unit else f"{number:.3g}{unit}"
+        power += 1
+    return f"{number:.3g} {_PREFIXES[power]}" if power else f"{number:.0f}"
 
 
 def size(num_bytes: float) -> str:
-    return f"{short(num_bytes)}{'' if short(num_bytes)[-1].isalpha() else ' '}B"
+    return f"{short(num_bytes)}B" if num_bytes >= 1000 else f"{num_bytes:.0f} B"

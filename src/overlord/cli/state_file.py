@@ -33,6 +33,5 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 def check_writable(path: Path) -> None:
     """Said before a run, not after it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise StateError(f"the state cannot be written to {path}; name a file in a folder that you may write to")

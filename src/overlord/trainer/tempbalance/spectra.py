@@ -64,7 +64,7 @@ class FixedAspectRatio:
             raise SpecError(f"columns_per_row must be positive, windows at least 1, rows at least 2, got {self}")
 
     def pieces(self, stack: Tensor) -> Tensor:
-        num_matrices, num_rows, num_columns = stack.shape
+        num_rows, num_columns = stack.shape[1:]
         rows, columns = self._window(num_rows, num_columns)
         windows = [
             stack[:, top : top + rows, left : left + columns]
