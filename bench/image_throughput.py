@@ -3,20 +3,19 @@
     python -m bench.image_throughput [--quick] [--json] [--rounds N] [--seconds S] [--only NAME ...]
 
 JPEGs sized like COYO-700M, data in the page cache, one rank. Peers decode with Pillow and resize by its bilinear
-filter; Overlord decodes at a reduced scale with libjpeg-turbo. Start-up is excluded. `psnr` says how far Overlord's
-pictures are from Pillow's.
+filter; Overlord decodes at a reduced scale with libjpeg-turbo. Start-up is excluded. The PSNR at the
+end says how far Overlord's pictures are from Pillow's.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from bench import corpus
-from bench.measure import Competitor, Setting, interleave, options, report
+from bench.measure import Competitor, Setting, Table, compare, options
 
 COMPETITORS = (
     Competitor("overlord", "overlord"),
@@ -24,18 +23,17 @@ COMPETITORS = (
     Competitor("webdataset", "webdataset"),
     Competitor("spdl", "spdl"),
 )
+TABLE = Table("units_per_cpu_s", 1.0, "images / CPU s", baseline="overlord")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = options(__doc__, argv, seconds=4.0)
     corpus.IMAGES.make()
     setting = Setting("image-text tar, 1 rank", "images", ("--seconds", str(given.seconds), "--warmup", "3"))
-    result = interleave(setting, given.chosen(COMPETITORS), given.rounds)
-    status = report([result], "units_per_cpu_s", 1.0, "images / CPU s", "overlord", given)
-    if not given.only or "overlord" in given.only:
+    status = compare([setting], given.chosen(COMPETITORS), TABLE, given)
+    if not given.json and "overlord" in [competitor.name for competitor in given.chosen(COMPETITORS)]:
         worst, median = psnr()
-        figures = {"psnr_median_db": round(median, 1), "psnr_worst_db": round(worst, 1)}
-        print(json.dumps(figures) if given.json else f"\nPSNR against Pillow: median {median:.1f} dB, worst {worst:.1f} dB")
+        print(f"\nOverlord's pictures against Pillow's: PSNR median {median:.1f} dB, worst {worst:.1f} dB")
     return status
 
 

@@ -73,6 +73,10 @@ class Rounds:
     def error(self, name: str) -> str | None:
         return next((outcome for outcome in self.outcomes[name] if isinstance(outcome, str)), None)
 
+    @property
+    def failed(self) -> bool:
+        return any(self.error(name) for name in self.outcomes)
+
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self.setting), "outcomes": self.outcomes}
 
@@ -89,16 +93,16 @@ class Options:
         return [competitor for competitor in competitors if not self.only or competitor.name in self.only]
 
 
-def options(description: str | None, argv: Sequence[str] | None, seconds: float = 2.0) -> Options:
+def options(description: str | None, argv: Sequence[str] | None, seconds: float = 2.0, rounds: int = 3) -> Options:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round, fewer settings")
     parser.add_argument("--json", action="store_true", help="every figure of every run, for machines")
-    parser.add_argument("--rounds", type=int, help="rounds of each setting; 3 unless given")
+    parser.add_argument("--rounds", type=int, help=f"rounds of each setting; {rounds} unless given")
     parser.add_argument("--seconds", type=float, default=seconds, help="measured time of a run")
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="competitors to run")
     given = parser.parse_args(argv)
-    rounds = given.rounds or (1 if given.quick else 3)
-    return Options(given.quick, given.json, rounds, given.seconds, tuple(given.only))
+    wanted = given.rounds or (1 if given.quick else rounds)
+    return Options(given.quick, given.json, wanted, given.seconds, tuple(given.only))
 
 
 def interleave(setting: Setting, competitors: Sequence[Competitor], rounds: int) -> Rounds:
@@ -126,29 +130,40 @@ def run(setting: Setting, competitor: Competitor) -> dict[str, Any] | str:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def report(results: Sequence[Rounds], figure: str, scale: float, unit: str, baseline: str, given: Options) -> int:
-    """Prints all settings, with every competitor's figure and the baseline's ratio to it. Gives the exit status."""
+@dataclass(frozen=True, slots=True)
+class Table:
+    """How results are shown: one figure in a unit, and the baseline's ratio to every competitor."""
+
+    figure: str
+    scale: float
+    unit: str
+    baseline: str
+
+    def show(self, result: Rounds) -> None:
+        print(f"\n{result.setting.title}")
+        print(f"  {'':<18}{self.unit:>26}   {self.baseline + ' / it':>22}   first batch s")
+        for name in result.outcomes:
+            print(f"  {name:<18}{self._line(result, name)}", flush=True)
+
+    def _line(self, result: Rounds, name: str) -> str:
+        found, first = result.spread(name, self.figure), result.spread(name, "first_batch_s")
+        if found is None or first is None:
+            return f"failed: {result.error(name)}"
+        shown = Spread(found.median / self.scale, found.low / self.scale, found.high / self.scale)
+        ratio = result.ratio(self.baseline, name, self.figure) if self.baseline in result.outcomes else None
+        return f"{shown!s:>26}   {str(ratio or ''):>22}   {first.median:.2f}"
+
+
+def compare(settings: Iterable[Setting], competitors: Sequence[Competitor], table: Table, given: Options) -> int:
+    """Runs and shows setting after setting. Gives the exit status: 1 when a run failed."""
+    results = []
+    for setting in settings:
+        results.append(interleave(setting, competitors, given.rounds))
+        if not given.json:
+            table.show(results[-1])
     if given.json:
         print(json.dumps([result.to_dict() for result in results], indent=1))
-    else:
-        for result in results:
-            print(f"\n{result.setting.title}")
-            print(f"  {'':<18}{unit:>26}   {baseline + ' / it':>22}   first batch s")
-            for name in result.outcomes:
-                print(f"  {name:<18}{_line(result, name, figure, scale, baseline)}")
-    failed = [name for result in results for name in result.outcomes if result.error(name)]
-    return 1 if failed else 0
-
-
-def _line(result: Rounds, name: str, figure: str, scale: float, baseline: str) -> str:
-    found = result.spread(name, figure)
-    if found is None:
-        return f"failed: {result.error(name)}"
-    shown = Spread(found.median / scale, found.low / scale, found.high / scale)
-    ratio = result.ratio(baseline, name, figure) if baseline in result.outcomes else None
-    first = result.spread(name, "first_batch_s")
-    assert first is not None  # every run that has a figure has this one
-    return f"{shown!s:>26}   {ratio or '':>22}   {first.median:.2f}"
+    return int(any(result.failed for result in results))
 
 
 def _tell(line: str) -> None:

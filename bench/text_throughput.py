@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from bench import corpus
-from bench.measure import Competitor, Setting, interleave, options, report
+from bench.measure import Competitor, Setting, Table, compare, options
 
 COMPETITORS = (
     Competitor("overlord", "overlord"),
@@ -23,6 +23,7 @@ COMPETITORS = (
     Competitor("grain", "grain"),
     Competitor("grain processes", "grain", {"workers": 2}),
 )
+TABLE = Table("units_per_cpu_s", 1e6, "M tokens / CPU s", baseline="overlord")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,11 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     combinations = [(8, 1), (64, 4)] if given.quick else [(8, 1), (8, 4), (64, 1), (64, 4)]
     for sources, _ in combinations:
         corpus.text_of("text", sources).make()
-    results = [
-        interleave(_setting(sources, ranks, given.seconds), given.chosen(COMPETITORS), given.rounds)
-        for sources, ranks in combinations
-    ]
-    return report(results, "units_per_cpu_s", 1e6, "M tokens / CPU s", "overlord", given)
+    settings = [_setting(sources, ranks, given.seconds) for sources, ranks in combinations]
+    return compare(settings, given.chosen(COMPETITORS), TABLE, given)
 
 
 def _setting(sources: int, ranks: int, seconds: float) -> Setting:

@@ -1,6 +1,6 @@
 """Images with captions from a tar file, as padded batches: one sample a row, its picture beside it.
 
-    python examples/image_text.py
+python examples/image_text.py
 """
 
 import io

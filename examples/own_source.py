@@ -1,6 +1,6 @@
 """Bring your own source: rows of an SQLite table, read in ranges of their keys.
 
-    python examples/own_source.py
+python examples/own_source.py
 """
 
 import sqlite3

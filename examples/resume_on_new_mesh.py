@@ -1,6 +1,6 @@
 """Stop a run on four ranks and go on with six: the stream does not notice.
 
-    python examples/resume_on_new_mesh.py
+python examples/resume_on_new_mesh.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Pre-train a small language model on CPU: two sources, packed batches, a stop in the middle, and on from there.
 
-    python examples/text_pretraining_torch.py
+python examples/text_pretraining_torch.py
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import overlord as ol
 
-STEPS, STOP_AFTER = 60, 30
+STEPS, STOP_AFTER = 40, 20
 
 
 def write_corpus(folder: Path) -> None:
@@ -38,8 +38,8 @@ def declare(folder: Path) -> ol.Job:
             "prose": ol.Jsonl(f"{folder}/prose.jsonl", transform=tokenize),
         },
         mixture=ol.Mixture({"code": 3, "prose": 1}, unit="tokens"),
-        # A step is 2,048 tokens whatever the number of ranks; each microbatch holds about 512 of them.
-        batch=ol.Batch(tokens=2048, sequence_length=256, micro_tokens=512),
+        # A step is 1,024 tokens whatever the number of ranks; each microbatch holds about 512 of them.
+        batch=ol.Batch(tokens=1024, sequence_length=256, micro_tokens=512),
     )
 
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class TinyModel(nn.Module):
-    def __init__(self, vocabulary: int = 256, width: int = 64, longest: int = 256) -> None:
+    def __init__(self, vocabulary: int = 256, width: int = 48, longest: int = 256) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
         self.blocks = nn.ModuleList(Block(width, heads=4) for _ in range(2))
@@ -110,7 +110,7 @@ def train(job: ol.Job, checkpoint: Path, until: int) -> list[float]:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # the model is too small to share
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder)

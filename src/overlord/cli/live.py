@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -30,7 +31,7 @@ class LiveView:
         self._num_steps = num_steps
         self._clock = clock
         self._every_s = TERMINAL_EVERY_S if console.is_terminal else PLAIN_EVERY_S
-        self._drawn = clock()
+        self._drawn = -math.inf
         self._before = (0.0, 0)  # seconds and tokens when it was last drawn
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 

@@ -43,7 +43,7 @@ class Arenas:
     def _idle_of(self, size: int) -> NDArray[np.uint8] | None:
         for _ in range(len(self._idle)):
             try:
-                memory = self._idle.popleft()
+                memory = self._idle.pop()  # the one used last, which the processor may still have at hand
             except IndexError:
                 return None
             if size <= len(memory) <= 2 * size:

@@ -93,7 +93,7 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
     np.concatenate(_pieces(layout, payload.tokens, filler), out=tokens, casting="same_kind")
     _fill_labels(labels, layout, tokens, payload)
     _fill_positions(position_ids, layout)
-    np.not_equal(labels, NO_LOSS, out=loss_mask)
+    _fill_loss_mask(loss_mask, labels, layout, payload)
     fields: Fields = {
         "tokens": tokens,
         "labels": labels,
@@ -237,6 +237,16 @@ def _fill_labels(labels: NDArray[np.int64], layout: _Layout, tokens: NDArray[np.
         np.copyto(labels, NO_LOSS, where=_unwanted(layout, payload.loss_masks))
     for i in payload.ignored:
         labels[layout.starts[i] : layout.starts[i] + layout.lengths[i]] = NO_LOSS
+
+
+def _fill_loss_mask(loss_mask: NDArray[np.bool_], labels: NDArray[np.int64], layout: _Layout, payload: Payload) -> None:
+    """True where there is a label."""
+    if payload.loss_masks is not None or payload.ignored or layout.gaps.any():
+        np.not_equal(labels, NO_LOSS, out=loss_mask)
+        return
+    loss_mask.fill(True)  # only the last place of a document may lack a label
+    last = layout.starts[layout.order] + layout.lengths[layout.order] - 1
+    loss_mask[last] = labels[last] != NO_LOSS
 
 
 def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> NDArray[np.bool_]:

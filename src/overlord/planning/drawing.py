@@ -36,24 +36,13 @@ class Extent:
         return None if self.num_epochs is None else self.chunks_per_epoch * self.num_epochs
 
 
-@dataclass(slots=True)
-class _Lane:
-    """One source inside a queue: the chunk it is in, and the virtual times of that chunk's rows from `first` on."""
-
-    source: int
-    chunk: int
-    first: int
-    facts: ChunkFacts
-    times: Floats
-    row: int
-
-    @property
-    def left(self) -> int:
-        return self.facts.num_rows - self.row
-
-
 class DrawQueue:
-    """The endless sequence of draws under fixed weights, from a progress on."""
+    """The endless sequence of draws under fixed weights, from a progress on.
+
+    The pool holds the rows that are known, in the order of their virtual times. Every source with weight has rows in it, of
+    one chunk each. The block is the part of the pool up to the first source's last known row: what comes after that row
+    is not settled before more of that source is known.
+    """
 
     def __init__(
         self,
@@ -69,13 +58,13 @@ class DrawQueue:
         self._extents = extents
         self._describe = describe
         self._ended = False
-        self._block = progress.carried.take(np.zeros(0, np.int64))
-        self._block_tokens = np.zeros(0, np.int64)
-        self._position = 0
-        self._lanes: dict[int, _Lane] = {}
-        self._rows_of_chunk: dict[int, tuple[int, int]] = {}
-        self._dropped: set[int] = set()
         self._read_once = progress.read_once.copy()
+        self._lanes: dict[int, tuple[int, int]] = {}  # source to the chunk it is in and that chunk's rows
+        self._last_times = np.full(len(progress.names), np.inf)  # of each source's last row in the pool
+        self._run_out: list[int] = np.flatnonzero(progress.weights > 0).tolist()  # sources with no row in the pool
+        self._pool, self._pool_times = Samples.none(progress.names), np.zeros(0)
+        self._rows_of_chunk: dict[int, tuple[int, int]] = {}
+        self._start_block(Samples.none(progress.names))
 
     def next_samples(self, count: int) -> Samples:
         """The next `count` draws; fewer when the run ends before."""
@@ -84,7 +73,7 @@ class DrawQueue:
             end = min(self._position + count, len(self._block))
             parts.append(self._take_to(end))
             count -= len(parts[-1])
-        return Samples.concatenated(parts) if parts else self._nothing()
+        return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
 
     def next_tokens(self, tokens: int, multiple: int = 1) -> Samples:
         """The fewest next draws that hold at least `tokens` (documents padded to `multiple`); fewer at the run's end."""
@@ -98,7 +87,7 @@ class DrawQueue:
             end = min(int(sizes.searchsorted(before + tokens)) + 1, len(self._block))
             tokens -= int(sizes[end - 1] - before)
             parts.append(self._take_to(end))
-        return Samples.concatenated(parts) if parts else self._nothing()
+        return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
 
     def bookmark(self) -> Callable[[], Progress]:
         """A function that gives the progress at this moment, computed when it is called."""
@@ -110,41 +99,39 @@ class DrawQueue:
         self._position = end
         return part
 
-    def _nothing(self) -> Samples:
-        return Samples.none(self._at.names)
+    def _start_block(self, block: Samples) -> None:
+        self._block = block
+        self._block_tokens = np.cumsum(block.tokens)
+        self._position = 0
 
     def _refill(self) -> bool:
         """Replace the block, all drawn, by the next one. False when the run has ended."""
         if self._ended:
             return False
         self._at = self.bookmark()()
-        for source in np.flatnonzero(self._at.weights > 0).tolist():
-            if source not in self._dropped:
-                self._enter(source)
+        entered = [rows for source in self._run_out if (rows := self._enter(source)) is not None]
+        self._run_out = []
         self._at = replace(self._at, read_once=self._read_once.copy())
-        lanes = list(self._lanes.values())
-        if self._ended or not lanes:
+        self._rows_of_chunk = dict(self._lanes)
+        if self._ended or not self._lanes:
             self._ended = True
-            self._block, self._block_tokens, self._position = self._nothing(), np.zeros(0, np.int64), 0
+            self._start_block(Samples.none(self._at.names))
             return False
-        self._rows_of_chunk = {lane.source: (lane.chunk, lane.facts.num_rows) for lane in lanes}
-        self._block = self._merged(lanes)
-        self._block_tokens = np.cumsum(self._block.tokens)
-        self._position = 0
+        if entered:
+            self._merge(entered)
+        self._start_block(self._settled())
         return True
 
-    def _enter(self, source: int) -> None:
-        """See that the source's lane has rows to draw, or that the source has ended."""
-        lane = self._lanes.get(source)
-        if lane is not None and lane.left > 0:
-            return
+    def _enter(self, source: int) -> tuple[Samples, Floats] | None:
+        """The source's next rows and their virtual times; None when the source has ended."""
         at, extent = self._at, self._extents[source]
         chunk, row = int(at.chunk[source]), int(at.row[source])
         first_chunk = chunk
         while True:
             if extent.end is not None and chunk >= extent.end and self._has_ended(source):
                 self._lanes.pop(source, None)
-                return
+                self._last_times[source] = np.inf
+                return None
             facts = self._describe(source, chunk)
             if row < facts.num_rows:
                 break
@@ -154,12 +141,15 @@ class DrawQueue:
                     f"source {at.names[source]!r} gave no usable row in a whole epoch ({extent.chunks_per_epoch} chunks): "
                     "look at its filters, its bad-row policy and long_documents, or give it weight 0"
                 )
-        if (chunk, row) != (at.chunk[source], at.row[source]):
-            at.chunk[source], at.row[source] = chunk, row  # at is this queue's own copy
-        sizes = facts.tokens[row:] if self._by_tokens else np.ones(facts.num_rows - row, np.int64)
+        at.chunk[source], at.row[source] = chunk, row  # `at` is this queue's own copy
+        end = min(row + _MOST_ROWS_OF_A_SOURCE, facts.num_rows)
+        self._lanes[source] = (chunk, facts.num_rows)
+        sizes = facts.tokens[row:end] if self._by_tokens else np.ones(end - row, np.int64)
+        # From exact integers, so that a time does not depend on where a run was cut.
         middle = int(at.since[source]) + np.cumsum(sizes) - sizes / 2
         times = at.lead[source] + middle / at.weights[source]
-        self._lanes[source] = _Lane(source, chunk, row, facts, times, row)
+        self._last_times[source] = times[-1]
+        return _rows(at.names, source, chunk, facts, row, end), times
 
     def _has_ended(self, source: int) -> bool:
         """What the end of a finite source means; False when the source starts again."""
@@ -168,54 +158,44 @@ class DrawQueue:
             active = [i for i in np.flatnonzero(self._at.weights > 0).tolist() if self._extents[i].end is not None]
             self._ended = bool(self._read_once[active].all())
             return self._ended
-        self._dropped.add(source)
         self._ended = self._ended or self._stop == "first_exhausted"
         return True
 
-    def _merged(self, lanes: list[_Lane]) -> Samples:
-        horizon, bounding = min(
-            (
-                lane.times[min(lane.row - lane.first + _MOST_ROWS_OF_A_SOURCE, len(lane.times)) - 1],
-                lane.source,
-            )
-            for lane in lanes
-        )
-        lanes = sorted(lanes, key=lambda lane: lane.source)
-        times, spans = [], []
-        for lane in lanes:  # over sources, not samples
-            begin = lane.row - lane.first
-            end = int(lane.times.searchsorted(horizon, "right" if lane.source <= bounding else "left"))
-            if end > begin:
-                times.append(lane.times[begin:end])
-                spans.append((lane, lane.row, lane.first + end))
-                lane.row = lane.first + end
-        # Lanes come in the order of their sources, so a stable sort settles ties by source.
-        order = np.argsort(np.concatenate(times), kind="stable")
-        return _samples_of(self._at.names, spans).take(order)
+    def _merge(self, entered: list[tuple[Samples, Floats]]) -> None:
+        """Put new rows into the pool, by time and, where times are equal, by source."""
+        samples = Samples.concatenated([self._pool, *(rows for rows, _ in entered)])
+        times = np.concatenate([self._pool_times, *(times for _, times in entered)])
+        order = np.argsort(times, kind="stable")  # quick on what is a few sorted runs
+        in_order = times[order]
+        if (in_order[1:] == in_order[:-1]).any():
+            order = np.lexsort((samples.source, times))
+            in_order = times[order]
+        self._pool, self._pool_times = samples.take(order), in_order
+
+    def _settled(self) -> Samples:
+        """Take the rows out of the pool that come before anything that is not known yet."""
+        bounding = int(self._last_times.argmin())  # of equal times the first source's, which is the one drawn first
+        horizon = self._last_times[bounding]
+        first, last = self._pool_times.searchsorted(horizon, "left"), self._pool_times.searchsorted(horizon, "right")
+        end = int(first + np.count_nonzero(self._pool.source[first:last] <= bounding))
+        block = self._pool.take(slice(0, end))
+        self._pool, self._pool_times = self._pool.take(slice(end, None)), self._pool_times[end:]
+        self._run_out.append(bounding)
+        return block
 
 
-def _samples_of(names: tuple[str, ...], spans: list[tuple[_Lane, int, int]]) -> Samples:
-    counts = [end - begin for _, begin, end in spans]
-    tokens = np.concatenate([lane.facts.tokens[begin:end] for lane, begin, end in spans])
-    size_names = dict.fromkeys(name for lane, _, _ in spans for name in lane.facts.sizes)
+def _rows(names: tuple[str, ...], source: int, chunk: int, facts: ChunkFacts, begin: int, end: int) -> Samples:
+    tokens = facts.tokens[begin:end]
     return Samples(
         source_names=names,
-        source=np.repeat(np.array([lane.source for lane, _, _ in spans], np.int64), counts),
-        chunk=np.repeat(np.array([lane.chunk for lane, _, _ in spans], np.int64), counts),
-        row=np.concatenate([np.arange(begin, end) for _, begin, end in spans]),
-        start=np.zeros(len(tokens), np.int64),
+        source=np.full(end - begin, source, np.int64),
+        chunk=np.full(end - begin, chunk, np.int64),
+        row=np.arange(begin, end),
+        start=np.zeros(end - begin, np.int64),
         stop=tokens,
         tokens=tokens,
-        loss_tokens=np.concatenate([lane.facts.loss_tokens[begin:end] for lane, begin, end in spans]),
-        sizes={
-            name: np.concatenate(
-                [
-                    lane.facts.sizes[name][begin:end] if name in lane.facts.sizes else np.zeros(end - begin, np.int64)
-                    for lane, begin, end in spans
-                ]
-            )
-            for name in size_names
-        },
+        loss_tokens=facts.loss_tokens[begin:end],
+        sizes={name: column[begin:end] for name, column in facts.sizes.items()},
     )
 
 

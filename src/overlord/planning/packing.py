@@ -66,12 +66,17 @@ def concat_and_split(lengths: Ints, num_rows: int, capacity: int) -> Pieces:
     left out."""
     ends = np.cumsum(lengths)
     total = min(int(ends[-1]) if len(ends) else 0, num_rows * capacity)
-    cuts = np.unique(np.concatenate([[0, total], ends[ends <= total], np.arange(0, total, capacity)]))
-    begins = cuts[:-1]
+    cuts = np.concatenate([ends, np.arange(capacity, total + capacity, capacity)])
+    np.minimum(cuts, total, out=cuts)
+    cuts.sort()
+    begins = np.empty_like(cuts)
+    begins[:1], begins[1:] = 0, cuts[:-1]
+    apart = begins < cuts
+    begins, cuts = begins[apart], cuts[apart]
     # The document that a piece lies in is the first to end after it begins; empty documents have no piece.
     sample = np.searchsorted(ends, begins, side="right")
     origin = ends[sample] - lengths[sample]
-    return Pieces(sample, begins - origin, cuts[1:] - origin, begins // capacity)
+    return Pieces(sample, begins - origin, cuts - origin, begins // capacity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,16 +64,17 @@ class Parquet(FileSource):
         import pyarrow.parquet as pq
 
         detail: RowGroup = unit.detail
-        file = unit.path
-        if is_remote(unit.path):
+        remote, ranges = is_remote(unit.path), {}
+        if remote:
             # Fetched before decoding, in as few requests as there are stretches of wanted columns.
             ranges = {
                 start: self.storage.read(unit.path, start, stop)
                 for start, stop in _stretches(map(_extent, detail.chunks(unit.index)))
             }
-            file = pa.PythonFile(SparseFile(detail.num_bytes, ranges), mode="r")
         try:
-            with pq.ParquetFile(file, metadata=detail.footer, pre_buffer=False, page_checksum_verification=True) as parquet:
+            # An open file rather than a path: for a path the filesystem would be worked out again each time.
+            file = pa.PythonFile(SparseFile(detail.num_bytes, ranges), mode="r") if remote else pa.OSFile(unit.path)
+            with file, pq.ParquetFile(file, metadata=detail.footer, pre_buffer=False, page_checksum_verification=True) as parquet:
                 table = parquet.read_row_group(unit.index, columns=detail.schema.names, use_threads=False)
         except FileNotFoundError as error:
             raise SourceError(f"{unit.path} was there when the source was listed and is gone now; put it back") from error

@@ -1,0 +1,236 @@
+"""The command line as users meet it: the real command in its own process."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.commands import environment, python
+
+JOB = """
+import overlord as ol
+from tests.sources import Numbered
+
+def same(table):
+    return table
+
+job = ol.Job(
+    sources={{
+        "a": Numbered(rows=400, first=1, transform={transform}, repeat={repeat}),
+        "b": Numbered(rows=100, first=500, repeat={repeat}),
+    }},
+    mixture=ol.Mixture({{"a": 3, "b": 1}}, unit="tokens"),
+    batch=ol.Batch(tokens=64, sequence_length=16),
+    mesh=ol.Mesh(dp=2, cp=2),
+    strategy=ol.strategies.long_short(ol.TransformerCost(1.0, 0.1)),
+)
+"""
+
+
+UP_TO_300 = """
+def up_to_300(table):
+    if max(table["document"].to_pylist()) > 300:
+        raise ValueError("too far")
+    return table
+"""
+
+
+def overlord(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    run = python("-W", "error", "-m", "overlord.cli", *arguments, expect=expect)
+    assert "Traceback" not in run.stderr
+    return run
+
+
+def job_file(folder: Path, text: str | None = None, transform: str = "()", repeat: bool = True) -> Path:
+    path = folder / "my_job.py"
+    path.write_text(JOB.format(transform=transform, repeat=repeat) if text is None else text)
+    return path
+
+
+def test_help_names_every_command_and_the_version_is_told():
+    told = overlord("--help").stdout
+    assert all(verb in told for verb in ("demo", "check", "explain", "run"))
+    assert overlord("--version").stdout.startswith("overlord ")
+
+
+def test_help_imports_nothing_heavy():
+    heavy = ("rich", "torch", "PIL", "simplejpeg", "pyarrow.parquet", "tiktoken", "obstore", "multiprocessing.pool")
+    code = f"""
+import sys
+from overlord.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+print("imported:", sorted(set(sys.modules) & set({heavy!r})))
+"""
+    assert python("-c", code).stdout.splitlines()[-1] == "imported: []"
+
+
+def test_check_lists_the_sources_and_builds_the_first_step(tmp_path):
+    path = job_file(tmp_path)
+    told = overlord("check", path).stdout
+    assert "is sound" in told
+    found = json.loads(overlord("check", path, "--json").stdout)
+    assert found["ok"] is True
+    assert found["errors"] == []
+    a = found["sources"]["a"]
+    assert (a["reader"], a["weight"], a["units"], a["rows"]) == ("Numbered", 0.75, 80, 400)
+    assert found["first_step"]["number"] == 0
+    assert 0 < found["first_step"]["tokens"] <= 64
+
+
+def test_check_warns_of_what_will_disappoint(tmp_path):
+    text = JOB.format(transform="()", repeat=True).replace('"b": 1', '"b": 0').replace("dp=2", "dp=3")
+    found = json.loads(overlord("check", job_file(tmp_path, text), "--json").stdout)
+    assert any("'b' has weight 0 at every step" in warning for warning in found["warnings"])
+    assert any("which dp=3 does not divide" in warning for warning in found["warnings"])
+
+
+def test_check_tells_everything_that_is_wrong_with_the_sources_and_fails(tmp_path):
+    text = f"""
+import overlord as ol
+job = ol.Job(
+    sources={{"web": ol.Parquet("{tmp_path}/web/*.parquet"), "code": ol.Jsonl("{tmp_path}/code.jsonl")}},
+    batch=ol.Batch(tokens=16, sequence_length=16),
+)
+"""
+    run = overlord("check", job_file(tmp_path, text), expect=1)
+    web, code = run.stderr.splitlines()
+    assert web.startswith("error: source 'web': nothing matches")
+    assert code.startswith("error: source 'code': ")
+    assert "code.jsonl does not exist" in code
+
+
+def test_check_tells_in_a_line_what_a_transform_did_wrong(tmp_path):
+    path = job_file(tmp_path, transform="lambda table: table.drop_columns(['tokens'])")
+    (line,) = overlord("check", path, expect=1).stderr.splitlines()
+    assert line.startswith("error: source 'a' has no column 'tokens'")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1\n", "declares no `job`; it must say `job = overlord.Job(...)`"),
+        ("job = 3\n", "must be an overlord.Job, it is of type int"),
+        ("\nx = 1 / 0\n", "raised ZeroDivisionError: division by zero"),
+        ("def (\n", "is not Python: invalid syntax"),
+        ("import overlord as ol\njob = ol.Mesh(dp=0)\n", "mesh size dp must be at least 1, got 0"),
+    ],
+)
+def test_a_job_file_that_is_no_job_gets_one_clear_line(tmp_path, text, told):
+    (line,) = overlord("run", job_file(tmp_path, text), expect=1).stderr.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+    assert "my_job.py" in line
+
+
+def test_the_line_of_a_job_file_that_raised_is_named(tmp_path):
+    path = job_file(tmp_path, "\nx = 1 / 0\n")
+    assert "my_job.py, line 2)" in overlord("check", path, expect=1).stderr
+
+
+def test_a_missing_job_file_and_wrong_arguments_are_told(tmp_path):
+    assert "there is no job file" in overlord("explain", tmp_path / "none.py", expect=1).stderr
+    assert "must be at least 1, got 0" in overlord("run", job_file(tmp_path), "--steps", 0, expect=2).stderr
+    assert "rank must be from 0 to 3, got 4" in overlord("run", job_file(tmp_path), "--rank", 4, expect=1).stderr
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    run = python("-m", "overlord.cli", "run", tmp_path / "none.py", "--debug", expect=1)
+    assert "Traceback" in run.stderr
+
+
+def test_explain_shows_how_a_step_was_drawn_and_arranged(tmp_path):
+    path = job_file(tmp_path)
+    told = overlord("explain", path, "--step", 3).stdout
+    for word in ("Step 3", "distribute", "balance", "slowest group", "asked"):
+        assert word in told
+    found = json.loads(overlord("explain", path, "--step", 3, "--json").stdout)
+    assert [stage["name"] for stage in found["stages"]][-2:] == ["balance", "pack"]
+    assert sum(source["tokens"] for source in found["sources"].values()) == found["tokens"]
+    assert found["groups"] == len(found["microbatches"]) == 2
+
+
+def test_a_step_can_be_explained_from_a_saved_state_and_not_past_the_end(tmp_path):
+    path, state = job_file(tmp_path, repeat=False), tmp_path / "state.json"
+    overlord("run", path, "--steps", 5, "--state", state)
+    from_start = json.loads(overlord("explain", path, "--step", 7, "--json").stdout)
+    from_state = json.loads(overlord("explain", path, "--step", 7, "--json", "--resume", state).stdout)
+    assert from_state == from_start
+    assert json.loads(overlord("explain", path, "--json", "--resume", state).stdout)["step"] == 5
+    assert "ends before step 99,999" in overlord("explain", path, "--step", 99_999, expect=1).stderr
+
+
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_stopped(tmp_path):
+    path, cut, end, uncut_end = job_file(tmp_path), *(tmp_path / f"{name}.json" for name in ("cut", "end", "uncut"))
+    whole = json.loads(overlord("run", path, "--steps", 30, "--state", uncut_end, "--json").stdout)
+    first = json.loads(overlord("run", path, "--steps", 12, "--state", cut, "--json").stdout)
+    second = json.loads(overlord("run", path, "--steps", 18, "--resume", cut, "--state", end, "--json").stdout)
+    assert json.loads(end.read_bytes()) == json.loads(uncut_end.read_bytes())
+    assert first["tokens"] + second["tokens"] == whole["tokens"]
+    assert second["mix"] == whole["mix"]
+    assert (first["next_step"], second["next_step"]) == (12, 30)
+
+
+def test_a_finite_job_runs_to_its_end_and_counts_every_token_once(tmp_path):
+    path = job_file(tmp_path, repeat=False)
+    found = json.loads(overlord("run", path, "--json").stdout)
+    assert found["mix"]["a"]["samples"] == 400
+    assert found["mix"]["b"]["samples"] == 100
+    assert found["tokens"] == sum(share["tokens"] for share in found["mix"].values())
+    one_rank = json.loads(overlord("run", path, "--rank", 3, "--json").stdout)
+    assert one_rank["steps"] == found["steps"]
+    assert 0 < one_rank["tokens"] < found["tokens"]
+
+
+def test_a_state_that_is_missing_damaged_or_cannot_be_written_is_told_at_once(tmp_path):
+    path, state = job_file(tmp_path), tmp_path / "state.json"
+    assert "there is no state file" in overlord("run", path, "--resume", state, expect=1).stderr
+    state.write_text("{")
+    assert "is not a state" in overlord("run", path, "--resume", state, expect=1).stderr
+    state.write_text("[]")
+    assert "not an Overlord state" in overlord("run", path, "--resume", state, expect=1).stderr
+    assert "cannot be written" in overlord("run", path, "--state", tmp_path / "none" / "s.json", expect=1).stderr
+
+
+def test_what_was_read_before_an_error_is_kept_in_the_state(tmp_path):
+    text = JOB.format(transform="up_to_300", repeat="True, shuffle=False")
+    path, state = job_file(tmp_path, UP_TO_300 + text), tmp_path / "state.json"
+    assert "ValueError: too far" in overlord("run", path, "--state", state, expect=1).stderr
+    stopped = json.loads(state.read_bytes())
+    chunk, *_ = stopped["sources"]["a"]
+    assert stopped["step"] > 10
+    assert 50 <= chunk <= 60  # of five rows each
+
+
+def test_ctrl_c_saves_the_state_and_leaves_no_process(tmp_path):
+    path, state = job_file(tmp_path, transform="ol.InProcesses(same)"), tmp_path / "state.json"
+    command = [sys.executable, "-u", "-m", "overlord.cli", "run", str(path), "--state", str(state)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment()) as run:
+        assert run.stderr is not None
+        first_line = run.stderr.readline()  # it tells how it stands after the first step
+        children = psutil.Process(run.pid).children(recursive=True)
+        run.send_signal(signal.SIGINT)
+        told, errors = run.communicate(timeout=30)
+    assert first_line.startswith("my_job.py: step ")
+    assert run.returncode == 130
+    assert "Traceback" not in errors
+    assert "stopped by Ctrl-C before step" in told
+    assert children
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    stopped = json.loads(state.read_bytes())
+    assert stopped["step"] > 0
+    resumed = json.loads(overlord("run", path, "--resume", state, "--steps", 3, "--json").stdout)
+    assert resumed["next_step"] == stopped["step"] + 3
+
+
+def test_ctrl_c_in_a_job_file_ends_quietly(tmp_path):
+    """A job that is still being declared when Ctrl-C comes."""
+    path = job_file(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    assert overlord("run", path, expect=130).stderr == ""
