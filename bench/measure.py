@@ -151,7 +151,7 @@ class Table:
             return f"failed: {result.error(name)}"
         shown = Spread(found.median / self.scale, found.low / self.scale, found.high / self.scale)
         ratio = result.ratio(self.baseline, name, self.figure) if self.baseline in result.outcomes else None
-        return f"{shown!s:>26}   {str(ratio or ''):>22}   {first.median:.2f}"
+        return f"{shown!s:>26}   {ratio or ''!s:>22}   {first.median:.2f}"
 
 
 def compare(settings: Iterable[Setting], competitors: Sequence[Competitor], table: Table, given: Options) -> int:
