@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
+BENCH := bench/.venv
 
 .PHONY: demo test check fix bench clean
 
@@ -23,8 +24,8 @@ fix: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV)
-	$(BIN)/python -m bench
+bench: $(BENCH)/.made
+	$(BENCH)/bin/python -m bench
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -37,5 +38,12 @@ $(DEV): pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(CORE)
 
+# The peers that Overlord is measured against live in an environment of their own.
+$(BENCH)/.made: bench/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -r bench/requirements.txt -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH) bench/.data .pytest_cache .ruff_cache .hypothesis .import_linter_cache

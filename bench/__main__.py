@@ -1,6 +1,6 @@
 """All benchmarks, or those named, one after the other.
 
-python -m bench [text] [images] [memory] [planning] [balance] [--quick] [--json]
+python -m bench [text] [images] [memory] [planning] [ray] [balance] [flight] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ BENCHMARKS = {
     "images": Benchmark("bench.image_throughput", ("--quick",)),
     "memory": Benchmark("bench.many_sources_memory", ("--quick",)),
     "planning": Benchmark("bench.planning", ("--repeats", "3")),
+    "ray": Benchmark("bench.ray_vs_embedded", ("--rounds", "2", "--seconds", "1")),
     "balance": Benchmark("bench.balance", ("--seeds", "1")),
+    "flight": Benchmark("bench.flight", ("--quick",)),
 }
 
 

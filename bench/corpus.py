@@ -27,8 +27,8 @@ class TextCorpus:
     """`sources` Parquet files with a list<int32> column `tokens`, zstd, pyarrow's writer defaults otherwise.
 
     Document lengths are log-normal (sigma 1) around a mean of about 1,000 and clipped to 8,192; token ids follow
-    Zipf's law over 128,000, which compresses to about the two bytes a token that real text does. Every source has 16
-    row groups, so that up to 16 workers can share it. With `distinct` < `sources` the rest are symbolic links to the
+    Zipf's law over 128,000, which compresses to about 2.2 bytes a token. Every source has at
+    least 8 row groups, so that as many workers can share it. With `distinct` < `sources` the rest are symbolic links to the
     first ones: enough where only memory is measured, and spares gigabytes of disk.
     """
 
@@ -70,8 +70,8 @@ class TextCorpus:
 
 TEXT_8 = TextCorpus(sources=8, row_group_tokens=524_288)
 """2 MiB decoded a row group, 67 M tokens in all."""
-TEXT_64 = TextCorpus(sources=64, row_group_tokens=131_072)
-"""0.5 MiB decoded a row group, 134 M tokens in all."""
+TEXT_64 = TextCorpus(sources=64, row_group_tokens=262_144, row_groups=8, distinct=16)
+"""1 MiB decoded a row group, 134 M tokens to read."""
 
 
 def text_of(benchmark: str, sources: int) -> TextCorpus:
@@ -101,7 +101,7 @@ def _documents(rng: np.random.Generator, tokens: int) -> pa.ListArray:
 @dataclass(frozen=True, slots=True)
 class ImageCorpus:
     """Tar shards of JPEG and caption pairs sized like COYO-700M: log-normal sides around 622 x 541, aspect at most 3,
-    quality 90, smooth shapes under fine texture so that files take about the two bits a pixel of photographs."""
+    quality 90, smooth shapes under fine texture so that files take about 2.2 bits a pixel."""
 
     images: int = 1024
     shards: int = 8

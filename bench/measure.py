@@ -151,7 +151,9 @@ class Table:
             return f"failed: {result.error(name)}"
         shown = Spread(found.median / self.scale, found.low / self.scale, found.high / self.scale)
         ratio = result.ratio(self.baseline, name, self.figure) if self.baseline in result.outcomes else None
-        return f"{shown!s:>26}   {ratio or ''!s:>22}   {first.median:.2f}"
+        failures = sum(isinstance(outcome, str) for outcome in result.outcomes[name])
+        note = f"   {failures} of {len(result.outcomes[name])} runs failed: {result.error(name)}" if failures else ""
+        return f"{shown!s:>26}   {ratio or ''!s:>22}   {first.median:.2f}{note}"
 
 
 def compare(settings: Iterable[Setting], competitors: Sequence[Competitor], table: Table, given: Options) -> int:

@@ -33,17 +33,27 @@ def pss_bytes(root: int, without: Collection[int] = ()) -> int:
 
 def tree(root: int) -> list[int]:
     """The root and all that descend from it."""
-    children = defaultdict(list)
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(int(entry))):
-            children[int(stat[1])].append(int(entry))
+    families = _families()
     found: list[int] = []
     waiting = [root]
     while waiting:
         pid = waiting.pop()
         found.append(pid)
-        waiting += children[pid]
+        waiting += families[pid]
     return found
+
+
+def children(pid: int) -> list[int]:
+    return _families()[pid]
+
+
+def _families() -> defaultdict[int, list[int]]:
+    """The children of every process."""
+    families: defaultdict[int, list[int]] = defaultdict(list)
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := _stat(int(entry))):
+            families[int(stat[1])].append(int(entry))
+    return families
 
 
 def _stat(pid: int) -> list[str]:

@@ -11,17 +11,20 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
-from bench.process_tree import adopt_orphans, cpu_seconds, tree
+from bench.process_tree import adopt_orphans, children, cpu_seconds, tree
 
 _PATIENCE = 240.0
+_GRACE = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def run_here(peer: str, work: Work, watch: Watch) -> Outcome:
     peak = watch([])
     begun = time.perf_counter()
     stream = build(work, 0)
-    first = _warm_up(stream, work, begun)
+    first = _warm_up(stream, work, begun, work.ranks)
     cpu = cpu_seconds(os.getpid())
     served = _consume(stream, work, first, ranks=work.ranks)
     cpu = cpu_seconds(os.getpid()) - cpu
@@ -127,8 +130,7 @@ def run_per_rank(peer: str, work: Work, watch: Watch) -> Outcome:
     cpu = cpu_seconds(os.getpid()) - cpu
     highest = peak()
     together.wait(_PATIENCE)
-    for process in ranks:
-        process.join(_PATIENCE)
+    _end(ranks)
     return Outcome(
         peer,
         sum(s.batches for s in served),
@@ -138,6 +140,17 @@ def run_per_rank(peer: str, work: Work, watch: Watch) -> Outcome:
         max(s.first_batch_s for s in served),
         highest,
     )
+
+
+def _end(ranks: list[SpawnProcess]) -> None:
+    """Ranks may leave in order, but the result does not wait for one that cannot: a torch worker sometimes hangs in its
+    exit. Only the rank and its workers are ended by force; torch's helper then removes their shared memory."""
+    for process in ranks:
+        process.join(_GRACE)
+        if process.pid is not None and process.is_alive():
+            for pid in (process.pid, *children(process.pid)):
+                os.kill(pid, signal.SIGKILL)
+            process.join(_GRACE)
 
 
 def _rank(peer: str, work: Work, rank: int, together: Barrier, results: multiprocessing.Queue[Served]) -> None:
@@ -155,11 +168,11 @@ def _rank(peer: str, work: Work, rank: int, together: Barrier, results: multipro
         close()
 
 
-def _warm_up(stream: Batches, work: Work, begun: float) -> float:
+def _warm_up(stream: Batches, work: Work, begun: float, ranks: int = 1) -> float:
     check = _check_images if work.benchmark == "images" else _check_text
     check(next(stream))
     first = time.perf_counter() - begun
-    for _ in range(work.warmup - 1):
+    for _ in range(work.warmup * ranks - 1):
         check(next(stream))
     return first
 

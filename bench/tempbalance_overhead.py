@@ -10,23 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-if "overlord" not in sys.modules:
-    # The trainer needs torch and numpy alone. Without this its parent package would import the whole loader, and what that
-    # depends on, which a machine that only trains may not have.
-    _parent = ModuleType("overlord")
-    _parent.__path__ = [str(Path(__file__).parents[1] / "src" / "overlord")]
-    sys.modules["overlord"] = _parent
-
-from overlord.trainer import TempBalance  # noqa: E402
+from overlord.trainer import TempBalance
 
 _HIDDEN, _FEEDFORWARD, _BLOCKS, _HEADS = 768, 3072, 12, 12
 _VOCABULARY, _POSITIONS = 50265, 514
@@ -122,7 +112,7 @@ def main() -> None:
     started = run.timed(first.update)
     kept = torch.cuda.memory_allocated() - before if given.device == "cuda" else 0
     first.close()
-    without, balanced, update, steps = [], [], [], given.interval
+    without, balanced, update, steps, again = [], [], [], given.interval, first
     for _ in range(given.rounds):
         without.append(run.timed(lambda: run.steps(steps)))
         again = TempBalance(run.optimizer, run.model, interval=given.interval)

@@ -1,8 +1,14 @@
-"""Settings that every test shares."""
+"""Settings that every test shares, and the Ray cluster of those that need one."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+# Read when Ray is imported, by whichever test comes first: listen on loopback only, and tell nobody.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 settings.register_profile(
     "here",
@@ -12,3 +18,22 @@ settings.register_profile(
 )
 settings.register_profile("thorough", parent=settings.get_profile("here"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "here"))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One small cluster for all tests of this process."""
+    ray = pytest.importorskip("ray")
+    from overlord.engines.ray.cluster import SYSTEM_CONFIG
+
+    ray.init(
+        address="local",
+        num_cpus=4,  # Ray starts a process for each in advance
+        object_store_memory=150 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _system_config=dict(SYSTEM_CONFIG),
+    )
+    yield
+    ray.shutdown()

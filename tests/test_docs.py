@@ -7,10 +7,12 @@ import re
 import shlex
 import sys
 import tarfile
+import tomllib
 import types
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -161,9 +163,18 @@ def test_the_source_files_that_a_page_names_exist(page):
 def test_the_house_plan_of_the_design_shows_the_house():
     plan = next(block.text for block in blocks(ROOT / "DESIGN.md") if "src/overlord/" in block.text)
     source = ROOT / "src" / "overlord"
-    for name in re.findall(r"[\w/]+\.py|\w+/", plan):
+    for name in re.findall(r"[\w/]+(?:\.py|/)", plan):
         folders = (ROOT, source, *(path for path in source.rglob("*") if path.is_dir()))
         assert any((folder / name).exists() for folder in folders), f"DESIGN.md shows {name}"
+
+
+def test_the_readme_gives_a_reason_for_every_dependency_and_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [re.split(r"[<>=!\[ ]", dependency)[0] for dependency in project["dependencies"]]
+    extras = [f"`{extra}`" for extra in project["optional-dependencies"] if extra != "dev"]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for name in needed + extras:
+        assert f"\n| {name} | " in readme, f"README.md, What it needs: {name} is missing"
 
 
 def signatures() -> dict[str, str]:
@@ -174,7 +185,8 @@ def signatures() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ol.__all__)
 def test_the_reference_has_every_public_name(name):
-    assert re.search(rf"`{name}\b|^{name}\(", REFERENCE.read_text("utf-8"), re.MULTILINE)
+    found = re.search(rf"`{name}\b|^{name}\(", REFERENCE.read_text("utf-8"), re.MULTILINE)
+    assert found, f"docs/reference.md does not tell of {name}"
 
 
 @pytest.mark.parametrize(("name", "shown"), signatures().items())
@@ -183,12 +195,22 @@ def test_the_signatures_of_the_reference_are_those_of_the_code(name, shown):
 
 
 def signature_of(name: str) -> str:
-    value = ol
+    value: Any = ol
     for part in name.split("."):
         value = getattr(value, part)
     found = inspect.signature(value)
-    parameters = [p.replace(annotation=p.empty, default=_shown_default(p)) for p in found.parameters.values() if p.name != "self"]
+    parameters = [_shown(parameter) for parameter in found.parameters.values() if parameter.name != "self"]
+    if isinstance(value, type) and issubclass(value, ol.Source) and value is not ol.Source:
+        shared = inspect.signature(ol.Source).parameters
+        parameters = [parameter for parameter in parameters if parameter.name not in shared]
+        parameters.append(inspect.Parameter("source", inspect.Parameter.VAR_KEYWORD))
     return name + str(found.replace(parameters=parameters, return_annotation=found.empty))
+
+
+def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    default = parameter.default
+    is_made = default is not parameter.empty and (repr(default) == "<factory>" or callable(default))
+    return parameter.replace(annotation=parameter.empty, default=_Made() if is_made else default)
 
 
 class _Made:
@@ -196,8 +218,3 @@ class _Made:
 
     def __repr__(self) -> str:
         return "..."
-
-
-def _shown_default(parameter: inspect.Parameter) -> object:
-    is_made = repr(parameter.default) == "<factory>" or callable(parameter.default)
-    return _Made() if is_made and parameter.default is not parameter.empty else parameter.default

@@ -17,8 +17,8 @@ from bench.run_one import Work
 def text(work: Work, rank: int) -> Iterator[Batch]:
     """Settings: `threads`, each of which reads its share of the row groups, mixes and packs.
 
-    Only whole batches pass through the pipeline's queues. Tried: 1 and 2 threads (within the noise for CPU), and
-    documents passing through the queues one by one into a packing stage, which costs six times the CPU.
+    Only whole batches pass through the pipeline's queues. Tried with 8 sources: 1 thread, and 2 (more CPU in three
+    runs of four); documents passing through the queues one by one into a packing stage took five to nine times the CPU.
     """
     paths = corpus.text_of(work.benchmark, work.sources).paths
     weights = mixing_weights(len(paths))
@@ -34,10 +34,10 @@ def text(work: Work, rank: int) -> Iterator[Batch]:
 def images(work: Work, rank: int) -> Iterator[PictureBatch]:
     """Settings: `threads`, each of which reads, decodes and stacks a whole batch; `draft`, see `pictures.decode`.
 
-    Tried: 1, 2 and 3 threads, and one picture a task with stacking behind it, which costs a little more.
+    Tried: 1, 2 and 3 threads, twice each. 1 takes the least CPU.
     """
     pairs = TarPairs(corpus.IMAGES.paths)
-    threads = work.settings.get("threads", 2)
+    threads = work.settings.get("threads", 1)
     draft = work.settings.get("draft", False)
 
     def batch(begin: int) -> PictureBatch:

@@ -35,12 +35,13 @@ class PackedText(IterableDataset):
 def text(work: Work, rank: int) -> Iterator[dict[str, Any]]:
     """Settings: `workers` a rank, `prefetch` batches a worker, `sharing` strategy of shared memory.
 
-    Tried: 1, 2 and 3 workers, prefetch 2 and 4, both strategies. 1 or 2 workers are within the noise of each other;
-    file_system costs a fifth less CPU than the default file_descriptor. No workers at all would cost far less, but then
-    loading holds up the training step instead of running beside it.
+    Tried with 8 sources on two cores. Workers: at 4 ranks 1 beat 2 in all four pairs of runs, at 1 rank it won three of
+    five; 3 did not help. Strategy: file_system took less CPU than the default file_descriptor in most pairs, its helper
+    process counted. Prefetch 4 for 2: no clear difference. No workers at all would cost far less CPU, but then loading
+    holds up the training step instead of running beside it.
     """
     dataset = PackedText(corpus.text_of(work.benchmark, work.sources).paths, rank, work.ranks)
-    return iter(_loader(dataset, work, workers=2))
+    return iter(_loader(dataset, work, workers=1))
 
 
 class Pictures(Dataset):
@@ -60,7 +61,8 @@ class Pictures(Dataset):
 
 
 def images(work: Work, rank: int) -> Iterator[dict[str, Any]]:
-    """Settings: as for text, and `draft`, see `pictures.decode`. Tried: 1, 2 and 3 workers."""
+    """Settings: as for text, and `draft`, see `pictures.decode`. Tried: 1, 2 and 3 workers,
+    twice each; 2 take the least CPU."""
     loader = _loader(Pictures(corpus.IMAGES.paths, work.settings.get("draft", False)), work, workers=2, shuffle=True)
     while True:
         yield from loader

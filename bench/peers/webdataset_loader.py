@@ -14,8 +14,8 @@ from bench.run_one import Work
 
 
 def images(work: Work, rank: int) -> Iterator[dict[str, Any]]:
-    """Settings: `workers`, `draft`, see `pictures.decode`. Tried: 1, 2 and 3 workers, batches made in the workers (this)
-    and in the loader."""
+    """Settings: `workers`, `draft`, see `pictures.decode`. Tried: 1, 2 and 3 workers, twice each; 1 takes the
+    least CPU."""
     draft = work.settings.get("draft", False)
     samples = webdataset.WebDataset(
         corpus.IMAGES.paths,
@@ -26,7 +26,7 @@ def images(work: Work, rank: int) -> Iterator[dict[str, Any]]:
     ).repeat()
     pairs = samples.to_tuple("jpg", "txt").map_tuple(lambda jpeg: decode(jpeg, draft=draft), bytes.decode)
     batches = pairs.batched(BATCH, collation_fn=_stacked, partial=False)
-    return iter(webdataset.WebLoader(batches, batch_size=None, num_workers=work.settings.get("workers", 2)))
+    return iter(webdataset.WebLoader(batches, batch_size=None, num_workers=work.settings.get("workers", 1)))
 
 
 def _stacked(pairs: list[tuple[Picture, str]]) -> dict[str, Any]:

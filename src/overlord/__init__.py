@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from overlord.data.images import DecodeImage
     from overlord.data.readers import ArrowIpc, Jsonl, Parquet, Retry, WebDataset
     from overlord.data.transforms import ByteTokenizer, Context, InProcesses, Pick, Tokenize, per_row
+    from overlord.engines.ray import ActorOptions, Ray
     from overlord.errors import (
         BadRowError,
         BufferTooSmallError,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         DataError,
         OverlordError,
         SchemaError,
+        ServiceError,
         SourceError,
         SpecError,
         StateError,
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
     from overlord.planning.plan import Plan
     from overlord.roles.client import Client, Step
     from overlord.run import Loader, start
-    from overlord.spec import BadRows, Batch, Job, Mesh, Mixture, Source, Unit
+    from overlord.spec import BadRows, Batch, Job, Log, Mesh, Mixture, Source, Unit
+    from overlord.transport.connect import connect
 
 _HOMES = {
     "overlord.data.images": ["DecodeImage"],
     "overlord.data.readers": ["ArrowIpc", "Jsonl", "Parquet", "Retry", "WebDataset"],
     "overlord.data.transforms": ["ByteTokenizer", "Context", "InProcesses", "Pick", "Tokenize", "per_row"],
+    "overlord.engines.ray": ["ActorOptions", "Ray"],
     "overlord.errors": [
         "BadRowError",
         "BufferTooSmallError",
@@ -44,6 +48,7 @@ _HOMES = {
         "DataError",
         "OverlordError",
         "SchemaError",
+        "ServiceError",
         "SourceError",
         "SpecError",
         "StateError",
@@ -58,11 +63,13 @@ _HOMES = {
     "overlord.planning.plan": ["Plan"],
     "overlord.roles.client": ["Client", "Step"],
     "overlord.run": ["Loader", "start"],
-    "overlord.spec": ["BadRows", "Batch", "Job", "Mesh", "Mixture", "Source", "Unit"],
+    "overlord.spec": ["BadRows", "Batch", "Job", "Log", "Mesh", "Mixture", "Source", "Unit"],
+    "overlord.transport.connect": ["connect"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "ActorOptions",
     "ArrowIpc",
     "BadRowError",
     "BadRows",
@@ -80,14 +87,17 @@ __all__ = [
     "Job",
     "Jsonl",
     "Loader",
+    "Log",
     "Mesh",
     "Mixture",
     "OverlordError",
     "Parquet",
     "Pick",
     "Plan",
+    "Ray",
     "Retry",
     "SchemaError",
+    "ServiceError",
     "Source",
     "SourceError",
     "SpecError",
@@ -100,6 +110,7 @@ __all__ = [
     "WaitTimeoutError",
     "WebDataset",
     "WorkerDiedError",
+    "connect",
     "per_row",
     "start",
     "strategies",

@@ -6,6 +6,7 @@ A handle is a name: it goes on working when another role is bound to the name. E
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from overlord.workplace import Workplace, WorkplaceSize
@@ -22,8 +23,21 @@ class Answer(Protocol[T_co]):
     def result(self, timeout: float | None = None) -> T_co: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """How full the memory is that roles hand each other data through."""
+
+    num_bytes: int
+    limit_bytes: int
+
+
 class Engine(Protocol):
     """Where roles run."""
+
+    @property
+    def num_hosts(self) -> int | None:
+        """How many loader hosts to spread sources over; None where all of them stand in one process."""
+        ...
 
     def open(self, size: WorkplaceSize) -> None:
         """Say what each process of this engine may use; called once, before anything is spawned."""
@@ -32,6 +46,10 @@ class Engine(Protocol):
     def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
         """Make a role where this engine runs roles, and bind it to a name. `make` must pickle, and may be called again
         when the role has to be made anew."""
+        ...
+
+    def started(self) -> None:
+        """Wait until every role spawned so far is made; raises what making one raised."""
         ...
 
     def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Answer:
@@ -43,6 +61,10 @@ class Engine(Protocol):
         ...
 
     def stop(self, name: str) -> None: ...
+
+    def store_use(self) -> StoreUse | None:
+        """None where roles hand each other data as it is."""
+        ...
 
     def close(self) -> None:
         """Stop every role."""

@@ -11,6 +11,7 @@
     ├── BufferTooSmallError           one chunk alone is larger than the buffer that must hold it
     ├── WaitTimeoutError (TimeoutError)   a batch did not come in time; says what was waited for
     ├── WorkerDiedError               a worker process died and could not be replaced
+    ├── ServiceError (ConnectionError)    a service cannot be reached, or refuses the request
     └── ClosedError                   the loader or client was closed
 
 Every message says the rule, the value given and the way out. Where it happened (source, file, row, step, rank)
@@ -60,6 +61,10 @@ class WaitTimeoutError(OverlordError, TimeoutError):
 
 class WorkerDiedError(OverlordError):
     """A worker process died and could not be replaced."""
+
+
+class ServiceError(OverlordError, ConnectionError):
+    """A service cannot be reached, or refuses the request."""
 
 
 class ClosedError(OverlordError):

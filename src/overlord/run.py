@@ -6,48 +6,65 @@ import atexit
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from overlord.engine import Engine, Handle
+from overlord.engine import Engine, Handle, StoreUse
 from overlord.engines.embedded import Embedded
-from overlord.errors import SourceError
+from overlord.errors import ClosedError, SourceError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.progress import Progress
-from overlord.roles.assembly import make_constructor, make_loader_host, make_planner, make_routes, num_hosts
+from overlord.roles.assembly import make_loader_host, make_partition, make_planner
 from overlord.roles.client import Client
 from overlord.roles.data_constructor import DataConstructor, Delivery
 from overlord.roles.loader_host import LoaderHost
-from overlord.roles.planner import Later, Mix, Planned, Planner
+from overlord.roles.plan_log import Era, starting_point
+from overlord.roles.planner import Later, Mix, Planned, Planner, PlannerStatus
+from overlord.roles.resizing import agreed_step, thaw
+from overlord.roles.routes import Routes
 from overlord.roles.source_loader import BufferUse
-from overlord.spec import Job, Source, Unit
+from overlord.spec import Job, Log, Mesh, Source, Unit
 from overlord.state import Fingerprint, State, from_state, to_state
+from overlord.transport.constructor import ServingConstructor, make_serving_constructor
 from overlord.workplace import WorkplaceSize
 
+if TYPE_CHECKING:
+    from overlord.transport.serving import OneServer, ServerPerGroup
+
 _LISTING_THREADS = 16  # listing waits for storage, not for the processor
+_DOING_WAIT_S = 1.0  # asked when somebody has waited too long already
 
 
 def start(
     job: Job,
     *,
     engine: Engine | None = None,
-    resume: Mapping[str, Any] | None = None,
+    resume: Mapping[str, Any] | Literal["log"] | None = None,
     accept_changes: Collection[str] | bool = (),
     world_size: int | None = None,
+    log: str | Path | Log | None = None,
 ) -> Loader:
     """Start a job. Use it in a `with` block, or call `close`.
 
     `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`; it may come from any
     mesh. `accept_changes` names differences between the job and the state to take all the same. `world_size`, where given,
     must fit the mesh.
+
+    `log` is where the planner writes down what it decided, so that it can be made anew and give the same plans. A checkpoint
+    belongs to a model, so `resume=state` decides where a run goes on, whatever the log says. `resume="log"` is for a run
+    whose trainers lived on: it goes on with the first step that the log does not know to be taken by all of them, which may
+    be up to `prefetch` + 1 steps before the first that was not.
     """
     if world_size is not None:
         job.mesh.check_world_size(world_size)
     units = list_units(job.sources)
     fingerprint = Fingerprint.of(job, units)
-    progress = Progress.start(tuple(job.sources)) if resume is None else from_state(resume, job, fingerprint, accept_changes)
-    return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes)
+    if log is not None and not isinstance(log, Log):
+        log = Log(str(log))
+    progress, era = starting_point(job, fingerprint, resume, log, accept_changes)
+    return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes, era)
 
 
 def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
@@ -75,6 +92,8 @@ class Report:
     documents: dict[str, dict[str, int]]
     bad_rows: dict[str, int]
     buffers: dict[str, BufferUse]
+    store: StoreUse | None
+    """What is in Ray's object store; None on the embedded engine, which has none."""
 
 
 class Loader:
@@ -88,6 +107,7 @@ class Loader:
         fingerprint: Fingerprint,
         progress: Progress,
         accept_changes: Collection[str] | bool = (),
+        era: Era | None = None,
     ) -> None:
         self.job = job
         self.tree = ClientPlaceTree(job.mesh)
@@ -97,21 +117,38 @@ class Loader:
         self._saved_fingerprint = fingerprint.to_dict()
         self._accept_changes = accept_changes
         self._start = progress
+        self._era = era
         self._generation = 0
+        self._move_lock = threading.Lock()  # held while the run is moved to another state or mesh; before the other
         self._lock = threading.Lock()
         self._closed = False
         self._clients: list[Client] = []
+        self._serving: OneServer | ServerPerGroup | None = None
         engine.open(WorkplaceSize(job.num_workers, job.num_processes))
-        self._hosts: list[Handle[LoaderHost]] = [
-            engine.spawn(f"loaders/{index}", partial(make_loader_host, job, units, index)) for index in range(num_hosts(job))
-        ]
-        self._routes = make_routes(job, self._hosts)
-        self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(progress))
-        self._constructors: list[Handle[DataConstructor]] = [
-            engine.spawn(f"constructor/{group}", partial(make_constructor, job, group, self._planner, self._routes))
-            for group in range(job.mesh.dp)
-        ]
+        try:
+            self._spawn(units, progress)
+        except BaseException:
+            engine.close()
+            raise
         atexit.register(self.close)
+
+    def _spawn(self, units: Mapping[str, Sequence[Unit]], progress: Progress) -> None:
+        job, engine = self.job, self._engine
+        partition = make_partition(job, units, engine.num_hosts)
+        self._hosts: list[Handle[LoaderHost]] = []
+        for index, shares in enumerate(partition.hosts):
+            own_units = {share.source: units[share.source] for share in shares}
+            self._hosts.append(engine.spawn(f"loaders/{index}", partial(make_loader_host, job, own_units, shares)))
+        self._routes = Routes(self._hosts, partition, tuple(job.sources))
+        self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(job, progress, self._era))
+        self._constructors: list[Handle[ServingConstructor]] = [
+            self._spawn_constructor(job, group) for group in range(job.mesh.dp)
+        ]
+        engine.started()
+
+    def _spawn_constructor(self, job: Job, group: int) -> Handle[ServingConstructor]:
+        make = partial(make_serving_constructor, job, group, self._planner, self._routes)
+        return self._engine.spawn(f"constructor/{group}", make)
 
     def client(
         self,
@@ -122,12 +159,51 @@ class Loader:
         timeout: float | None = None,
     ) -> Client:
         """The iterator of one rank, from the step the run started at. `timeout` is the longest wait for one step."""
-        constructor = self._constructors[self.tree.coordinates(rank).dp]
-        client = Client(rank, _InProcess(self, constructor), torch, pin_memory, timeout)
+        self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
+        client = Client(rank, _InProcess(self), torch, pin_memory, timeout)
         with self._lock:
-            self._clients = [other for other in self._clients if other.is_reading]
+            self._clients = [other for other in self._clients if other.is_reading or other.is_stale]
             self._clients.append(client)
         return client
+
+    def serve(
+        self,
+        address: str = "127.0.0.1:0",
+        *,
+        token: str | None = None,
+        tls: tuple[str | Path, str | Path] | None = None,
+        advertise: str | None = None,
+        leave_after_s: float | None = 60.0,
+    ) -> str:
+        """Let trainers in other processes read this run with `overlord.connect`; gives the address for them.
+
+        Off loopback a token is needed. `tls` are the PEM files of a certificate and its key. `advertise` is the host that
+        clients are told, where it is not the one listened on. A rank that is silent for `leave_after_s` (it died, or its
+        machine did) no longer holds others back; None waits for it for ever.
+        """
+        from overlord.transport.security import Listen, Tls
+        from overlord.transport.serving import OneServer, ServerPerGroup
+        from overlord.transport.wire import job_id
+
+        if self._serving is not None:
+            raise SpecError(f"this loader serves at {self._serving.address} already; clients of all ranks connect there")
+        listen = Listen(address, token, None if tls is None else Tls(*tls), advertise)
+        job, channel = job_id(self._saved_fingerprint), _InProcess(self)
+        if isinstance(self._engine, Embedded):
+            self._serving = OneServer(job, channel, lambda: self.tree, listen, leave_after_s)
+        else:
+            self._serving = ServerPerGroup(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
+        return self._serving.address
+
+    def drain(self, timeout_s: float = 30.0) -> bool:
+        """Stop handing out new steps to connected trainers: a step that one rank has taken is still given to the others, for
+        up to `timeout_s`, and no later one to any. False when some rank did not come for it."""
+        return self._serving is None or self._serving.drain(timeout_s)
+
+    def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
+        """Wait until each of these ranks of trainers in other processes has come and left again. False when some did not in
+        time."""
+        return self._serving is None or self._serving.wait_for_leave(ranks, timeout_s)
 
     def state_dict(self) -> State:
         """The state before the first step that not every open client has taken. See `Client.state_dict`."""
@@ -152,8 +228,13 @@ class Loader:
             mix=self._planner.ask(Planner.mix, at).result(),
             documents=self._planner.ask(Planner.counts).result(),
             bad_rows=bad_rows,
-            buffers=buffers,
+            buffers={name: buffers[name] for name in self.job.sources},
+            store=self._engine.store_use(),
         )
+
+    def status(self) -> PlannerStatus:
+        """How far the planner is, and its log."""
+        return self._planner.ask(Planner.status).result()
 
     def state_before(self, step: int) -> State:
         """The state from which a run goes on with `step`."""
@@ -164,16 +245,35 @@ class Loader:
         """Move the run to a state, once, however many clients load it: one that is a generation behind only follows."""
         progress = from_state(state, self.job, self._fingerprint, self._accept_changes)
         unit = self.job.mix.unit
-        with self._lock:
+        with self._move_lock, self._lock:
             follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
             if not follows:
                 self._start = progress
                 self._generation += 1
-                self._engine.spawn("planner/new", self._planner_from(progress))
+                self._era = None if self._era is None else self._era.moved(progress.step, self.job.mesh)
+                self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))
                 self._engine.rebind("planner", "planner/new")
                 for constructor in self._constructors:
-                    constructor.ask(DataConstructor.restart).result()
+                    constructor.ask(DataConstructor.restart, self._generation).result()
             return self._generation
+
+    def resize(self, mesh: Mesh, *, at: int | None = None, timeout: float = 0.0) -> int:
+        """Let the run go on for another mesh; gives the step from which plans are for it. What is in a step stays the same.
+
+        That is the first step that no rank has taken, and every rank that reads must have taken all before it: others are
+        waited for up to `timeout` seconds. Where trainers lost a step (a rank died in it), give it as `at`, and it is handed
+        out again, for the new mesh. Clients of the old mesh end with ClosedError: ask for new ones, or call `rejoin`.
+        """
+        with self._move_lock:
+            try:
+                taken_to = self._planner.ask(Planner.status).result().taken_to
+                step = agreed_step(self._constructors, self._waiting, self._start.step, taken_to, at, timeout)
+                progress = self._planner.ask(Planner.progress, step).result()
+                self._move_to_mesh(replace(self.job, mesh=mesh), progress)
+            except BaseException:
+                thaw(self._constructors)
+                raise
+            return step
 
     @property
     def start_step(self) -> int:
@@ -187,7 +287,11 @@ class Loader:
 
     def doing(self) -> list[str]:
         """What the planner and the loaders are busy with."""
-        return [*self._planner.ask(Planner.doing).result(), *self._routes.doing()]
+        try:
+            planner = self._planner.ask(Planner.doing).result(_DOING_WAIT_S)
+        except (WaitTimeoutError, WorkerDiedError):
+            planner = ["the planner does not answer"]
+        return [*planner, *self._routes.doing()]
 
     def close(self) -> None:
         """Stop everything. Safe to call twice."""
@@ -197,6 +301,8 @@ class Loader:
             self._closed = True
             clients = list(self._clients)
         atexit.unregister(self.close)
+        if self._serving is not None:
+            self._serving.close()
         for client in clients:
             client.abandon()
         self._engine.close()
@@ -208,20 +314,49 @@ class Loader:
         self.close()
 
     def _slowest(self) -> int:
+        reading, last = ({}, {}) if self._serving is None else (self._serving.reading(), self._serving.last())
         with self._lock:
-            reading = [client.step for client in self._clients if client.is_reading]
-            return min(reading or [client.step for client in self._clients] or [self._start.step])
+            here = [client.step for client in self._clients if client.is_reading] + list(reading.values())
+            ended = [client.step for client in self._clients if not client.is_stale] + list(last.values())
+            return min(here or ended or [self._start.step])
 
-    def _planner_from(self, progress: Progress) -> partial[Planner]:
-        return partial(make_planner, self.job, self._num_units, progress, self._routes)
+    def _waiting(self) -> dict[int, int]:
+        """The ranks that read in this process, with the step each takes next."""
+        with self._lock:
+            return {client.rank: client.step for client in self._clients if client.is_reading}
+
+    def _planner_from(self, job: Job, progress: Progress, era: Era | None) -> partial[Planner]:
+        return partial(make_planner, job, self._num_units, progress, self._routes, era)
+
+    def _move_to_mesh(self, job: Job, progress: Progress) -> None:
+        engine, old, new = self._engine, self.job.mesh.dp, job.mesh.dp
+        era = None if self._era is None else self._era.moved(progress.step, job.mesh)
+        added: list[Handle[ServingConstructor]] = []
+        try:
+            engine.spawn("planner/new", self._planner_from(job, progress, era))
+            added = [self._spawn_constructor(job, group) for group in range(old, new)]
+            engine.started()
+        except BaseException:  # nothing has changed yet
+            for name in ("planner/new", *(constructor.name for constructor in added)):
+                engine.stop(name)
+            raise
+        with self._lock:
+            self._clients = [client for client in self._clients if client.is_reading]  # they may rejoin
+            self._generation += 1  # first, so that clients of the old mesh see that it is gone
+            engine.rebind("planner", "planner/new")
+            for constructor in self._constructors:
+                engine.stop(constructor.name)
+            kept = [self._spawn_constructor(job, group) for group in range(min(old, new))]
+            engine.started()
+            self.job, self.tree, self._start, self._era = job, ClientPlaceTree(job.mesh), progress, era
+            self._constructors[:] = kept + added
 
 
 class _InProcess:
-    """The channel of a client that lives beside its loader."""
+    """The channel of clients that live beside their loader."""
 
-    def __init__(self, loader: Loader, constructor: Handle[DataConstructor]) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._constructor = constructor
         self.state_before = loader.state_before
         self.load_state = loader.load_state
         self.doing = loader.doing
@@ -233,7 +368,17 @@ class _InProcess:
         return self._loader.generation
 
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
-        return self._constructor.ask(DataConstructor.fetch, step, rank, wait_s).result()
+        generation = self._loader.generation
+        try:
+            return self._constructor(rank).ask(DataConstructor.fetch, step, rank, wait_s).result()
+        except ClosedError:
+            if generation == self._loader.generation:
+                raise
+            return Later("the mesh was changed")
 
     def leave(self, rank: int) -> None:
-        self._constructor.ask(DataConstructor.leaves, rank).result()
+        self._constructor(rank).ask(DataConstructor.leaves, rank).result()
+
+    def _constructor(self, rank: int) -> Handle[ServingConstructor]:
+        # Looked up each time: a mesh that is resized deals ranks to other groups.
+        return self._loader._constructors[self._loader.tree.coordinates(rank).dp]

@@ -300,6 +300,27 @@ class Mixture:
         return {name: weight / total for name, weight in weights.items() if weight > 0}
 
 
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Where the planner writes down what it decided: a folder (on a cluster, one that all machines see), or a URL of an
+    object store. A run whose planner is lost, or that is started with resume="log", goes on from it."""
+
+    location: str
+    snapshot_every: int = 1000
+    """Steps between two snapshots; what is older than the last two is deleted."""
+    sync_s: float = 1.0
+    """Seconds between two moments at which everything is safe from a crash of the machine."""
+    storage_options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.location:
+            raise SpecError("a log needs a place: a folder, or a URL such as s3://bucket/run/log")
+        if self.snapshot_every < 1:
+            raise SpecError(f"snapshot_every is a number of steps, at least 1, got {self.snapshot_every}")
+        if self.sync_s <= 0:
+            raise SpecError(f"sync_s is a positive number of seconds, got {self.sync_s}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One declaration of everything that decides the stream and who receives what of it."""
@@ -313,7 +334,8 @@ class Job:
     """How a step's samples are arranged over ranks; `strategies.plain()` unless given."""
     seed: int = 0
     num_workers: int | None = None
-    """Threads that read and transform; one per core unless given."""
+    """Threads that read and transform; one per core unless given. With 0 there are none: everything is done by whoever
+    asks for a step, when it asks, which is the least work in all and the easiest to debug, but hides no waiting."""
     num_processes: int | None = None
     """Worker processes for transforms wrapped in `ol.InProcesses`; one per core unless given."""
     prefetch: int = 2
@@ -346,10 +368,10 @@ class Job:
                 raise SpecError(f"steps are counted in tokens, but {_listed(without)} have tokens=None; use samples=...")
         if self.prefetch < 0:
             raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
-        for name in ("num_workers", "num_processes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SpecError(f"{name} must be at least 1, got {value}")
+        if self.num_workers is not None and self.num_workers < 0:
+            raise SpecError(f"num_workers must be at least 0, got {self.num_workers}")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise SpecError(f"num_processes must be at least 1, got {self.num_processes}")
 
     @property
     def mix(self) -> Mixture:

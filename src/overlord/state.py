@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from overlord.errors import StateError
-from overlord.planning.facts import Samples
 from overlord.planning.progress import Progress
 from overlord.spec import Job, Source, Unit
 
 VERSION = 1
-_CARRIED = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
 
 State = dict[str, Any]
 
@@ -89,34 +87,14 @@ class Fingerprint:
 
 
 def to_state(progress: Progress, unit: str, fingerprint: Mapping[str, Any]) -> State:
-    columns = zip(
-        progress.names,
-        progress.chunk.tolist(),
-        progress.row.tolist(),
-        progress.samples.tolist(),
-        progress.tokens.tolist(),
-        progress.since.tolist(),
-        progress.lead.tolist(),
-        progress.weights.tolist(),
-        progress.read_once.tolist(),
-        strict=True,
-    )
-    carried = progress.carried
-    size_names = list(carried.sizes)
-    rows = [getattr(carried, column).tolist() for column in _CARRIED] + [carried.sizes[n].tolist() for n in size_names]
+    plain = progress.to_plain()
     return {
         "overlord": VERSION,
-        "step": progress.step,
+        "step": plain["step"],
         "unit": unit,
         "fingerprint": fingerprint,
-        "sources": {name: values for name, *values in columns},
-        "carried": {
-            "names": list(carried.source_names),
-            "sizes": size_names,
-            "rows": [list(r) for r in zip(*rows, strict=True)],
-        }
-        if len(carried)
-        else None,
+        "sources": plain["sources"],
+        "carried": plain["carried"],
     }
 
 
@@ -137,45 +115,35 @@ def from_state(
         progress = _progress(state, job.mix.unit)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise StateError(f"the state is damaged: {type(error).__name__}: {error}; use an older checkpoint") from error
+    refuse_differences(
+        differences,
+        accept_changes,
+        "the state was saved by a job that differs from this one",
+        "(a changed source then goes on from the same chunk and row numbers of its new data).",
+    )
+    return progress.for_sources(tuple(job.sources))
+
+
+def refuse_differences(
+    differences: Mapping[str, str], accept_changes: Collection[str] | bool, what: str, consequence: str
+) -> None:
+    """Raise StateError for the differences that were not accepted by name."""
     refused = {} if accept_changes is True else {k: v for k, v in differences.items() if k not in (accept_changes or ())}
     if refused:
         listed = "\n".join(f"  - {text}" for text in refused.values())
         raise StateError(
-            f"the state was saved by a job that differs from this one:\n{listed}\n"
-            f"Restore the old declaration, or accept it with accept_changes={sorted(refused)!r} "
-            "(a changed source then goes on from the same chunk and row numbers of its new data)."
+            f"{what}:\n{listed}\n"
+            f"Restore the old declaration, or accept it with accept_changes={sorted(refused)!r} {consequence}"
         )
-    return progress.for_sources(tuple(job.sources))
 
 
 def _progress(state: Mapping[str, Any], unit: str) -> Progress:
-    names = tuple(state["sources"])
-    columns = list(zip(*state["sources"].values(), strict=True)) or [()] * 8
-    chunk, row, samples, tokens, since, lead, weights, read_once = columns
-    same_unit = state["unit"] == unit  # what was drawn in samples says nothing about a balance in tokens
-    zeros = np.zeros(len(names))
-    return Progress(
-        step=int(state["step"]),
-        names=names,
-        chunk=np.array(chunk, np.int64),
-        row=np.array(row, np.int64),
-        samples=np.array(samples, np.int64),
-        tokens=np.array(tokens, np.int64),
-        since=np.array(since, np.int64) if same_unit else zeros.astype(np.int64),
-        lead=np.array(lead, np.float64) if same_unit else zeros,
-        weights=np.array(weights, np.float64) if same_unit else zeros,
-        read_once=np.array(read_once, bool),
-        carried=_carried(state["carried"], names),
-    )
-
-
-def _carried(saved: Mapping[str, Any] | None, names: tuple[str, ...]) -> Samples:
-    if saved is None:
-        return Samples.none(names)
-    columns = np.array(saved["rows"], np.int64).T
-    fixed = dict(zip(_CARRIED, columns, strict=False))
-    sizes = dict(zip(saved["sizes"], columns[len(_CARRIED) :], strict=True))
-    return Samples(tuple(saved["names"]), **fixed, sizes=sizes).for_sources(names)
+    progress = Progress.from_plain(state)
+    if state["unit"] == unit:
+        return progress
+    # What was drawn in samples says nothing about a balance in tokens.
+    zeros = np.zeros(len(progress.names))
+    return replace(progress, since=zeros.astype(np.int64), lead=zeros, weights=zeros)
 
 
 def _declaration_digest(source: Source) -> str:

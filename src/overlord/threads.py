@@ -10,10 +10,14 @@ from typing import Any
 
 
 class Threads(Executor):
-    """Runs calls on up to `num_threads` threads, which start when first needed."""
+    """Runs calls on up to `num_threads` threads, which start when first needed.
+
+    With none, nothing is ever begun: whoever needs an answer cancels the call and makes it in its own thread, as one may
+    do with any call that no thread has begun.
+    """
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple, dict] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -27,8 +31,10 @@ class Threads(Executor):
             if self._closed:
                 future.cancel()
                 return future
+            if self.num_threads == 0:
+                return future
             self._calls.put((future, fn, args, kwargs))
-            if self._idle < self._calls.qsize() and len(self._threads) < self._num_threads:
+            if self._idle < self._calls.qsize() and len(self._threads) < self.num_threads:
                 thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -56,9 +62,11 @@ class Threads(Executor):
 
     def _work(self) -> None:
         while True:
-            self._idle += 1
+            with self._lock:
+                self._idle += 1
             call = self._calls.get()
-            self._idle -= 1
+            with self._lock:
+                self._idle -= 1
             if call is None:
                 return
             future, fn, args, kwargs = call

@@ -21,10 +21,11 @@ class Workplace:
     """Threads and processes start when they are first needed, so one that is not used costs nothing."""
 
     def __init__(self, size: WorkplaceSize) -> None:
-        num_workers = size.num_workers or os.cpu_count() or 1
+        num_workers = (os.cpu_count() or 1) if size.num_workers is None else size.num_workers
         self.read_threads = Threads(num_workers, "overlord-read")
-        # Building mostly holds the interpreter, so more threads than this would only wait for each other.
-        self.build_threads = Threads(2, "overlord-build")
+        # Building mostly holds the interpreter: a second thread would not build sooner, and the two would hand the
+        # interpreter to and fro at every array they copy. What takes long, decoding, runs on the read threads.
+        self.build_threads = Threads(min(1, num_workers), "overlord-build")
         self.processes = ProcessPool(size.num_processes or os.cpu_count() or 1)
 
     def close(self) -> None:

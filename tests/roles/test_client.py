@@ -166,6 +166,6 @@ def test_torch_tensors_share_memory_with_the_arrays():
     ],
 )
 def test_a_client_asked_for_wrongly_says_so(rank, fields, message):
-    with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=4))) as loader:
-        with pytest.raises(ol.SpecError, match=message):
-            loader.client(rank, **fields)
+    job = job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=4))
+    with ol.start(job) as loader, pytest.raises(ol.SpecError, match=message):
+        loader.client(rank, **fields)

@@ -35,7 +35,7 @@ class Tiny(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return self.head(x.flatten(0, 1))
 
 
 def tiny(seed: int = 0, **shape: int | bool) -> Tiny:
@@ -58,7 +58,7 @@ def heavy_tailed(rows: int, columns: int, shape: float) -> Tensor:
 def loss_of(model: nn.Module, step: int) -> Tensor:
     """On tokens that depend on the step alone."""
     tokens = torch.randint(0, 20, (4, 7), generator=torch.Generator().manual_seed(step))
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+    return nn.functional.cross_entropy(model(tokens), tokens.roll(1, 1).flatten())
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:

@@ -96,7 +96,7 @@ def test_alpha_does_not_depend_on_scale_or_on_how_matrices_are_batched():
     torch.manual_seed(4)
     matrices = [torch.randn(1, 40, 40 + 10 * (i % 3)) for i in range(9)]
     at_once = alpha_of(*matrices)
-    assert alpha_of(*(1e-4 * m for m in matrices)) == pytest.approx(at_once, rel=1e-9)
+    assert alpha_of(*(2.0**-13 * m for m in matrices)) == pytest.approx(at_once, rel=1e-9)
     assert alpha_of(*matrices, batch_bytes=1) == pytest.approx(at_once, rel=1e-12)
 
 

@@ -9,7 +9,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from overlord.errors import OverlordError
@@ -32,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        sys.stderr.write(f"error: {_told(error)}\n")
+        sys.stderr.write(f"error: {told(error)}\n")
         return FAILED
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     """An error as a person should read it: what, and where in brackets."""
     text = str(error)
     if not isinstance(error, OverlordError):
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(verbs)
     _add_explain(verbs)
     _add_run(verbs)
+    _add_serve(verbs)
     for verb in verbs.choices.values():
         verb.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
         verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -132,7 +133,60 @@ def _add_run(verbs: argparse._SubParsersAction) -> None:
     verb.set_defaults(verb=call)
 
 
-def _at_least(least: int):
+def _add_serve(verbs: argparse._SubParsersAction) -> None:
+    verb = verbs.add_parser("serve", help="run a job for trainers in other processes, which use overlord.connect")
+    verb.add_argument("job", type=Path, help="a Python file with `job = overlord.Job(...)`")
+    verb.add_argument(
+        "--address",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where to listen; port 0 is any that is free; off loopback a token is needed (default: %(default)s)",
+    )
+    verb.add_argument("--advertise", metavar="HOST", help="the host to tell clients, if not the one listened on")
+    verb.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token that every client must give")
+    verb.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve over TLS with this certificate (PEM)")
+    verb.add_argument("--tls-key", type=Path, metavar="FILE", help="and this private key")
+    verb.add_argument("--state", type=Path, metavar="FILE", help="write the state here when it stops")
+    verb.add_argument("--resume", type=Path, metavar="FILE", help="go on from this state")
+    verb.add_argument(
+        "--ray", nargs="?", const="", metavar="ADDRESS", help="run on this Ray cluster, or on a local one that is started"
+    )
+    verb.add_argument(
+        "--leave-after",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="wait so long for a silent rank (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--drain",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="when stopping, wait so long for ranks (default: %(default)s)",
+    )
+
+    def call(options: argparse.Namespace) -> int:
+        from overlord.cli.serve import ServeOptions, serve
+
+        given = ServeOptions(
+            address=options.address,
+            advertise=options.advertise,
+            token_file=options.token_file,
+            tls_cert=options.tls_cert,
+            tls_key=options.tls_key,
+            state=options.state,
+            resume=options.resume,
+            ray=options.ray,
+            leave_after_s=options.leave_after,
+            drain_s=options.drain,
+        )
+        return serve(options.job, given, options.json)
+
+    verb.set_defaults(verb=call)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = int(text)
         if value < least:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from overlord.cli import FAILED
+from overlord.cli import FAILED, told
 from overlord.cli.job_file import load_job
 from overlord.cli.output import console, size, table, write_json
 from overlord.dry_run import steps_of
@@ -49,7 +49,7 @@ def check(path: Path, as_json: bool) -> int:
         try:
             first = _first_step(job)
         except OverlordError as error:
-            errors.append(_with_notes(error))
+            errors.append(told(error))
     warnings = _warnings(job, units)
     if as_json:
         write_json(
@@ -173,8 +173,3 @@ def _print(
             problems.print(f"error: {error}", soft_wrap=True, markup=False)
     else:
         out.print(f"{path} is sound" + (f", with {len(warnings)} warning(s)" if warnings else ""), markup=False)
-
-
-def _with_notes(error: OverlordError) -> str:
-    notes = "; ".join(getattr(error, "__notes__", ()))
-    return f"{error} ({notes})" if notes else str(error)

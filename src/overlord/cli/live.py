@@ -54,7 +54,7 @@ class LiveView:
         line = f"{self._steps(meter)}   {short(tokens / seconds if seconds else 0)} tokens/s   {short(meter.tokens)} tokens"
         if self._live is None:
             mix = ", ".join(f"{name} {share.realised:.1%}" for name, share in shares().items())
-            self._console.print(f"{self._title}: {line}   {mix}")
+            self._console.print(f"{self._title}: {line}   {mix}", soft_wrap=True, markup=False)
         else:
             self._live.update(self._picture(meter, line, shares()), refresh=True)
 

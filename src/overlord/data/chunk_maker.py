@@ -221,8 +221,9 @@ class ChunkMaker:
         long = np.flatnonzero(documents.lengths > self._batch.sequence_length)
         if len(long):
             file, row = lineage.where(int(origin[long[0]]))
+            tokens = int(documents.lengths[long[0]])
             raise DataError(
-                f"source {self._name!r}: {file}, row {row}: a document of {int(documents.lengths[long[0]]):,} tokens is longer "
+                f"source {self._name!r}: {file}, row {row}: a document of {tokens:,} tokens is longer "
                 f"than sequence_length {self._batch.sequence_length:,}; set long_documents to 'split', 'truncate' or 'drop'"
             )
 

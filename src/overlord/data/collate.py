@@ -300,5 +300,18 @@ def _images(images: Sequence[Sequence[NDArray[np.uint8]]]) -> Fields:
     if len({image.shape for image in flat}) > 1:
         stacked: Any = flat
     else:
-        stacked = np.stack(flat) if flat else np.empty((0, 0, 0, 3), np.uint8)
+        stacked = _stacked(flat) if flat else np.empty((0, 0, 0, 3), np.uint8)
     return {"images": stacked, "image_document": np.repeat(np.arange(len(images), dtype=np.int32), counts)}
+
+
+def _stacked(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Images of one shape as one array; without a copy where they already lie one after the other."""
+    first, size = images[0], images[0].nbytes
+    base, address = first.base, first.ctypes.data
+    in_a_row = base is not None and all(
+        image.base is base and image.flags.c_contiguous and image.ctypes.data == address + i * size
+        for i, image in enumerate(images)
+    )
+    if not in_a_row:
+        return np.stack(images)
+    return np.lib.stride_tricks.as_strided(first, (len(images), *first.shape), (size, *first.strides))

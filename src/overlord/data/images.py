@@ -10,7 +10,7 @@ an antialiasing filter.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -81,9 +81,10 @@ class DecodeImage:
                 sizes["image_pixels"][row] = sum(height * width for height, width in shapes)
         return sizes, bad
 
-    def decode_row(self, column: pa.ChunkedArray | pa.Array, row: int) -> list[Pixels]:
-        """The decoded images of one row."""
-        return [self.decode(data) for data in next(iter(_files_of_rows(column.slice(row, 1))))]
+    def decode_row(self, column: pa.ChunkedArray | pa.Array, row: int, out: Sequence[Pixels] | None = None) -> list[Pixels]:
+        """The decoded images of one row, written to `out` where given."""
+        files = next(iter(_files_of_rows(column.slice(row, 1))))
+        return [self.decode(data, None if out is None else out[i]) for i, data in enumerate(files)]
 
     def decode(self, data: Data, out: Pixels | None = None) -> Pixels:
         """One image as uint8 (height, width, 3), written to `out` where given. Raises DataError in one line."""

@@ -72,7 +72,7 @@ class Listed:
 
 
 class ObjectStore:
-    """Reads and lists under one root such as `s3://bucket`. Shared by all threads of a process."""
+    """Reads, lists and stores under one root such as `s3://bucket`. Shared by all threads of a process."""
 
     def __init__(
         self,
@@ -141,6 +141,34 @@ class ObjectStore:
                 target[begin - start : end - start] = np.frombuffer(memoryview(checked), np.uint8)
         return whole
 
+    def put_new(self, key: str, content: bytes) -> None:
+        """Store an object that does not exist yet; FileExistsError when it does and holds something else."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        def put() -> bool:
+            try:
+                obstore.put(self._store, key, content, mode="create")
+            except AlreadyExistsError:
+                return False
+            return True
+
+        # A put that seemed to fail may have arrived, and is then found to exist when it is tried again.
+        if not self._ask(key, put, "written") and self.get(key) != content:
+            raise FileExistsError(f"{self.root}/{key} exists already")
+
+    def get(self, key: str) -> bytes:
+        """A whole object that was never listed."""
+        import obstore
+
+        return self._ask(key, lambda: bytes(obstore.get(self._store, key).bytes()))
+
+    def delete(self, key: str) -> None:
+        """One that does not exist is as good as deleted."""
+        import obstore
+
+        self._ask(key, lambda: obstore.delete(self._store, key), "deleted")
+
     def _checked(self, part: pa.Buffer, key: str, start: int, stop: int) -> pa.Buffer:
         if part.size != stop - start:
             raise SourceError(
@@ -149,7 +177,7 @@ class ObjectStore:
             )
         return part
 
-    def _ask(self, key: str, request: Callable[[], T]) -> T:
+    def _ask(self, key: str, request: Callable[[], T], done: str = "read") -> T:
         from obstore.exceptions import BaseError
 
         began = self._clock()
@@ -159,7 +187,7 @@ class ObjectStore:
             except (BaseError, FileNotFoundError) as error:
                 reason = _reason(error)
                 if not _is_passing(error):
-                    raise SourceError(f"{self.root}/{key} {_refusal(error)} ({reason})") from error
+                    raise SourceError(f"{self.root}/{key} {_refusal(error, done)} ({reason})") from error
                 if self._clock() - began + wait > self._retry.deadline_s:
                     raise StorageError(
                         f"{self.root}/{key}: storage did not answer in {attempt} attempts over "
@@ -233,13 +261,14 @@ def _is_passing(error: Exception) -> bool:
     return isinstance(error, GenericError)
 
 
-def _refusal(error: Exception) -> str:
+def _refusal(error: Exception, done: str) -> str:
     status = _status(error)
     if isinstance(error, FileNotFoundError) or status == 404:
         return "does not exist: check the name, and the bucket"
     if status in (401, 403):
-        return "may not be read with these credentials: give others in storage_options, or a right to list and get"
-    return "cannot be read"
+        rights = "list and get" if done == "read" else "put and delete"
+        return f"may not be {done} with these credentials: give others in storage_options, or a right to {rights}"
+    return f"cannot be {done}"
 
 
 def _reason(error: Exception) -> str:

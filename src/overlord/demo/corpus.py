@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from overlord.errors import SourceError, SpecError
 
 CODE_BYTES = 8_000_000
-DOCSTRING_BYTES = 1_000_000
+DOCSTRING_BYTES = 600_000
 MANUAL_BYTES = 3_000_000
 NUM_PICTURES = 384
 FILES_PER_SOURCE = 4

@@ -52,6 +52,16 @@ class Embedded:
             self._roles[name] = role
         return Handle(self, name)
 
+    @property
+    def num_hosts(self) -> int | None:
+        return None
+
+    def started(self) -> None:
+        """Nothing to wait for: `spawn` makes a role before it returns."""
+
+    def store_use(self) -> None:
+        return None
+
     def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Given:
         role = self._roles.get(name)
         if role is None:

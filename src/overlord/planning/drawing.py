@@ -8,7 +8,7 @@ sources is merged up to the first moment at which something is not known yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,8 +20,12 @@ from overlord.spec import Stop
 
 Describe = Callable[[int, int], ChunkFacts]
 """(source index, chunk) to facts."""
+Expect = Callable[[int, int], None]
+"""(source index, chunk): that chunk will be described soon."""
 
 _MOST_ROWS_OF_A_SOURCE = 8192  # per block: keeps the first step quick when chunks are huge
+_ROWS_POOLED = 2048  # about: enough that visiting every source seldom matters, few enough that merging stays quick
+_CHUNKS_EXPECTED = 8  # enough to keep several readers busy; more would only fill memory sooner than needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,23 @@ class Extent:
         return None if self.num_epochs is None else self.chunks_per_epoch * self.num_epochs
 
 
+@dataclass(slots=True)
+class _Lane:
+    """One source inside a queue: a stretch of rows of one chunk, their virtual times, and how many are in the pool."""
+
+    chunk: int
+    facts: ChunkFacts
+    first: int
+    times: Floats
+    pooled: int = 0
+
+
 class DrawQueue:
     """The endless sequence of draws under fixed weights, from a progress on.
 
-    The pool holds the rows that are known, in the order of their virtual times. Every source with weight has rows in it, of
-    one chunk each. The block is the part of the pool up to the first source's last known row: what comes after that row
-    is not settled before more of that source is known.
+    Every source with weight has a lane. The pool holds the rows of all lanes up to the virtual time `_until`, in the order
+    of their times. The block is the part of the pool up to the first lane's last row: what comes after that row is not
+    settled before more of that source is known. Neither pool nor block decides the order: they only bound the work.
     """
 
     def __init__(
@@ -51,18 +66,21 @@ class DrawQueue:
         stop: Stop,
         extents: Sequence[Extent],
         describe: Describe,
+        expect: Expect | None = None,
     ) -> None:
         self._at = progress  # where the current block begins
         self._by_tokens = unit == "tokens"
         self._stop = stop
         self._extents = extents
         self._describe = describe
+        self._expect = expect
         self._ended = False
         self._read_once = progress.read_once.copy()
-        self._lanes: dict[int, tuple[int, int]] = {}  # source to the chunk it is in and that chunk's rows
-        self._last_times = np.full(len(progress.names), np.inf)  # of each source's last row in the pool
-        self._run_out: list[int] = np.flatnonzero(progress.weights > 0).tolist()  # sources with no row in the pool
+        self._lanes: dict[int, _Lane] = {}
+        self._last_times = np.full(len(progress.names), np.inf)  # of each lane's last row
+        self._run_out: list[int] = np.flatnonzero(progress.weights > 0).tolist()  # sources whose lane is all drawn
         self._pool, self._pool_times = Samples.none(progress.names), np.zeros(0)
+        self._until = -np.inf
         self._rows_of_chunk: dict[int, tuple[int, int]] = {}
         self._start_block(Samples.none(progress.names))
 
@@ -89,6 +107,18 @@ class DrawQueue:
             parts.append(self._take_to(end))
         return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
 
+    @property
+    def samples_at_hand(self) -> int:
+        """Draws that need nothing more to be known."""
+        return len(self._block) - self._position
+
+    @property
+    def tokens_at_hand(self) -> int:
+        """The tokens of those draws."""
+        if self._position == len(self._block):
+            return 0
+        return int(self._block_tokens[-1] - (self._block_tokens[self._position - 1] if self._position else 0))
+
     def bookmark(self) -> Callable[[], Progress]:
         """A function that gives the progress at this moment, computed when it is called."""
         at, block, position, rows_of_chunk = self._at, self._block, self._position, self._rows_of_chunk
@@ -109,21 +139,31 @@ class DrawQueue:
         if self._ended:
             return False
         self._at = self.bookmark()()
-        entered = [rows for source in self._run_out if (rows := self._enter(source)) is not None]
+        entered = [source for source in self._run_out if self._enter(source)]
         self._run_out = []
         self._at = replace(self._at, read_once=self._read_once.copy())
-        self._rows_of_chunk = dict(self._lanes)
+        self._rows_of_chunk = {source: (lane.chunk, lane.facts.num_rows) for source, lane in self._lanes.items()}
         if self._ended or not self._lanes:
             self._ended = True
             self._start_block(Samples.none(self._at.names))
             return False
-        if entered:
-            self._merge(entered)
+        self._fill_pool(entered)
         self._start_block(self._settled())
+        self._look_ahead()
         return True
 
-    def _enter(self, source: int) -> tuple[Samples, Floats] | None:
-        """The source's next rows and their virtual times; None when the source has ended."""
+    def _look_ahead(self) -> None:
+        """Tell which chunks come next: those of the sources whose known rows run out first."""
+        if self._expect is None:
+            return
+        for source in np.argsort(self._last_times, kind="stable")[:_CHUNKS_EXPECTED].tolist():
+            if source in self._lanes:
+                chunk, end = self._lanes[source].chunk + 1, self._extents[source].end
+                if end is None or chunk < end or self._stop == "all_exhausted":
+                    self._expect(source, chunk)
+
+    def _enter(self, source: int) -> bool:
+        """Give the source a lane of its next rows; False when the source has ended."""
         at, extent = self._at, self._extents[source]
         chunk, row = int(at.chunk[source]), int(at.row[source])
         first_chunk = chunk
@@ -131,7 +171,7 @@ class DrawQueue:
             if extent.end is not None and chunk >= extent.end and self._has_ended(source):
                 self._lanes.pop(source, None)
                 self._last_times[source] = np.inf
-                return None
+                return False
             facts = self._describe(source, chunk)
             if row < facts.num_rows:
                 break
@@ -143,13 +183,13 @@ class DrawQueue:
                 )
         at.chunk[source], at.row[source] = chunk, row  # `at` is this queue's own copy
         end = min(row + _MOST_ROWS_OF_A_SOURCE, facts.num_rows)
-        self._lanes[source] = (chunk, facts.num_rows)
         sizes = facts.tokens[row:end] if self._by_tokens else np.ones(end - row, np.int64)
         # From exact integers, so that a time does not depend on where a run was cut.
         middle = int(at.since[source]) + np.cumsum(sizes) - sizes / 2
         times = at.lead[source] + middle / at.weights[source]
+        self._lanes[source] = _Lane(chunk, facts, row, times)
         self._last_times[source] = times[-1]
-        return _rows(at.names, source, chunk, facts, row, end), times
+        return True
 
     def _has_ended(self, source: int) -> bool:
         """What the end of a finite source means; False when the source starts again."""
@@ -161,21 +201,46 @@ class DrawQueue:
         self._ended = self._ended or self._stop == "first_exhausted"
         return True
 
-    def _merge(self, entered: list[tuple[Samples, Floats]]) -> None:
-        """Put new rows into the pool, by time and, where times are equal, by source."""
-        samples = Samples.concatenated([self._pool, *(rows for rows, _ in entered)])
-        times = np.concatenate([self._pool_times, *(times for _, times in entered)])
-        order = np.argsort(times, kind="stable")  # quick on what is a few sorted runs
-        in_order = times[order]
+    def _fill_pool(self, entered: Sequence[int]) -> None:
+        """Put the rows of new lanes that belong into the pool there; when the pool is empty, those of all, further on."""
+        self._merge(entered)
+        while len(self._pool) == 0:
+            soonest = min(lane.times[lane.pooled] for lane in self._lanes.values() if lane.pooled < len(lane.times))
+            ahead = sum((lane.times[-1] - lane.times[0]) / len(lane.times) for lane in self._lanes.values()) / len(
+                self._lanes
+            )
+            # A source draws once in the mean distance of its rows, so this many times that gives about so many rows.
+            self._until = soonest + ahead * max(1, _ROWS_POOLED // len(self._lanes))
+            self._merge(self._lanes)
+
+    def _merge(self, sources: Iterable[int]) -> None:
+        """Move the rows of these lanes that lie before `_until` into the pool, by time and, where equal, by source."""
+        spans, times = [], [self._pool_times]
+        for source in sources:
+            lane = self._lanes[source]
+            end = int(lane.times.searchsorted(self._until, "right"))
+            if end > lane.pooled:
+                spans.append((source, lane, lane.pooled, end))
+                times.append(lane.times[lane.pooled : end])
+                lane.pooled = end
+        if not spans:
+            return
+        samples = Samples.concatenated([self._pool, _samples_of(self._at.names, spans)])
+        all_times = np.concatenate(times)
+        order = np.argsort(all_times, kind="stable")  # quick on what is a few sorted runs
+        in_order = all_times[order]
         if (in_order[1:] == in_order[:-1]).any():
-            order = np.lexsort((samples.source, times))
-            in_order = times[order]
+            order = np.lexsort((samples.source, all_times))
+            in_order = all_times[order]
         self._pool, self._pool_times = samples.take(order), in_order
 
     def _settled(self) -> Samples:
         """Take the rows out of the pool that come before anything that is not known yet."""
         bounding = int(self._last_times.argmin())  # of equal times the first source's, which is the one drawn first
         horizon = self._last_times[bounding]
+        if horizon > self._until:
+            block, self._pool, self._pool_times = self._pool, Samples.none(self._at.names), np.zeros(0)
+            return block
         first, last = self._pool_times.searchsorted(horizon, "left"), self._pool_times.searchsorted(horizon, "right")
         end = int(first + np.count_nonzero(self._pool.source[first:last] <= bounding))
         block = self._pool.take(slice(0, end))
@@ -184,18 +249,30 @@ class DrawQueue:
         return block
 
 
-def _rows(names: tuple[str, ...], source: int, chunk: int, facts: ChunkFacts, begin: int, end: int) -> Samples:
-    tokens = facts.tokens[begin:end]
+def _samples_of(names: tuple[str, ...], spans: list[tuple[int, _Lane, int, int]]) -> Samples:
+    """Rows `begin` to `end` of each lane, one lane after the other."""
+    counts = [end - begin for _, _, begin, end in spans]
+    rows = [(lane.facts, lane.first + begin, lane.first + end) for _, lane, begin, end in spans]
+    tokens = np.concatenate([facts.tokens[begin:end] for facts, begin, end in rows])
+    size_names = dict.fromkeys(name for facts, _, _ in rows for name in facts.sizes)
     return Samples(
         source_names=names,
-        source=np.full(end - begin, source, np.int64),
-        chunk=np.full(end - begin, chunk, np.int64),
-        row=np.arange(begin, end),
-        start=np.zeros(end - begin, np.int64),
+        source=np.repeat(np.array([source for source, _, _, _ in spans], np.int64), counts),
+        chunk=np.repeat(np.array([lane.chunk for _, lane, _, _ in spans], np.int64), counts),
+        row=np.concatenate([np.arange(begin, end) for _, begin, end in rows]),
+        start=np.zeros(len(tokens), np.int64),
         stop=tokens,
         tokens=tokens,
-        loss_tokens=facts.loss_tokens[begin:end],
-        sizes={name: column[begin:end] for name, column in facts.sizes.items()},
+        loss_tokens=np.concatenate([facts.loss_tokens[begin:end] for facts, begin, end in rows]),
+        sizes={
+            name: np.concatenate(
+                [
+                    facts.sizes[name][begin:end] if name in facts.sizes else np.zeros(end - begin, np.int64)
+                    for facts, begin, end in rows
+                ]
+            )
+            for name in size_names
+        },
     )
 
 

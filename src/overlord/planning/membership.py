@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from overlord.planning.drawing import Describe, DrawQueue, Extent, reweighted
+from overlord.planning.drawing import Describe, DrawQueue, Expect, Extent, reweighted
 from overlord.planning.facts import Floats, Ints, Samples
 from overlord.planning.packing import best_fit
 from overlord.planning.progress import Progress
@@ -28,6 +29,14 @@ class DrawnStep:
     rows: Ints | None
     weights: Floats
     after: Callable[[], Progress]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # `after` looks into what the planner has drawn: only what it gives may travel.
+        return DrawnStep, (self.number, self.samples, self.rows, self.weights, partial(_same, self.after()))
+
+
+def _same(progress: Progress) -> Progress:
+    return progress
 
 
 class WeightSchedule:
@@ -64,6 +73,7 @@ class StepDrawer:
         extents: Sequence[Extent],
         describe: Describe,
         count_loss: CountLoss | None = None,
+        expect: Expect | None = None,
     ) -> None:
         self._batch = batch
         self._mixture = mixture
@@ -72,6 +82,7 @@ class StepDrawer:
         self._ends = np.array([-1 if e.end is None else e.end for e in extents], np.int64)
         self._describe = describe
         self._count_loss = count_loss
+        self._expect = expect
         self._number = progress.step
         self._carried = progress.carried
         self._weights = progress.weights
@@ -81,6 +92,15 @@ class StepDrawer:
     def number(self) -> int:
         """The step that `next_step` will give."""
         return self._number
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next step can be drawn from what is known: no loader has to be asked."""
+        if self._schedule.at(self._number) is not self._weights:
+            return False
+        if self._batch.samples is not None:
+            return self._queue.samples_at_hand >= self._batch.samples
+        return self._queue.tokens_at_hand >= (self._batch.tokens or 0)
 
     def next_step(self) -> DrawnStep | None:
         """The next step, or None when the run has ended; once ended it stays so."""
@@ -107,7 +127,8 @@ class StepDrawer:
         return lambda: replace(at(), step=number, carried=carried)
 
     def _new_queue(self, progress: Progress) -> DrawQueue:
-        return DrawQueue(progress, self._mixture.unit, self._mixture.stop, self._extents, self._describe)
+        mixture = self._mixture
+        return DrawQueue(progress, mixture.unit, mixture.stop, self._extents, self._describe, self._expect)
 
     def _by_samples(self, count: int) -> tuple[Samples, None] | None:
         samples = self._with_carried(self._queue.next_samples(count - len(self._carried)))
@@ -133,11 +154,21 @@ class StepDrawer:
         if self._count_loss is not None:
             source, chunk, row = (column.item(last) for column in (samples.source, samples.chunk, samples.row))
             loss = self._count_loss(source, chunk, row, start, cut)
-        rest = samples.take(slice(last, None))
-        rest = replace(rest, start=np.array([cut]), tokens=np.array([surplus]), loss_tokens=rest.loss_tokens - loss)
         stop, tokens, loss_tokens = samples.stop.copy(), samples.tokens.copy(), samples.loss_tokens.copy()
+        rest = Samples(
+            samples.source_names,
+            samples.source[last:],
+            samples.chunk[last:],
+            samples.row[last:],
+            np.array([cut]),
+            samples.stop[last:],
+            np.array([surplus]),
+            loss_tokens[last:] - loss,
+            {name: column[last:] for name, column in samples.sizes.items()},
+        )
         stop[last], tokens[last], loss_tokens[last] = cut, cut - start, loss
-        return replace(samples, stop=stop, tokens=tokens, loss_tokens=loss_tokens), rest
+        kept = (samples.source, samples.chunk, samples.row, samples.start, stop, tokens, loss_tokens, samples.sizes)
+        return Samples(samples.source_names, *kept), rest
 
     def _whole_documents(self, tokens: int) -> tuple[Samples, Ints] | None:
         """As many whole documents as can be packed into the step's rows; those that do not fit are carried to the next

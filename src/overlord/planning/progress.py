@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overlord.planning.facts import Floats, Ints, Samples
+
+COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once")
+_CARRIED = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,51 @@ class Progress:
         new_index, old_index = (np.array(side, np.int64) for side in zip(*kept, strict=True)) if kept else ([], [])
         fresh = Progress.start(names)
         columns = {}
-        for column in ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once"):
+        for column in COLUMNS:
             values = getattr(fresh, column)
             values[new_index] = getattr(self, column)[old_index]
             columns[column] = values
         return replace(fresh, step=self.step, carried=self.carried.for_sources(names), **columns)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The same as numbers and strings, for JSON; every float comes back as it was."""
+        columns = zip(self.names, *(getattr(self, column).tolist() for column in COLUMNS), strict=True)
+        return {
+            "step": self.step,
+            "sources": {name: values for name, *values in columns},
+            "carried": plain_samples(self.carried),
+        }
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Progress:
+        """Raises KeyError, TypeError, ValueError or IndexError for what `to_plain` did not make."""
+        names = tuple(plain["sources"])
+        kinds = (*[np.int64] * 5, np.float64, np.float64, np.bool_)
+        columns = list(zip(*plain["sources"].values(), strict=True)) or [()] * len(COLUMNS)
+        arrays: dict[str, Any] = {
+            column: np.array(values, kind) for column, values, kind in zip(COLUMNS, columns, kinds, strict=True)
+        }
+        carried = samples_from_plain(plain["carried"], names)
+        return Progress(step=int(plain["step"]), names=names, carried=carried, **arrays)
+
+
+def plain_samples(samples: Samples) -> dict[str, Any] | None:
+    """Samples as numbers and strings; None where there are none."""
+    if len(samples) == 0:
+        return None
+    columns = [getattr(samples, column).tolist() for column in _CARRIED]
+    columns += [column.tolist() for column in samples.sizes.values()]
+    return {
+        "names": list(samples.source_names),
+        "sizes": list(samples.sizes),
+        "rows": [list(row) for row in zip(*columns, strict=True)],
+    }
+
+
+def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) -> Samples:
+    if plain is None:
+        return Samples.none(names)
+    columns = np.array(plain["rows"], np.int64).T
+    fixed = dict(zip(_CARRIED, columns, strict=False))
+    sizes = dict(zip(plain["sizes"], columns[len(_CARRIED) :], strict=True))
+    return Samples(tuple(plain["names"]), **fixed, sizes=sizes).for_sources(names)

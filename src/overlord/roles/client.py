@@ -106,6 +106,7 @@ class Client:
         self._generation = channel.generation()
         self._ended = False
         self._closed = threading.Event()
+        self._at_close: list[Callable[[], None]] = []
 
     def __iter__(self) -> Client:
         if self._ended:
@@ -141,15 +142,32 @@ class Client:
         self._next = self._channel.start()
         self._ended = False
 
+    def rejoin(self) -> None:
+        """Go on in a run whose mesh was changed, as the same rank of the new one, from the step that it begins at."""
+        self._next = self._channel.start()
+        self._generation = self._channel.generation()
+        self._ended = False
+
     @property
     def is_reading(self) -> bool:
-        return not self._closed.is_set() and not self._ended
+        return not self._closed.is_set() and not self._ended and not self.is_stale
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the run was moved to another state or mesh, and this client has not followed yet."""
+        return self._generation != self._channel.generation()
 
     def close(self) -> None:
         """Stop reading; the other ranks no longer wait for this one."""
         if not self._closed.is_set():
             self._closed.set()
             self._channel.leave(self.rank)
+            for call in reversed(self._at_close):
+                call()
+
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Call something after `close`, the last that was given first."""
+        self._at_close.append(call)
 
     def abandon(self) -> None:
         """Let a wait in another thread end with ClosedError: the loader is closing."""
@@ -166,12 +184,15 @@ class Client:
         while True:
             if self._closed.is_set():
                 raise ClosedError(f"the client of rank {self.rank} is closed; ask the loader for a new one")
-            if self._generation != self._channel.generation():
+            if self.is_stale:
                 raise ClosedError(
-                    f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too"
+                    f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too, or "
+                    "rejoin if its mesh was changed"
                 )
             left = _WAIT_S if self._timeout is None else min(_WAIT_S, self._timeout)
             answer = self._channel.fetch(self._next, self.rank, left)
+            if self.is_stale:
+                continue  # what came may be of another run than was asked
             if not isinstance(answer, Later):
                 return answer
             waited = self._clock() - began

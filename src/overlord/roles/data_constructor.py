@@ -3,12 +3,14 @@
 What it promises: every rank of the group that asks for a step gets its part of the same microbatches, built once. Built
 steps are kept until the slowest open rank has taken them, and never more than `prefetch` beyond it are built, so a rank
 that stops reading stops the group, not the memory. It decides nothing.
+
+When the mesh is to change, it is frozen: it hands out no step that no rank has yet, until it thaws or is replaced.
 """
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +21,11 @@ from overlord.data.delivery import cp_slices, fields_for, receive_only
 from overlord.engine import Handle
 from overlord.errors import ClosedError
 from overlord.planning.place_tree import ClientPlaceTree, Place
+from overlord.planning.plan import GroupPlan
 from overlord.roles.planner import Later, Planner
 from overlord.roles.routes import Routes
 from overlord.spec import Batch
+from overlord.threads import Threads
 
 Fields = dict[str, Any]
 
@@ -33,6 +37,16 @@ class Delivery:
     step: int
     loss_tokens: int
     microbatches: tuple[Fields, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """What the ranks of a group were given."""
+
+    next_of_rank: dict[int, int]
+    """For each rank that reads, the first step that it was not given."""
+    untaken: int
+    """The first step that no rank was given, as far as this constructor knows."""
 
 
 @dataclass(slots=True)
@@ -71,8 +85,10 @@ class DataConstructor:
         planner: Handle[Planner],
         routes: Routes,
         prefetch: int,
-        threads: Executor,
+        threads: Threads,
     ) -> None:
+        self.generation = 0
+        """How often the run was moved to another state."""
         self._group = group
         self._batch = batch
         self._tree = tree
@@ -83,6 +99,9 @@ class DataConstructor:
         self._arenas = Arenas(prefetch + 2)
         self._lock = threading.Lock()
         self._at: dict[int, int] = {}  # rank to the step it asks for next
+        self._taken: dict[int, int] = {}  # rank to the first step it was not given
+        self._untaken = 0
+        self._frozen_from: int | None = None
         self._steps: dict[int, Future[_Built | Later | None]] = {}
         self._doing: dict[int, str] = {}
         self._closed = False
@@ -92,20 +111,19 @@ class DataConstructor:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the constructor of data-parallel group {self._group} is closed")
-            self._at[rank] = step
-            slowest = min(self._at, key=lambda r: self._at[r])
-            oldest = self._at[slowest]
+            self._at[rank] = self._taken[rank] = step
+            oldest = min(self._at.values())
             for number in [n for n in self._steps if n < oldest]:
                 self._steps.pop(number).cancel()
-            if step > oldest + self._prefetch:
-                return Later(f"rank {slowest} of the same data-parallel group has not taken step {oldest} yet")
-            self._planner.ask(Planner.needs, self._group, oldest).result()
-            for number in range(step, oldest + self._prefetch + 1):
-                if number not in self._steps:
+            slowest = min(self._taken, key=lambda r: self._taken[r])
+            if step > self._taken[slowest] + self._prefetch:
+                return Later(f"rank {slowest} of the same data-parallel group has not taken step {self._taken[slowest]} yet")
+            for number in range(step, max(step, oldest + self._prefetch) + 1):
+                if number not in self._steps or _came_to_nothing(self._steps[number]):
                     self._steps[number] = self._threads.submit(self._build, number)
             future = self._steps[step]
         try:
-            built = future.result(timeout=wait_s)
+            built = self._built_here(step, future) if self._threads.num_threads == 0 else future.result(timeout=wait_s)
         except NotYet:
             return Later(self._doing.get(step, f"step {step} waits for a thread to build it"))
         except CancelledError:
@@ -113,25 +131,48 @@ class DataConstructor:
         except BaseException:
             self._forget(step, future)
             raise
-        if built is None:
-            return None
-        if isinstance(built, Later):
-            self._forget(step, future)
+        if built is None or isinstance(built, Later):
             return built
-        return Delivery(step, built.loss_tokens, built.microbatches(self._tree.coordinates(rank), self._tree))
+        microbatches = built.microbatches(self._tree.coordinates(rank), self._tree)
+        with self._lock:
+            if self._frozen_from is not None and step >= self._frozen_from:
+                return Later(f"step {step} waits for the mesh to change")
+            if self._at.get(rank) == step:  # it may have left meanwhile
+                self._taken[rank] = step + 1
+            self._untaken = max(self._untaken, step + 1)
+        return Delivery(step, built.loss_tokens, microbatches)
 
     def leaves(self, rank: int) -> None:
         """Note that a rank reads no more, so that it holds nobody back."""
         with self._lock:
             self._at.pop(rank, None)
-            if not self._at:
+            self._taken.pop(rank, None)
+            nobody_reads = not self._at
+            if nobody_reads:
                 self._drop_all()
-                self._planner.ask(Planner.leaves, self._group).result()
+        if nobody_reads:
+            self._planner.ask(Planner.leaves, self._group).result()
 
-    def restart(self) -> None:
+    def freeze(self) -> HandedOut:
+        """Hand out no step that no rank has yet."""
+        with self._lock:
+            self._frozen_from = self._untaken
+            return HandedOut(dict(self._taken), self._untaken)
+
+    def thaw(self, to: int | None = None) -> HandedOut:
+        """Hand out steps again, those before `to` if given."""
+        with self._lock:
+            self._frozen_from = to
+            return HandedOut(dict(self._taken), self._untaken)
+
+    def restart(self, generation: int) -> None:
         """Forget everything: the run goes on from another state."""
         with self._lock:
+            self.generation = generation
             self._at.clear()
+            self._taken.clear()
+            self._untaken = 0
+            self._frozen_from = None
             self._drop_all()
 
     def num_ready(self) -> int:
@@ -141,6 +182,7 @@ class DataConstructor:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            self._at.clear()
             self._drop_all()
 
     def _drop_all(self) -> None:
@@ -153,17 +195,47 @@ class DataConstructor:
             if self._steps.get(step) is future:
                 del self._steps[step]
 
+    def _built_here(self, step: int, future: Future[_Built | Later | None]) -> _Built | Later | None:
+        """The step, built by the rank that asks for it first: there are no threads to build it."""
+        if future.cancel():
+            done: Future[_Built | Later | None] = Future()
+            done.set_result(self._build(step))
+            with self._lock:
+                self._steps[step] = future = done
+        return future.result()
+
     def _build(self, step: int) -> _Built | Later | None:
         try:
             self._doing[step] = f"step {step} waits for its plan"
-            plan = self._planner.ask(Planner.plan, step, self._group).result()
+            plan = self._plan(step)
             if plan is None or isinstance(plan, Later):
                 return plan
             self._doing[step] = f"step {step} waits for its rows"
-            whole = tuple(collate(micro, self._routes.give(micro.samples), self._batch) for micro in plan.microbatches)
+            payloads = self._routes.give_each([micro.samples for micro in plan.microbatches])
+            whole = tuple(
+                collate(micro, payload, self._batch, self._arenas)
+                for micro, payload in zip(plan.microbatches, payloads, strict=True)
+            )
             return _Built(plan.loss_tokens, whole, plan.broadcast)
         except Exception as error:
             error.add_note(f"while data-parallel group {self._group} built step {step}")
             raise
         finally:
             self._doing.pop(step, None)
+
+    def _plan(self, step: int) -> GroupPlan | Later | None:
+        with self._lock:
+            oldest = min(self._at.values(), default=None)
+        if oldest is None:
+            return Later(f"nobody reads data-parallel group {self._group}")
+        plan = self._planner.ask(Planner.plan, step, self._group, oldest).result()
+        with self._lock:
+            nobody_reads = not self._at
+        if nobody_reads:  # the last rank left meanwhile: the planner must not wait for this group again
+            self._planner.ask(Planner.leaves, self._group).result()
+        return plan
+
+
+def _came_to_nothing(future: Future[_Built | Later | None]) -> bool:
+    """Whether a step could not be planned when it was tried, so that it has to be tried again."""
+    return future.done() and not future.cancelled() and future.exception() is None and isinstance(future.result(), Later)

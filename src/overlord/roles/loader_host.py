@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from overlord.data.arenas import Arenas
 from overlord.data.bad_rows import BadRowLog
 from overlord.data.chunk import Chunk
 from overlord.data.payload import Payload
-from overlord.data.views import joined, take_rows
+from overlord.data.views import compact, joined, take_rows
 from overlord.errors import DataError
 from overlord.planning.facts import ChunkFacts, Samples
 from overlord.roles.source_loader import BufferUse, SourceLoader
@@ -38,6 +39,7 @@ class LoaderHost:
         self._held = held
         self._columns = tuple(columns)
         self._threads = threads
+        self._arenas = Arenas(_MOST_IDLE_ARENAS)
 
     def describe(self, source: str, chunk: int, keep_from: int = 0) -> ChunkFacts:
         return self._held[source].loader.describe(chunk, keep_from)
@@ -58,10 +60,11 @@ class LoaderHost:
         ignored: set[int] = set()
         columns: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]] = []
         if some_deferred:
+            rooms = _Rooms(samples, self._arenas)
             for (source, number), places in _places_by_chunk(samples):
                 held, chunk = self._held[samples.source_names[source]], given.chunks[source, number]
                 if held.decode is not None:
-                    for decoded in self._decode(held, chunk, samples, places):
+                    for decoded in self._decode(held, chunk, samples, places, rooms):
                         images[decoded.place] = decoded.images
                         if decoded.is_bad:
                             ignored.add(decoded.place)
@@ -91,23 +94,58 @@ class LoaderHost:
         for held in self._held.values():
             held.loader.close()
 
-    def _decode(self, held: Held, chunk: Chunk, samples: Samples, places: NDArray[np.int64]) -> Iterator[_Decoded]:
+    def _decode(
+        self, held: Held, chunk: Chunk, samples: Samples, places: NDArray[np.int64], rooms: _Rooms
+    ) -> Iterator[_Decoded]:
         """The images of samples of one chunk. A row that cannot be decoded gets blank ones of the planned size."""
         column = chunk.table.column(held.decode.column)
         rows = chunk.table_row[samples.row[places]].tolist()
-        futures = [self._threads.submit(held.decode.decode_row, column, row) for row in rows]
-        for place, row, future in zip(places.tolist(), rows, futures, strict=True):
+        outs = [rooms.of(place) for place in places.tolist()]
+        decode = held.decode.decode_row
+        futures = [self._threads.submit(decode, column, row, out) for row, out in zip(rows, outs, strict=True)]
+        for place, row, out, future in zip(places.tolist(), rows, outs, futures, strict=True):
             try:
                 # What no thread has begun is done here: the threads may all be waiting for storage.
-                images = held.decode.decode_row(column, row) if future.cancel() else future.result()
+                images = decode(column, row, out) if future.cancel() else future.result()
             except DataError as error:
                 if held.bad_decode is not None:
                     held.bad_decode(chunk, row, str(error))
-                shape = (int(samples.sizes["image_height"][place]), int(samples.sizes["image_width"][place]), 3)
-                blank = [np.zeros(shape, np.uint8)] * int(samples.sizes["num_images"][place])
-                yield _Decoded(place, blank, is_bad=True)
+                yield _Decoded(place, rooms.blank(place), is_bad=True)
             else:
                 yield _Decoded(place, images)
+
+
+class _Rooms:
+    """Where the images of a microbatch are decoded to: one piece of memory, if all have the same planned size."""
+
+    def __init__(self, samples: Samples, arenas: Arenas) -> None:
+        none = np.zeros(len(samples), np.int64)
+        self._counts, self._heights, self._widths = (
+            samples.sizes.get(name, none) for name in ("num_images", "image_height", "image_width")
+        )
+        shapes = {(h, w) for n, h, w in zip(self._counts, self._heights, self._widths, strict=True) if n}
+        self._first = np.cumsum(self._counts) - self._counts
+        self._block: NDArray[np.uint8] | None = None
+        if len(shapes) == 1:
+            shape = (int(self._counts.sum()), *(int(side) for side in shapes.pop()), 3)
+            self._block = arenas.lease(int(np.prod(shape))).reshape(shape)
+
+    def of(self, place: int) -> list[NDArray[np.uint8]] | None:
+        """The places for the images of a sample; None when they bring their own memory."""
+        if self._block is None:
+            return None
+        first = int(self._first[place])
+        return [self._block[first + i] for i in range(int(self._counts[place]))]
+
+    def blank(self, place: int) -> list[NDArray[np.uint8]]:
+        """Black images of the planned size."""
+        rooms = self.of(place)
+        if rooms is None:
+            shape = (int(self._heights[place]), int(self._widths[place]), 3)
+            rooms = [np.empty(shape, np.uint8) for _ in range(int(self._counts[place]))]
+        for room in rooms:
+            room.fill(0)
+        return rooms
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,44 +156,56 @@ class _Decoded:
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
+_MOST_IDLE_ARENAS = 2
 
 
 class _Given:
     """The token views of samples, and the chunks they are of."""
 
     def __init__(self, held: Mapping[str, Held], samples: Samples) -> None:
+        self._held = held
+        self._names = samples.source_names
         self.chunks: dict[tuple[int, int], Chunk] = {}
         self.amounts: dict[tuple[int, int], int] = {}
         self.tokens: list[NDArray[np.integer]] = []
         self.following = np.full(len(samples), -1, np.int64)
         self.masks: list[NDArray[np.integer] | None] = []
         self.some_mask = False
+        opened: dict[tuple[int, int], tuple] = {}
         columns = (samples.source, samples.chunk, samples.row, samples.start, samples.stop)
         # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
         for place, (source, number, row, start, stop) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             key = (source, number)
-            chunk = self.chunks.get(key)
-            if chunk is None:
-                chunk = self.chunks[key] = held[samples.source_names[source]].loader.chunk(number)
-                self.amounts[key] = 0
-            if chunk.values is None:
+            parts = opened.get(key)
+            if parts is None:
+                parts = opened[key] = self._open(key)
+            values, begin_of, end_of, mask = parts
+            if values is None:
                 self.tokens.append(_NO_TOKENS)
                 self.masks.append(None)
                 self.amounts[key] += 1
                 continue
-            base = chunk.begin.item(row)
-            end = base + stop
-            self.tokens.append(chunk.values[base + start : end])
+            begin = begin_of(row)
+            end = begin + stop
+            self.tokens.append(values[begin + start : end])
             self.amounts[key] += stop - start
-            goes_on = end < chunk.document_end.item(row)
+            goes_on = end < end_of(row)
             if goes_on:
-                self.following[place] = chunk.values[end]
-            if chunk.mask is None:
-                self.masks.append(None)
-            else:
-                mask = chunk.mask[base + start : end + 1]
-                self.masks.append(mask if goes_on else np.append(mask[: stop - start], 0))
-                self.some_mask = True
+                self.following[place] = values[end]
+            self.masks.append(None if mask is None else _mask(mask, begin + start, end, goes_on))
+
+    def _open(self, key: tuple[int, int]) -> tuple:
+        source, number = key
+        chunk = self._held[self._names[source]].loader.chunk(number)
+        self.chunks[key] = chunk
+        self.amounts[key] = 0
+        self.some_mask = self.some_mask or chunk.mask is not None
+        return chunk.values, chunk.begin.item, chunk.document_end.item, chunk.mask
+
+
+def _mask(mask: NDArray[np.integer], begin: int, end: int, goes_on: bool) -> NDArray[np.integer]:
+    """One entry per token and one for the token that follows, 0 where none does."""
+    return mask[begin : end + 1] if goes_on else np.append(mask[begin:end], 0)
 
 
 def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArray[np.int64]]]:
@@ -176,13 +226,15 @@ def _columns(
     back[places] = np.arange(n)
     found = {}
     for name in names:
-        types = [chunk.table.schema.field(name).type for _, chunk, _ in parts if name in chunk.table.column_names]
-        kind = types[0] if types else pa.null()
-        arrays = [
-            joined(take_rows(chunk.table.select([name]), rows).column(0))
+        taken = [
+            joined(compact(take_rows(chunk.table.select([name]), rows)).column(0))
             if name in chunk.table.column_names
-            else pa.nulls(len(rows), kind)
+            else None
             for _, chunk, rows in parts
+        ]
+        kind = next((array.type for array in taken if array is not None), pa.null())
+        arrays = [
+            pa.nulls(len(rows), kind) if array is None else array for array, (_, _, rows) in zip(taken, parts, strict=True)
         ]
         found[name] = pa.concat_arrays(arrays).take(back)
     return found

@@ -3,10 +3,14 @@
 What it promises: `plan(step, group)` gives the same plan however often, by whomever and in whatever order it is asked,
 until the run ends, where it gives None to every group for the same step. A step that is no longer kept is planned again
 from the start of the run. No group gets more than `max_lead` steps ahead of the slowest, so nothing that is kept can grow.
+
+With a log, each step's progress is written down before its plan is handed out. A planner that is made again with the same
+arguments reads it and goes on where the lost one was: it gives every step that anybody may still ask for, as it was.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from overlord.errors import OverlordError, SpecError
+from overlord.data.append_log import LogPosition
+from overlord.errors import DataError, OverlordError, SpecError
 from overlord.planning.dgraph import DGraph
 from overlord.planning.drawing import Extent
 from overlord.planning.facts import ChunkFacts
@@ -22,9 +27,16 @@ from overlord.planning.membership import DrawnStep, StepDrawer
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import GroupPlan, Plan
 from overlord.planning.progress import Progress
+from overlord.planning.recovery import same
 from overlord.planning.strategies import Strategy
+from overlord.roles.plan_log import PlanLog
 from overlord.roles.routes import Routes
 from overlord.spec import Batch, Mixture
+
+_CLOSE_S = 1.0
+
+
+_STEPS_AHEAD = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,25 @@ class Mix:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlannerStatus:
+    """How a planner stands."""
+
+    start: int
+    reached: int
+    """The first step that was never drawn."""
+    oldest_needed: int
+    taken_to: int
+    """Every step before this one was taken by all who read then; they may have left since."""
+    num_kept: int
+    """Plans that are kept."""
+    end: int | None
+    """The step that the run ends before; None while it is not known."""
+    log: LogPosition | None
+    process: int
+    """The id of the process that it runs in."""
+
+
 class Planner:
     """See the module's docstring."""
 
@@ -65,6 +96,7 @@ class Planner:
         routes: Routes,
         masked: bool = False,
         max_lead: int = 8,
+        log: PlanLog | None = None,
     ) -> None:
         self._start = start
         self._batch = batch
@@ -78,37 +110,44 @@ class Planner:
         self._lock = threading.Lock()
         self._needs_lock = threading.Lock()  # apart, so that noting needs never waits for planning
         self._facts: dict[int, tuple[int, ChunkFacts]] = {}
+        self._expected: dict[int, int] = {}  # source to the chunk its loader was told to prepare
         self._counted_to: dict[int, int] = {}
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in start.names}
         self._planned: dict[int, Planned] = {}
         self._end: int | None = None
         self._needs: dict[int, int] = {}
         self._busy = ""
-        self._drawer = self._drawer_from(start)
-        self._before: dict[int, Callable[[], Progress]] = {start.step: lambda: start}
-        for source in np.flatnonzero(self._drawer_weights() > 0).tolist():
-            self._routes.prefetch(source, int(start.chunk[source]))
+        self._log = log
+        known = {start.step: start} if log is None else {start.step: start, **log.before}
+        self._before: dict[int, Callable[[], Progress]] = {step: _given(progress) for step, progress in known.items()}
+        self._reached = max(known)
+        # Until all groups have asked this planner for something, they may be as far back as the log knew them.
+        self._known_to = self._reached
+        self._floor = start.step if log is None else min(log.needed, self._reached)
+        self._taken_to = self._floor
+        progress = known.get(self._floor, start)
+        self._drawer = self._drawer_from(progress)
+        for source in np.flatnonzero(self._weights_at(progress.step) > 0).tolist():
+            self._routes.prefetch(source, int(progress.chunk[source]))
 
-    def plan(self, step: int, group: int) -> GroupPlan | Later | None:
-        """The plan of one group for a step; None when the run ends before that step."""
+    def plan(self, step: int, group: int, oldest: int | None = None) -> GroupPlan | Later | None:
+        """The plan of one group for a step; None when the run ends before that step. `oldest` is the oldest step that the
+        group may still ask for."""
+        if group >= self._place.mesh.dp:
+            raise OverlordError(f"the mesh has {self._place.mesh.dp} data-parallel groups; there is no group {group}")
         with self._needs_lock:
-            self._needs.setdefault(group, step)
+            self._needs[group] = self._needs.get(group, step) if oldest is None else oldest
             slowest = min(self._needs, key=lambda g: self._needs[g])
-            oldest = self._needs[slowest]
-        if step - oldest > self._max_lead:
+            behind = self._needs[slowest]
+        if step - behind > self._max_lead:
             return Later(
-                f"the ranks of data-parallel group {slowest} are still at step {oldest}, and no group may be more than "
+                f"the ranks of data-parallel group {slowest} are still at step {behind}, and no group may be more than "
                 f"{self._max_lead} steps ahead of the slowest"
             )
         with self._lock:
-            self._forget_before(oldest)
+            self._forget()
             planned = self._reach(step)
         return None if planned is None else planned.plan.for_group(step, group)
-
-    def needs(self, group: int, step: int) -> None:
-        """Note the oldest step that a group may still ask for."""
-        with self._needs_lock:
-            self._needs[group] = step
 
     def leaves(self, group: int) -> None:
         """Note that nobody reads a group any more, so that it holds nobody back."""
@@ -129,7 +168,9 @@ class Planner:
     def whole_plan(self, step: int) -> Planned | None:
         """The plan of all groups, for `explain` and tests."""
         with self._lock:
-            return self._reach(step)
+            planned = self._reach(step)
+            self._forget(step)
+            return planned
 
     def mix(self, step: int) -> dict[str, Mix]:
         """Asked and realised mix over all steps before `step`."""
@@ -149,13 +190,34 @@ class Planner:
         busy = self._busy
         return [busy] if busy else []
 
-    def _drawer_weights(self) -> np.ndarray:
-        weights = self._mixture.at(self._start.step)
+    def status(self) -> PlannerStatus:
+        return PlannerStatus(
+            start=self._start.step,
+            reached=self._reached,
+            oldest_needed=self._oldest(),
+            taken_to=self._taken_to,
+            num_kept=len(self._planned),
+            end=self._end,
+            log=None if self._log is None else self._log.position,
+            process=os.getpid(),
+        )
+
+    def close(self) -> None:
+        # A source that hangs while a step is drawn must not hold up the end.
+        if self._log is not None and self._lock.acquire(timeout=_CLOSE_S):
+            try:
+                self._log.add_needed(self._oldest())
+                self._log.close()
+            finally:
+                self._lock.release()
+
+    def _weights_at(self, step: int) -> np.ndarray:
+        weights = self._mixture.at(step)
         return np.array([weights.get(name, 0.0) for name in self._start.names])
 
     def _drawer_from(self, progress: Progress) -> StepDrawer:
         count_loss = self._routes.count_loss if self._masked else None
-        return StepDrawer(progress, self._batch, self._mixture, self._extents, self._describe, count_loss)
+        return StepDrawer(progress, self._batch, self._mixture, self._extents, self._describe, count_loss, self._expect)
 
     def _reach(self, step: int) -> Planned | None:
         """Plan up to a step; steps before the oldest kept one are planned again from the start."""
@@ -167,22 +229,59 @@ class Planner:
             return None
         if step < self._drawer.number:
             self._rewind(step)
-        while self._drawer.number <= step:
-            self._busy = f"the planner is drawing step {self._drawer.number}"
-            drawn = self._drawer.next_step()
+        # A few steps more than asked for, as long as nothing has to be waited for: planning several in a row costs less.
+        while self._drawer.number <= step or (self._drawer.number <= step + _STEPS_AHEAD and self._drawer.is_ready):
+            drawn = self._drawn()
             if drawn is None:
                 self._end = self._drawer.number
-                self._busy = ""
-                return None
-            self._before[drawn.number + 1] = drawn.after
-            if drawn.number >= self._oldest_needed(step):
+                break
+            self._note(drawn)
+            if drawn.number >= min(step, self._oldest()):
                 self._planned[drawn.number] = Planned(drawn, self._arranged(drawn))
-        self._busy = ""
-        return self._planned[step]
+        return self._planned.get(step)
 
-    def _oldest_needed(self, step: int) -> int:
+    def _drawn(self) -> DrawnStep | None:
+        number = self._drawer.number
+        self._busy = f"the planner is drawing step {number}"
+        try:
+            return self._drawer.next_step()
+        except BaseException:
+            self._rewind(number)  # a drawer that was stopped in the middle has lost what it had drawn
+            raise
+        finally:
+            self._busy = ""
+
+    def _note(self, drawn: DrawnStep) -> None:
+        """Keep the progress after a step, in the log too, before anybody gets its plan."""
+        after = drawn.number + 1
+        known = self._before.get(after)
+        if known is not None and not same(known(), drawn.after()):
+            raise DataError(
+                f"step {drawn.number} was drawn again and is not what it was: a source lists or gives other rows than "
+                "before, or a transform is not deterministic; restore the data, or start from a checkpoint"
+            )
+        self._reached = max(self._reached, after)
+        if self._log is None:
+            self._before[after] = drawn.after
+        else:
+            progress = drawn.after()
+            self._before[after] = _given(progress)
+            self._log.add_step(progress, self._oldest(), self._kept)
+
+    def _kept(self) -> list[Progress]:
+        """The progress before every step that may be asked for again, up to the newest, without gaps."""
+        first = self._reached
+        while first - 1 in self._before:
+            first -= 1
+        return [self._before[step]() for step in range(first, self._reached + 1)]
+
+    def _oldest(self) -> int:
+        """The oldest step that somebody may still ask for."""
         with self._needs_lock:
-            return min([step, *self._needs.values()])
+            asked = min(self._needs.values(), default=self._floor)
+            if asked > self._known_to or len(self._needs) == self._place.mesh.dp:
+                return asked
+            return min(asked, self._floor)
 
     def _rewind(self, step: int) -> None:
         known = max(number for number in self._before if number <= step)
@@ -203,11 +302,25 @@ class Planner:
             )
         return plan
 
-    def _forget_before(self, oldest: int) -> None:
+    def _forget(self, asked: int | None = None) -> None:
+        """Let go of what nobody needs. A group whose ranks are apart may come back for a few steps when its constructor
+        is lost, so the progress behind the oldest step is kept as far as one group may be ahead of another."""
+        oldest = min(self._oldest(), self._reached)
+        if asked is not None and not self._needs:  # somebody looks at plans, and nobody reads
+            oldest = min(asked, self._reached)
         for number in [n for n in self._planned if n < oldest]:
             del self._planned[number]
-        for number in [n for n in self._before if n < oldest and n != self._start.step]:
+        for number in [n for n in self._before if n < oldest - self._max_lead and n != self._start.step]:
             del self._before[number]
+        if asked is None:
+            self._taken_to = max(self._taken_to, oldest)
+            if self._log is not None:
+                self._log.add_needed(oldest)
+
+    def _expect(self, source: int, chunk: int) -> None:
+        if self._expected.get(source) != chunk:
+            self._expected[source] = chunk
+            self._routes.prefetch(source, chunk)
 
     def _describe(self, source: int, chunk: int) -> ChunkFacts:
         known_chunk, facts = self._facts.get(source, (-1, None))
@@ -217,9 +330,6 @@ class Planner:
         self._busy = f"{before}, and waits for the facts of chunk {chunk} of source {self._start.names[source]!r}"
         facts = self._routes.describe(source, chunk, self._keep_from(source, chunk))
         self._busy = before
-        end = self._extents[source].end
-        if end is None or chunk + 1 < end:
-            self._routes.prefetch(source, chunk + 1)
         # One chunk per source is enough: draws move on, and a rewind may ask again.
         self._facts[source] = (chunk, facts)
         if chunk >= self._counted_to.get(source, 0):
@@ -229,7 +339,12 @@ class Planner:
 
     def _keep_from(self, source: int, chunk: int) -> int:
         """The first chunk of a source that a step still kept may name."""
-        kept = [number for number in self._before if number != self._start.step] or [self._start.step]
+        oldest = self._oldest()
+        kept = [number for number in self._before if number >= oldest] or [max(self._before)]
         progress = self._before[min(kept)]()
         carried = progress.carried.chunk[progress.carried.source == source]
         return min(int(progress.chunk[source]), chunk, *carried.tolist())
+
+
+def _given(progress: Progress) -> Callable[[], Progress]:
+    return lambda: progress

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from overlord.data.payload import Payload
 from overlord.engine import Handle
-from overlord.planning.facts import ChunkFacts, Samples
+from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
+from overlord.planning.facts import ChunkFacts, Ints, Samples
+from overlord.planning.scaling import Partition
 from overlord.roles.loader_host import LoaderHost
+
+_TOGETHER_BYTES = 16 << 20  # about as much as is asked for at once
+_DOING_WAIT_S = 1.0  # what somebody is busy with is asked when time is short already
 
 
 class Routes:
-    """Asks the right loader host. Chunk k of a source with n hosts is at the (k mod n)-th of them."""
+    """Asks the right loader host. Chunk k of a source in n shares is in share k mod n."""
 
-    def __init__(self, hosts: Sequence[Handle[LoaderHost]], hosts_of_source: Mapping[str, Sequence[int]]) -> None:
-        self._hosts = hosts
-        self._names = tuple(hosts_of_source)
-        self._of_source = [tuple(indexes) for indexes in hosts_of_source.values()]
+    def __init__(self, hosts: Sequence[Handle[LoaderHost]], partition: Partition, sources: Sequence[str]) -> None:
+        self._hosts = tuple(hosts)
+        self._names = tuple(sources)
+        self._of_source = [partition.hosts_of(name) for name in sources]
 
     def describe(self, source: int, chunk: int, keep_from: int = 0) -> ChunkFacts:
         return self._host(source, chunk).ask(LoaderHost.describe, self._names[source], chunk, keep_from).result()
@@ -32,22 +37,63 @@ class Routes:
 
     def give(self, samples: Samples) -> Payload:
         """The payload of samples from any sources, in their order."""
-        if len(self._hosts) == 1:
-            return self._hosts[0].ask(LoaderHost.give, samples).result()
-        host_of = np.array([self._index(s, c) for s, c in zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)])
-        used = np.unique(host_of)
+        return self._giving(samples)()
+
+    def give_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
+        """The payloads of several microbatches, in their order. All are asked for before any is waited for, and small ones
+        together: on a cluster an ask costs as much as moving half a megabyte."""
+        together = _batches(parts)
+        giving = [self._giving(Samples.concatenated(batch)) for batch in together]
+        return (payload for batch, given in zip(together, giving, strict=True) for payload in given().parts(map(len, batch)))
+
+    def _giving(self, samples: Samples) -> Callable[[], Payload]:
+        """Asks for the payload of samples; the call that is returned waits for it."""
+        host_of = self._host_of(samples)
+        used = np.unique(host_of).tolist() or [0]
+        if len(used) == 1:
+            return self._hosts[used[0]].ask(LoaderHost.give, samples).result
         places = [np.flatnonzero(host_of == host) for host in used]
         answers = [
             self._hosts[host].ask(LoaderHost.give, samples.take(where)) for host, where in zip(used, places, strict=True)
         ]
-        return Payload.merged([answer.result() for answer in answers], places)
+        return lambda: Payload.merged([answer.result() for answer in answers], places)
 
     def doing(self) -> list[str]:
-        return [line for host in self._hosts for line in host.ask(LoaderHost.doing).result()]
+        """What the loaders are busy with. One that does not answer is named, not waited for."""
+        answers = [host.ask(LoaderHost.doing) for host in self._hosts]
+        found: list[str] = []
+        for host, answer in zip(self._hosts, answers, strict=True):
+            try:
+                found += answer.result(_DOING_WAIT_S)
+            except (WaitTimeoutError, WorkerDiedError, ClosedError):
+                found.append(f"{host.name} does not answer")
+        return found
 
-    def _index(self, source: int, chunk: int) -> int:
-        hosts = self._of_source[source]
-        return hosts[chunk % len(hosts)]
+    def _host_of(self, samples: Samples) -> Ints:
+        if len(self._hosts) == 1:
+            return np.zeros(len(samples), np.int64)
+        found = np.empty(len(samples), np.int64)
+        for source in np.unique(samples.source).tolist():
+            hosts = np.array(self._of_source[source])
+            where = samples.source == source
+            found[where] = hosts[samples.chunk[where] % len(hosts)]
+        return found
 
     def _host(self, source: int, chunk: int) -> Handle[LoaderHost]:
-        return self._hosts[self._index(source, chunk)]
+        hosts = self._of_source[source]
+        return self._hosts[hosts[chunk % len(hosts)]]
+
+
+def _batches(parts: Sequence[Samples]) -> list[list[Samples]]:
+    """Neighbours together, up to about `_TOGETHER_BYTES`."""
+    batches: list[list[Samples]] = []
+    room = 0
+    for part in parts:
+        pixels = part.sizes.get("image_pixels")
+        num_bytes = 4 * int(part.tokens.sum()) + (0 if pixels is None else 3 * int(pixels.sum()))
+        if not batches or num_bytes > room:
+            batches.append([])
+            room = _TOGETHER_BYTES
+        batches[-1].append(part)
+        room -= num_bytes
+    return batches

@@ -94,12 +94,11 @@ class SourceLoader:
         left = self._left.get(number)
         if left is None:
             return
-        with self._lock:
-            left = self._left.get(number, 0) - amount
-            if number in self._left:
-                self._left[number] = left
-                if left <= 0:
-                    self._drop(number)
+        # Without the lock: a note lost to another thread only keeps the chunk until it is released.
+        self._left[number] = left - amount
+        if left <= amount:
+            with self._lock:
+                self._drop(number)
 
     def prefetch(self, number: int) -> None:
         """Begin to make a chunk, if the buffer has room for it beside what it holds."""
@@ -205,7 +204,7 @@ class SourceLoader:
     def _drop(self, number: int) -> None:
         if self._chunks.pop(number, None) is not None:
             self._bytes -= self._sizes.pop(number)
-            self._left.pop(number, None)
+        self._left.pop(number, None)
 
     def _release_before(self, keep_from: int) -> None:
         if keep_from <= self._keep_from:

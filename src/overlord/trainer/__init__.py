@@ -1,4 +1,9 @@
-"""What runs inside the trainer. Needs torch; the rest of Overlord does not."""
+"""What runs inside the trainer. Needs torch; the rest of Overlord does not.
+
+`attach` brings the loader along and is imported when first used; TempBalance needs torch and numpy alone.
+"""
+
+from typing import TYPE_CHECKING
 
 try:
     import torch as _torch  # noqa: F401
@@ -20,6 +25,9 @@ from overlord.trainer.tempbalance import (
     usual_interval,
 )
 
+if TYPE_CHECKING:
+    from overlord.trainer.service import attach
+
 __all__ = [
     "FixedAspectRatio",
     "Linear",
@@ -32,5 +40,14 @@ __all__ = [
     "Sqrt",
     "TempBalance",
     "WholeMatrix",
+    "attach",
     "usual_interval",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name != "attach":
+        raise AttributeError(f"module 'overlord.trainer' has no attribute {name!r}")
+    from overlord.trainer.service import attach
+
+    return attach

@@ -74,7 +74,8 @@ class Parquet(FileSource):
         try:
             # An open file rather than a path: for a path the filesystem would be worked out again each time.
             file = pa.PythonFile(SparseFile(detail.num_bytes, ranges), mode="r") if remote else pa.OSFile(unit.path, "rb")
-            with file, pq.ParquetFile(file, metadata=detail.footer, pre_buffer=False, page_checksum_verification=True) as parquet:
+            options = {"metadata": detail.footer, "pre_buffer": False, "page_checksum_verification": True}
+            with file, pq.ParquetFile(file, **options) as parquet:
                 table = parquet.read_row_group(unit.index, columns=detail.schema.names, use_threads=False)
         except FileNotFoundError as error:
             raise SourceError(f"{unit.path} was there when the source was listed and is gone now; put it back") from error

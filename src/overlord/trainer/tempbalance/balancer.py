@@ -151,6 +151,8 @@ class TempBalance:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if optimizer is not self.optimizer:
             return None  # a class whose step calls its parent's: already on the view
+        if args[0] is not optimizer:
+            raise SpecError("an optimizer takes one TempBalance, and this one has another; close() that first")
         if self.num_steps % self.interval == 0:
             self.update()
         self._running = view_for_step(optimizer, self._factor_of)

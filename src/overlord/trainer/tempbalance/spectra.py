@@ -132,13 +132,13 @@ class AlphaSolver:
         side = grams.shape[1]
         # A pooled spectrum may have its whole tail in one matrix; alone, a matrix needs no more than its own tail.
         num_largest = tail_size(side, self._tail) if max(counts) == 1 else side
-        spectra = self._largest(grams, num_largest)
+        spectra = self._largest(grams, num_largest).cpu()  # a GPU's running sums are refused in deterministic mode
         if max(counts) == 1:
             alphas = hill_alphas(spectra, side, self._tail)
         else:
             pooled = [each.flatten().sort(descending=True).values for each in spectra.split(counts)]
             alphas = torch.cat([hill_alphas(each[None], len(each), self._tail) for each in pooled])
-        found[[number for number, _ in same_size]] = alphas.cpu()
+        found[[number for number, _ in same_size]] = alphas
 
     def _largest(self, grams: Tensor, num_largest: int) -> Tensor:
         batch, side, _ = grams.shape

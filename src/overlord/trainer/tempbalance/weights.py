@@ -74,7 +74,8 @@ def _own_matrices(name: str, module: nn.Module) -> Iterator[Matrix]:
         if parameter.ndim < 2:
             continue
         full_name = f"{name}.{own}" if name else own
-        if isinstance(module, _CONVOLUTIONS):
+        is_convolution = isinstance(module, _CONVOLUTIONS)
+        if is_convolution:
             kernel = int(torch.Size(parameter.shape[2:]).numel())
             shape = (kernel, parameter.shape[0], parameter.shape[1])
         elif is_attention and own == "in_proj_weight":
@@ -85,17 +86,16 @@ def _own_matrices(name: str, module: nn.Module) -> Iterator[Matrix]:
             shape = (parameter.shape[0], parameter.shape[1], parameter.shape[2])
         else:
             continue
-        yield Matrix(full_name, name, (parameter,), shape, _count(shape), _stack_of(parameter, shape))
+        yield Matrix(full_name, name, (parameter,), shape, _count(shape), _stack_of(parameter, shape, is_convolution))
 
 
-def _stack_of(parameter: Tensor, shape: Shape) -> Callable[[Whole], Tensor]:
-    return lambda whole: _stacked(whole(parameter).detach(), shape)
+def _stack_of(parameter: Tensor, shape: Shape, is_convolution: bool) -> Callable[[Whole], Tensor]:
+    return lambda whole: _stacked(whole(parameter).detach(), shape, is_convolution)
 
 
-def _stacked(weight: Tensor, shape: Shape) -> Tensor:
-    if weight.ndim > 3 or (weight.ndim == 3 and weight.shape != shape):
-        return weight.flatten(2).permute(2, 0, 1)  # a convolution: kernel positions first
-    return weight.reshape(shape)
+def _stacked(weight: Tensor, shape: Shape, is_convolution: bool) -> Tensor:
+    # [out, in, kernel...] with kernel positions first
+    return weight.flatten(2).permute(2, 0, 1) if is_convolution else weight.reshape(shape)
 
 
 def _count(shape: Shape) -> int:
@@ -125,7 +125,7 @@ def _lora_matrix(name: str, module: Any, alone: bool) -> Matrix:
             start=torch.zeros((), dtype=torch.float64, device=weight.device),
         ).detach()
         update = (update.mT if turned else update).reshape(weight.shape)
-        return _stacked(update if alone else whole(weight).detach().double() + update, shape)
+        return _stacked(update if alone else whole(weight).detach().double() + update, shape, weight.ndim > 2)
 
     frozen = () if alone else (weight,)
     parameters = (*(p for a, b, _ in adapters for p in (a, b)), *frozen)

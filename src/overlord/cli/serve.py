@@ -1,0 +1,108 @@
+"""`overlord serve`: run a job for trainers in other processes, until told to stop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import orjson
+
+from overlord.cli.job_file import load_job
+from overlord.cli.state_file import check_writable, read_state, write_state
+from overlord.engine import Engine
+from overlord.errors import SpecError
+from overlord.run import Loader, start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where to listen, whom to let in, and what to keep."""
+
+    address: str
+    advertise: str | None
+    token_file: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    state: Path | None
+    resume: Path | None
+    ray: str | None
+    """The address of a Ray cluster, "" for one that is started here, None for no Ray."""
+    leave_after_s: float
+    drain_s: float
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SpecError("TLS needs both files: --tls-cert and --tls-key")
+
+
+def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
+    job = load_job(path)
+    if options.state is not None:
+        check_writable(options.state)
+    token = None if options.token_file is None else _token(options.token_file)
+    saved = None if options.resume is None else read_state(options.resume)
+    tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
+    with start(job, engine=_engine(options.ray), resume=saved) as loader:
+        stop = _stopped_by_signals()  # not before: Ray puts handlers of its own in place
+        address = loader.serve(
+            options.address, token=token, tls=tls, advertise=options.advertise, leave_after_s=options.leave_after_s
+        )
+        _announce(loader, address, as_json)
+        stop.wait()
+        _finish(loader, options)
+    return 0
+
+
+def _stopped_by_signals() -> threading.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    stop = threading.Event()
+
+    def note(number: int, _: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop.set()
+
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, note)
+    return stop
+
+
+def _announce(loader: Loader, address: str, as_json: bool) -> None:
+    """One line, and the only one on standard output."""
+    if as_json:
+        told = {"address": address, "ranks": loader.tree.world_size, "step": loader.start_step}
+        sys.stdout.write(orjson.dumps(told).decode() + "\n")
+    else:
+        sys.stdout.write(f"{address}\n")
+    sys.stdout.flush()
+
+
+def _finish(loader: Loader, options: ServeOptions) -> None:
+    sys.stderr.write(f"stopping: ranks may finish the step that one of them has, for up to {options.drain_s:g} s\n")
+    all_came = loader.drain(options.drain_s)
+    state = loader.state_dict()
+    missing = "" if all_came else ", which not every rank came for"
+    kept = ""
+    if options.state is not None:
+        write_state(options.state, state)
+        kept = f"; state saved to {options.state}, go on with --resume {options.state}"
+    sys.stderr.write(f"stopped before step {state['step']:,}{missing}{kept}\n")
+
+
+def _token(path: Path) -> str:
+    try:
+        return path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"the token cannot be read from {path}: {error}") from error
+
+
+def _engine(ray: str | None) -> Engine | None:
+    if ray is None:
+        return None
+    from overlord.engines.ray import Ray
+
+    return Ray(ray or None)

@@ -1,0 +1,234 @@
+"""The Ray engine. A role is a named actor that Ray starts again when it dies; an answer comes through the object store.
+
+What it promises: roles start side by side, and `started` waits for them all. An ask goes to whatever its name means when
+it is made, and again to whatever it means then if the role dies or the name moves. Actors belong to the process that
+spawned them: when that ends, however it ends, Ray ends them.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from overlord.engine import Handle, StoreUse
+from overlord.engines.ray.cluster import Cluster
+from overlord.engines.ray.options import ActorOptions
+from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError
+from overlord.workplace import Workplace, WorkplaceSize
+
+if TYPE_CHECKING:
+    from overlord.engines.ray.names import Names, RayAnswer
+    from overlord.engines.ray.parcel import Packer
+
+R = TypeVar("R")
+
+_CLOSE_S = 1.0  # how long roles may take to close before they are killed
+
+LOADERS = ActorOptions(num_cpus=1, placement="spread")
+PLANNER = ActorOptions(placement="here", max_concurrency=256)
+CONSTRUCTORS = ActorOptions(placement="here")
+
+
+class Ray:
+    """The engine for a cluster.
+
+    `address` None starts a cluster on this machine and ends it with the job; "auto" or a host and port attach to one that
+    runs. `loader_hosts` is the number of actors that loaders share, by default one for each share of a source but no more
+    than the cluster has CPUs to give. `near` names, for each data-parallel group, the node (its address or Ray id) where its
+    trainers run: its constructor goes there if there is room. A role that died is waited for `patience_s`.
+    `num_cpus` and `object_store_bytes` are for a cluster that is started here.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        loader_hosts: int | None = None,
+        loaders: ActorOptions = LOADERS,
+        planner: ActorOptions = PLANNER,
+        constructors: ActorOptions = CONSTRUCTORS,
+        others: ActorOptions = PLANNER,
+        near: Sequence[str] = (),
+        patience_s: float = 60.0,
+        num_cpus: int | None = None,
+        object_store_bytes: int | None = None,
+        runtime_env: dict[str, Any] | None = None,
+    ) -> None:
+        if loader_hosts is not None and loader_hosts < 1:
+            raise SpecError(f"loader_hosts must be at least 1, got {loader_hosts}")
+        if patience_s <= 0:
+            raise SpecError(f"patience_s is a positive number of seconds, got {patience_s}")
+        self._loader_hosts = loader_hosts
+        # A role's name begins with its kind: planner, loaders/0, constructor/3, ...
+        self._options = {"loaders": loaders, "planner": planner, "constructor": constructors}
+        self._others = others
+        self._near = tuple(near)
+        self._patience_s = patience_s
+        self._cluster = Cluster(
+            address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, runtime_env=runtime_env
+        )
+        self._lock = threading.Lock()
+        self._roles: dict[str, tuple[str, Any]] = {}  # name to (the actor's own name, the actor), in the order of spawning
+        self._num_spawned = 0
+        self._starting: dict[str, Any] = {}
+        self._size: WorkplaceSize | None = None
+        self._names: Names
+        self._packer: Packer
+        self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A handle that travels into an actor needs only to ask."""
+        return self._names.__reduce__()
+
+    def open(self, size: WorkplaceSize) -> None:
+        with self._lock:
+            if self._size is not None:
+                raise SpecError("this engine runs a job already; give each overlord.start its own")
+            self._cluster.join()
+            self._size = size
+        # These import Ray, which must wait until it is known how to.
+        from overlord.engines.ray.names import Names
+        from overlord.engines.ray.parcel import Packer
+
+        self._names = Names(f"overlord-{uuid.uuid4().hex}", self._patience_s)
+        self._packer = Packer(self._names.table)
+
+    @property
+    def num_hosts(self) -> int | None:
+        import ray
+
+        if self._loader_hosts is not None:
+            return self._loader_hosts
+        each = self._options["loaders"].num_cpus or 1
+        return max(int(ray.available_resources().get("CPU", 1) / each), 1)
+
+    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
+        import ray
+
+        from overlord.engines.ray.stage import Stage
+
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the engine is closed; call overlord.start again")
+            if name in self._roles:
+                raise OverlordError(f"a role named {name!r} is already running")
+            self._num_spawned += 1
+            actor_name = f"{name}#{self._num_spawned}"
+            options = self._options_of(name)
+            remote: Any = ray.remote(Stage)
+            actor = remote.options(
+                name=actor_name,
+                namespace=self._names.namespace,
+                max_restarts=-1,
+                scheduling_strategy=self._placement(name, options),
+                **options.for_ray(),
+            ).remote(name, self._packer.packed(make), self._size)
+            self._roles[name] = actor_name, actor
+            self._starting[name] = actor.started.remote()
+            self._names.bind(name, actor_name)
+        return Handle(self, name)
+
+    def started(self) -> None:
+        import ray
+
+        with self._lock:
+            starting, self._starting = self._starting, {}
+        late = ray.wait(list(starting.values()), num_returns=len(starting), timeout=self._patience_s)[1] if starting else []
+        for name, ref in starting.items():
+            if ref in late:
+                raise WaitTimeoutError(
+                    f"role {name!r} did not start within {self._patience_s:.0f} s: it needs {self._options_of(name)}, and "
+                    f"the cluster has {_shown(ray.available_resources())} free of {_shown(ray.cluster_resources())}; "
+                    "add nodes, ask for less (loaders=, loader_hosts=), or wait longer (patience_s=)"
+                )
+            failed: Any = ray.get(ref)
+            if failed is not None:
+                raise failed.error()
+
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> RayAnswer:
+        return self._names.ask(name, method, args, kwargs)
+
+    def rebind(self, name: str, to: str) -> None:
+        with self._lock:
+            old, self._roles[name] = self._roles[name], self._roles.pop(to)
+            self._names.bind(name, self._roles[name][0])
+            self._names.unbind(to)
+        _kill([old[1]])
+
+    def stop(self, name: str) -> None:
+        with self._lock:
+            role = self._roles.pop(name, None)
+            self._names.unbind(name)
+        if role is not None:
+            _close([role[1]])
+
+    def store_use(self) -> StoreUse | None:
+        import ray
+
+        limit = ray.cluster_resources().get("object_store_memory", 0)
+        return StoreUse(int(limit - ray.available_resources().get("object_store_memory", 0)), int(limit))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            roles, self._roles = self._roles, {}
+        if self._size is None:
+            return
+        self._names.closed.set()
+        self._names.table.clear()
+        # Last spawned, first stopped: a role is closed before those it asks.
+        _close([actor for _, actor in roles.values()][::-1])
+        self._names.close(_CLOSE_S)
+        self._cluster.leave()
+
+    def _options_of(self, name: str) -> ActorOptions:
+        return self._options.get(name.partition("/")[0], self._others)
+
+    def _placement(self, name: str, options: ActorOptions) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        kind, _, index = name.partition("/")
+        if kind == "constructor" and self._near:
+            if int(index) >= len(self._near):
+                raise SpecError(f"near names the nodes of {len(self._near)} data-parallel groups, but the mesh has more")
+            return NodeAffinitySchedulingStrategy(_node_id(self._near[int(index)]), soft=True)
+        if options.placement == "here":
+            return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        return "SPREAD" if options.placement == "spread" else "DEFAULT"
+
+
+def _node_id(node: str) -> str:
+    import ray
+
+    nodes = [entry for entry in ray.nodes() if entry["Alive"]]
+    for entry in nodes:
+        if node in (entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerHostname"]):
+            return entry["NodeID"]
+    known = ", ".join(sorted(entry["NodeManagerAddress"] for entry in nodes))
+    raise SpecError(f"near names the node {node!r}, but the cluster's nodes are {known}")
+
+
+def _close(actors: Sequence[Any]) -> None:
+    """Kill actors, after they had a moment to close what they hold."""
+    import ray
+
+    if actors:
+        closing = [actor.close.remote() for actor in actors]
+        ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S, fetch_local=False)
+    _kill(actors)
+
+
+def _kill(actors: Sequence[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0):g} CPUs, {resources.get('memory', 0):,.0f} bytes of memory"

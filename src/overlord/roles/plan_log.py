@@ -1,0 +1,266 @@
+"""The planner's log: when to write what, and what to do when it cannot be written or read.
+
+A log that cannot be written stops no run. Steps that are not in it are drawn again, the same, by a planner that has to
+start from an older record; so the planner goes on from memory, says so in a warning, and tries again with every step. Only
+a decision, which follows from nothing else, is refused when it cannot be made safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from uuid import uuid4
+
+import orjson
+
+from overlord.data.append_log import AppendLog, Contents, LogPosition, unframed
+from overlord.data.log_segments import Segments, segments_at
+from overlord.errors import SpecError, StateError, StorageError
+from overlord.planning.progress import Progress
+from overlord.planning.recovery import (
+    MESH,
+    Decision,
+    Header,
+    Recovered,
+    decision_record,
+    fold,
+    in_force,
+    mesh_decision,
+    needed_record,
+    snapshot_record,
+    step_record,
+)
+from overlord.spec import Job, Log, Mesh
+from overlord.state import Fingerprint, from_state, refuse_differences, to_state
+
+_log = logging.getLogger("overlord.log")
+
+
+@dataclass(frozen=True, slots=True)
+class Era:
+    """One era of a run, and where it is logged. A value: a planner that is made anew gets the same one."""
+
+    log: Log
+    header: Header
+    decisions: tuple[Decision, ...] = ()
+
+    def moved(self, step: int, mesh: Mesh) -> Era:
+        """The next era of the run: it goes on with a step, for a mesh."""
+        header = replace(self.header, era=self.header.era + 1)
+        return Era(self.log, header, (mesh_decision(step, mesh),))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest segment that could be read."""
+
+    segment: int
+    header: Header
+    recovered: Recovered
+
+
+class PlanLog:
+    """Writes the log of one planner, after reading what an earlier one of the same era wrote."""
+
+    def __init__(self, era: Era, start: Progress, keep: int) -> None:
+        """`keep` is how many steps behind the oldest needed one may be asked for again."""
+        segments = segments_at(era.log.location, era.log.storage_options)
+        found = newest_in(segments, era.header.job, era.header.era, keep)
+        earlier = found or newest_in(segments, era.header.job) or newest_in(segments)
+        self._era = era
+        self._location = segments.location
+        self._log = AppendLog(segments, earlier.segment if earlier else None, era.log.sync_s)
+        self._decisions = found.recovered.decisions if found else (*_inherited(earlier, era), *era.decisions)
+        self._needed = found.recovered.needed if found else start.step
+        self._num_since_snapshot = 0
+        self._told_error: str | None = None
+        self.before: Mapping[int, Progress] = found.recovered.before if found else {start.step: start}
+        """The progress before each step that may be asked for, as far as it was logged."""
+        self._last = start
+        self._begin([self.before[step] for step in sorted(self.before)])
+
+    @property
+    def needed(self) -> int:
+        """Every step before this one was taken by all who read."""
+        return self._needed
+
+    @property
+    def position(self) -> LogPosition:
+        return self._log.position
+
+    def add_step(self, after: Progress, needed: int, kept: Callable[[], Sequence[Progress]]) -> None:
+        """Write down a drawn step. `kept` gives the progress of every step that may be asked for again, in order."""
+        if after.step <= self._last.step:
+            return  # drawn again
+        self._needed = max(self._needed, needed)
+        if self._num_since_snapshot >= self._era.log.snapshot_every or after.step != self._last.step + 1:
+            self._begin(kept())
+        else:
+            self._log.append(_encoded(step_record(self._last, after, self._needed)))
+            self._num_since_snapshot += 1
+            self._last = after
+        self._tell_of_trouble()
+
+    def add_needed(self, step: int) -> None:
+        """Note that every step before this one was taken by all who read."""
+        if step > self._needed:
+            self._needed = step
+            self._log.append(_encoded(needed_record(step)))
+            self._tell_of_trouble()
+
+    def decide(self, decision: Decision) -> None:
+        """Make a decision safe; StorageError when it cannot be, and then it must not be followed."""
+        self._log.append(_encoded(decision_record(decision)))
+        self._log.sync()
+        self._decisions = (*self._decisions, decision)
+
+    def sync(self) -> None:
+        self._log.sync()
+
+    def close(self) -> None:
+        self._log.close()
+        self._tell_of_trouble()
+
+    def _begin(self, kept: Sequence[Progress]) -> None:
+        first, *rest = kept
+        self._decisions = in_force(self._decisions, first.step)
+        records = [self._era.header.to_record(), snapshot_record(first, max(self._needed, first.step), self._decisions)]
+        records += [step_record(old, new, self._needed) for old, new in zip(kept, rest, strict=False)]
+        self._log.begin([_encoded(record) for record in records])
+        self._last = kept[-1]
+        self._num_since_snapshot = 0
+
+    def _tell_of_trouble(self) -> None:
+        error = self._log.error
+        if error is not None and self._told_error is None:
+            _log.warning(
+                "the plan log at %s cannot be written: %s. The run goes on and loses nothing; until the log is written "
+                "again, recovering it means drawing the steps from %d on once more",
+                self._location,
+                error,
+                self._needed,
+            )
+        elif error is None and self._told_error is not None:
+            _log.warning("the plan log at %s is written again, up to step %d", self._location, self._last.step)
+        self._told_error = error
+
+
+def starting_point(
+    job: Job,
+    fingerprint: Fingerprint,
+    resume: Mapping[str, Any] | Literal["log"] | None,
+    log: Log | None,
+    accept_changes: Collection[str] | bool,
+) -> tuple[Progress, Era | None]:
+    """Where a run begins, and its place in the log.
+
+    A given state says where, whatever the log says. `resume="log"` goes on with the first step that the log does not know
+    to be taken by everyone, and from the beginning where there is no log yet. Without either the run begins at step 0.
+    """
+    if log is None:
+        if resume == "log":
+            raise SpecError("resume='log' goes on from a log: say where it is with log=...")
+        return _progress_from(resume, job, fingerprint, accept_changes), None
+    found = newest_in(segments_at(log.location, log.storage_options))
+    decisions: tuple[Decision, ...] = ()
+    if found is not None:
+        differences = fingerprint.differences(found.header.fingerprint)
+        what = f"the log at {log.location} was written by a job that differs from this one"
+        refuse_differences(differences, accept_changes, what, "or give another log=...")
+        decisions = _lasting(found)
+    if resume == "log":
+        resume = None if found is None else _state_of(found)
+    elif resume is None and found is not None and found.recovered.reached > 0:
+        _log.warning(
+            "the log at %s knows a run up to step %d, but this one begins at step 0; resume='log' would go on with step %d",
+            log.location,
+            found.recovered.reached,
+            found.recovered.needed,
+        )
+    progress = _progress_from(resume, job, fingerprint, accept_changes)
+    header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
+    era = Era(log, header, (*in_force(decisions, progress.step), mesh_decision(progress.step, job.mesh)))
+    _check_writable(era, progress)
+    return progress, era
+
+
+def newest_in(segments: Segments, job: str | None = None, era: int | None = None, keep: int = 0) -> Found | None:
+    """What the newest segment (of a job, of an era of it) says. Torn ends are cut, with a warning."""
+    for number in reversed(segments.numbers()):
+        name = segments.name(number)
+        try:
+            contents = unframed(segments.read(number))
+        except FileNotFoundError:
+            continue  # its writer has deleted it just now
+        except OSError as error:
+            raise StorageError(f"{name} cannot be read: {error}") from error
+        _refuse_damage(name, contents)
+        try:
+            records = [orjson.loads(body) for body in contents.bodies]
+            if len(records) < 2:  # its writer was killed before the snapshot was whole
+                _log.warning("%s ends before its snapshot, after %d bytes: it is passed over", name, contents.num_bytes)
+                continue
+            own = Header.from_record(records[0])
+            if job not in (None, own.job) or era not in (None, own.era):
+                continue
+            recovered = fold(records[1:], keep)
+        except (StateError, KeyError, orjson.JSONDecodeError) as error:
+            raise StateError(f"{name} cannot be used: {error}; delete it to go on from the one before it") from error
+        if contents.good_bytes < contents.num_bytes:
+            _log.warning(
+                "%s has a torn end: its last %d bytes are cut off, and it goes on with step %d",
+                name,
+                contents.num_bytes - contents.good_bytes,
+                recovered.reached,
+            )
+        return Found(number, own, recovered)
+    return None
+
+
+def _inherited(earlier: Found | None, era: Era) -> tuple[Decision, ...]:
+    """What was decided in earlier eras of the run."""
+    return () if earlier is None or earlier.header.job != era.header.job else _lasting(earlier)
+
+
+def _lasting(found: Found) -> tuple[Decision, ...]:
+    """A mesh is about trainers, which a log cannot bring back: whoever begins an era says which there are."""
+    return tuple(decision for decision in found.recovered.decisions if decision.name != MESH)
+
+
+def _refuse_damage(name: str, contents: Contents) -> None:
+    if contents.num_after_damage:
+        raise StateError(
+            f"{name} is damaged at byte {contents.good_bytes}: the record there is not what was written, and "
+            f"{contents.num_after_damage} good ones follow. Restore the file, or delete it to go on from the one before "
+            "it (steps are drawn again, the same; only decisions recorded in this one are lost), or start from a "
+            "checkpoint with another log=..."
+        )
+
+
+def _check_writable(era: Era, start: Progress) -> None:
+    """Begin the era here: a log that cannot be written should stop a run before it starts, not warn ever after."""
+    log = PlanLog(era, start, keep=0)
+    try:
+        log.sync()
+    finally:
+        log.close()
+
+
+def _state_of(found: Found) -> dict[str, Any]:
+    recovered = found.recovered
+    progress = recovered.before[min(recovered.needed, recovered.reached)]
+    return to_state(progress, found.header.unit, found.header.fingerprint)
+
+
+def _progress_from(
+    resume: Mapping[str, Any] | None, job: Job, fingerprint: Fingerprint, accept_changes: Collection[str] | bool
+) -> Progress:
+    if resume is None:
+        return Progress.start(tuple(job.sources))
+    return from_state(resume, job, fingerprint, accept_changes)
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)

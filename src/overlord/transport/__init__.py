@@ -1,0 +1,1 @@
+"""Steps over Arrow Flight, for trainers in other processes. Arrow and msgspec on the wire, never pickle."""

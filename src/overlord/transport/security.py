@@ -1,0 +1,156 @@
+"""Who may talk to a service: loopback unless told otherwise, a token off loopback, TLS where asked for."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pyarrow.flight as flight
+
+from overlord.errors import SpecError
+
+PLAIN, TLS = "grpc", "grpc+tls"
+
+_HEADER = "authorization"
+_SCHEME = "Bearer "
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a port, as `host:port`, `grpc://host:port` or `grpc+tls://host:port`."""
+
+    host: str
+    port: int
+    scheme: str = PLAIN
+
+    @staticmethod
+    def parsed(text: str, scheme: str = PLAIN) -> Address:
+        """`scheme` is for an address that names none."""
+        wrong = SpecError(f"an address is host:port, grpc://host:port or grpc+tls://host:port, got {text!r}")
+        try:
+            parts = urlsplit(text if "://" in text else f"{scheme}://{text}")
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            raise wrong from None
+        if parts.scheme not in (PLAIN, TLS) or not host or port is None or parts.path or parts.query or parts.username:
+            raise wrong
+        return Address(host, port, parts.scheme)
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def is_wildcard(self) -> bool:
+        return self.host in ("0.0.0.0", "::")
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The files of a server's certificate and its private key, both PEM."""
+
+    certificate: str | Path
+    key: str | Path
+
+    def read(self) -> tuple[str, str]:
+        return read_pem(self.certificate, "the TLS certificate"), read_pem(self.key, "the TLS key")
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where a service listens, and whom it lets in."""
+
+    address: str = "127.0.0.1:0"
+    """Port 0: any that is free."""
+    token: str | None = field(default=None, repr=False)
+    tls: Tls | None = None
+    advertise: str | None = None
+    """The host that clients are told, where it is not the one bound to."""
+    reached_from: str | None = None
+    """A host of the network that clients come from: they are told this machine's address there."""
+
+    def __post_init__(self) -> None:
+        check_token(self.token)
+        if self.bound.scheme == TLS and self.tls is None:
+            raise SpecError(f"{self.address} asks for TLS: give the files too, tls=Tls(certificate, key)")
+        if self.bound.is_loopback:
+            return
+        if self.token is None:
+            raise SpecError(
+                f"a service on {self.bound.host} can be reached from other machines, so it needs a token: give one that is "
+                "hard to guess (`openssl rand -hex 32`) to the service and to its clients, or listen on 127.0.0.1"
+            )
+        if self.tls is None:
+            _log.warning("listening on %s without TLS: the token and the data can be read on the way", self.bound.host)
+
+    @property
+    def bound(self) -> Address:
+        return Address.parsed(self.address, PLAIN if self.tls is None else TLS)
+
+    def told(self, port: int) -> str:
+        """The address for clients, once the port is known."""
+        host = self.advertise or self.bound.host
+        if self.advertise is None and self.bound.is_wildcard:
+            host = socket.gethostname() if self.reached_from is None else _host_towards(self.reached_from)
+        return str(Address(host, port, PLAIN if self.tls is None else TLS))
+
+
+def check_token(token: str | None) -> None:
+    if token is not None and (not token or not token.isascii() or not token.isprintable() or " " in token):
+        raise SpecError(
+            "a token is printable ASCII without spaces, at least one character; `openssl rand -hex 32` makes one"
+        )
+
+
+def read_pem(path: str | Path, what: str) -> str:
+    try:
+        return Path(path).read_text("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{what} cannot be read from {path}: {error}; a PEM file is needed") from error
+
+
+def token_header(token: str | None) -> Any:
+    """What a client sends with every call, as Flight wants it: pairs of bytes (its type stubs say otherwise)."""
+    return [] if token is None else [(_HEADER.encode(), f"{_SCHEME}{token}".encode())]
+
+
+def _host_towards(peer: str) -> str:
+    """The address of this machine on the way to another. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return probe.getsockname()[0]
+
+
+class TokenCheck(flight.ServerMiddlewareFactory):
+    """Lets no call through that does not carry the token."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._expected = f"{_SCHEME}{token}".encode()
+
+    def start_call(self, info: Any, headers: Mapping[str, Sequence[str | bytes]]) -> None:
+        given = headers.get(_HEADER) or [""]
+        text = given[0]
+        # In constant time: how long a comparison takes must not tell how much of a token is right.
+        if len(given) == 1 and hmac.compare_digest(text if isinstance(text, bytes) else text.encode(), self._expected):
+            return
+        what = "a wrong token" if text else "no token"
+        _log.warning("refused a call (%s): it carried %s", info.method, what)
+        raise flight.FlightUnauthenticatedError(f"the service wants its token, and the call carried {what}; pass token=...")

@@ -1,0 +1,234 @@
+"""What goes over the wire beside Arrow data: small msgspec structs, packed as MessagePack.
+
+A step is fetched with `do_get`, whose ticket is a `Ticket`; the first message of the answer says in its metadata what the
+answer is (`Answer`). Everything else is an action named in `Action`, with one struct in and one out. What is not
+understood is refused as a whole: structs forbid unknown fields, and numbers have bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import orjson
+from msgspec import Meta, Struct
+
+from overlord import errors
+from overlord.errors import OverlordError
+
+VERSION = 1
+"""Raised whenever a struct of this file or the layout of a step changes."""
+
+T = TypeVar("T")
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
+Session = Annotated[str, Meta(min_length=8, max_length=64)]
+JobId = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class Action(StrEnum):
+    HELLO = "hello"
+    HERE = "here"
+    LEAVE = "leave"
+    STATE_BEFORE = "state_before"
+    LOAD_STATE = "load_state"
+    DOING = "doing"
+
+
+class Ticket(Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks for one rank's part of one step, by a client that knows the run as of a generation."""
+
+    job: JobId
+    rank: Count
+    step: Count
+    wait_s: Seconds
+    session: Session
+    instance: Session
+    generation: Count
+
+
+class Hello(Struct, frozen=True, forbid_unknown_fields=True):
+    """The first thing a client says, and says again after it lost its server."""
+
+    version: int
+    rank: Count
+
+
+class Welcome(Struct, frozen=True):
+    """Which run this is, where it stands, and who serves the rank that asked."""
+
+    job: JobId
+    instance: str
+    """Another one after the service was restarted."""
+    address: str | None
+    """None: the server that says so."""
+    start: int
+    generation: int
+    heartbeat_s: float | None
+    """How often a client must be heard from; None when silence is never taken for absence."""
+
+
+class Presence(Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank is still there, or leaves."""
+
+    job: JobId
+    rank: Count
+    session: Session
+
+
+class StateBefore(Struct, frozen=True, forbid_unknown_fields=True):
+    job: JobId
+    step: Count
+
+
+class LoadState(Struct, frozen=True, forbid_unknown_fields=True):
+    job: JobId
+    state: dict[str, Any]
+    generation: Count
+
+
+class Doing(Struct, frozen=True, forbid_unknown_fields=True):
+    job: JobId
+
+
+class Failure(Struct, frozen=True, tag="failure"):
+    """An error of the run, for the client to raise again."""
+
+    kind: str
+    message: str
+    notes: list[str]
+
+    @staticmethod
+    def of(error: Exception) -> Failure:
+        return Failure(type(error).__name__, str(error), [str(note) for note in getattr(error, "__notes__", ())])
+
+    def error(self) -> OverlordError:
+        """The same type where it is one of Overlord's own; a plain OverlordError that names it otherwise."""
+        known = getattr(errors, self.kind, None)
+        if isinstance(known, type) and issubclass(known, OverlordError):
+            error = known(self.message)
+        else:
+            error = OverlordError(f"{self.kind}: {self.message}")
+        for note in self.notes:
+            error.add_note(note)
+        error.add_note("raised in the service that this client is connected to")
+        return error
+
+
+class Value(Struct, frozen=True, tag="value"):
+    """What an action answers when nothing went wrong."""
+
+    value: Any
+
+
+class NotReady(Struct, frozen=True, tag="not_ready"):
+    reason: str
+
+
+class End(Struct, frozen=True, tag="end"):
+    """The run ends before the step."""
+
+
+class Moved(Struct, frozen=True, tag="moved"):
+    """The run was moved to another state, or its service restarted, since the client last looked."""
+
+    instance: str
+    generation: int
+
+
+class Elsewhere(Struct, frozen=True, tag="elsewhere"):
+    """The rank is no longer served here; the address book knows where."""
+
+
+class Array(Struct, frozen=True, tag="array"):
+    """An array in `num_regions` regions from number `region` on, the first from byte `offset` on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    region: int
+    offset: int
+    num_regions: int = 1
+
+
+class Ragged(Struct, frozen=True, tag="ragged"):
+    """A list of arrays."""
+
+    name: str
+    arrays: list[Array]
+
+
+class Column(Struct, frozen=True, tag="column"):
+    """An Arrow column, as an IPC stream in an array of bytes."""
+
+    name: str
+    stream: Array
+    is_view: bool
+    is_chunked: bool
+
+
+class Shapes(Struct, frozen=True, tag="shapes"):
+    """What a rank is told that gets its arrays by broadcast: name to shapes and dtypes; a list of them when ragged."""
+
+    name: str
+    shapes: dict[str, list[tuple[tuple[int, ...], str]]]
+    ragged: list[str]
+
+
+class Scalar(Struct, frozen=True, tag="scalar"):
+    name: str
+    value: int | float | str | bool | None
+
+
+Field = Array | Ragged | Column | Shapes | Scalar
+
+
+class Contents(Struct, frozen=True, tag="contents"):
+    """A step is here: what lies where in the regions that follow."""
+
+    step: int
+    loss_tokens: int
+    microbatches: list[list[Field]]
+
+
+Answer = Contents | NotReady | End | Moved | Elsewhere | Failure
+
+
+def packed(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def unpacked(data: bytes | memoryview, kind: type[T]) -> T:
+    """Raises msgspec.DecodeError when the bytes are anything else."""
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def unpacked_answer(data: bytes | memoryview) -> Answer:
+    return _ANSWERS.decode(data)
+
+
+def unpacked_value(data: bytes | memoryview) -> Any:
+    """What an action answered; raises what went wrong in the service."""
+    answer = _VALUES.decode(data)
+    if isinstance(answer, Failure):
+        raise answer.error()
+    return answer.value
+
+
+def job_id(fingerprint: Mapping[str, Any]) -> str:
+    """The same for every run whose cursors mean the same, so that a client knows its run again after a restart."""
+    return hashlib.blake2b(orjson.dumps(fingerprint, option=orjson.OPT_SORT_KEYS), digest_size=12).hexdigest()
+
+
+def plain(error: Exception) -> str:
+    """A Flight error's own words, without what gRPC adds."""
+    text = str(error).split(". Detail: ")[0].split(". gRPC client debug context: ")[0]
+    return text.removeprefix("Flight returned unavailable error, with message: ")
+
+
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_VALUES = msgspec.msgpack.Decoder(Value | Failure)

@@ -1,0 +1,30 @@
+"""Every test of this folder that asks for `start` runs on each engine."""
+
+from collections.abc import Callable
+
+import pytest
+
+import overlord as ol
+
+Start = Callable[..., ol.Loader]
+
+
+@pytest.fixture(params=["embedded", "ray"])
+def start(request: pytest.FixtureRequest) -> Start:
+    """`overlord.start` on the engine under test."""
+    if request.param == "embedded":
+        return ol.start
+    request.getfixturevalue("ray_cluster")
+    return on_ray
+
+
+def on_ray(job: ol.Job, **options: object) -> ol.Loader:
+    num_shares = max(source.loaders for source in job.sources.values())
+    return ol.start(job, engine=ol.Ray("auto", loader_hosts=num_shares, loaders=ol.ActorOptions()), **options)
+
+
+@pytest.fixture
+def other_start(start: Start, request: pytest.FixtureRequest) -> Start:
+    """`overlord.start` on the engine that is not under test."""
+    request.getfixturevalue("ray_cluster")
+    return on_ray if start is ol.start else ol.start

@@ -1,0 +1,78 @@
+"""An engine whose roles can be lost at any ask, the way a process is killed: without a chance to close anything."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+import overlord as ol
+from overlord.engine import Handle
+from overlord.engines.embedded import Embedded, Given
+from overlord.planning.plan import GroupPlan, Plan
+from overlord.roles.planner import Planned
+from overlord.workplace import Workplace
+
+
+class Mortal(Embedded):
+    """Loses the planner before each of the asks to it whose number is in `losses`, and makes it anew as an engine must."""
+
+    def __init__(self, losses: Collection[int] = ()) -> None:
+        super().__init__()
+        self.losses = set(losses)
+        self.num_asks = 0
+        self.plans: list[GroupPlan] = []
+        self._makes: dict[str, Callable[[Workplace], Any]] = {}
+        self._changing = threading.RLock()
+
+    def spawn(self, name: str, make: Callable[[Workplace], Any]) -> Handle[Any]:
+        self._makes[name] = make
+        return super().spawn(name, make)
+
+    def rebind(self, name: str, to: str) -> None:
+        with self._changing:
+            self._makes[name] = self._makes.pop(to)
+            super().rebind(name, to)
+
+    def lose(self, name: str) -> None:
+        assert self._workplace is not None
+        with self._changing:
+            self._roles[name] = self._makes[name](self._workplace)
+
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Given:
+        if name == "planner":
+            self.num_asks += 1
+            if self.num_asks in self.losses:
+                self.lose("planner")
+        answer = super().ask(name, method, args, kwargs)
+        if isinstance(answer.result(), GroupPlan):
+            self.plans.append(answer.result())
+        return answer
+
+
+def bytes_of(step: ol.Step) -> list[tuple[str, bytes]]:
+    """All that a rank got of a step."""
+    return [
+        (name, np.ascontiguousarray(v).tobytes()) for micro in step for name, v in micro.items() if hasattr(v, "tobytes")
+    ]
+
+
+def stream_of(loader: ol.Loader, num_steps: int) -> list[list[tuple[int, int, list[tuple[str, bytes]]] | None]]:
+    """Step by step, what each rank got."""
+    clients = [loader.client(rank, timeout=60) for rank in range(loader.tree.world_size)]
+    taken = [[next(client, None) for client in clients] for _ in range(num_steps)]
+    return [[s and (s.number, s.loss_tokens, bytes_of(s)) for s in steps] for steps in taken]
+
+
+def key_of(plan: GroupPlan | Planned | Plan) -> str:
+    """A plan as text, to compare: which samples lie where."""
+    if isinstance(plan, Planned):
+        plan = plan.plan
+    if isinstance(plan, Plan):
+        parts: Sequence[Any] = [plan.samples, plan.counts, plan.offsets, plan.order, plan.row]
+    else:
+        parts = [plan.step, plan.group, plan.loss_tokens, plan.microbatches]
+    with np.printoptions(threshold=10**9):
+        return repr(parts)

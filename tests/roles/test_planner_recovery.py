@@ -1,0 +1,497 @@
+"""A planner that is lost between any two asks is made anew from its log, and nobody can tell from the stream."""
+
+import logging
+import os
+import resource
+import shutil
+import signal
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moto.server import ThreadedMotoServer
+
+import overlord as ol
+from overlord.data.append_log import framed, unframed
+from overlord.data.log_segments import FileSegments
+from overlord.errors import StateError, StorageError
+from overlord.planning.recovery import Decision, Header, fold
+from overlord.roles.plan_log import Era, PlanLog, newest_in
+from overlord.roles.planner import Planner
+from tests.roles.mortal import Mortal, key_of, stream_of
+from tests.sources import Numbered, job_of, read_all, same, tokens_of
+
+A = Numbered(rows=40, first=1)
+B = Numbered(rows=23, unit_rows=4, first=100, longest=16)
+C = Numbered(rows=9, unit_rows=2, first=300, longest=3)
+COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.1, constant=0.0)
+MIXTURE = ol.Mixture({0: {"a": 5, "b": 3}, 4: {"a": 1, "b": 1, "c": 1}}, unit="tokens", ramp="linear")
+JOBS = [
+    job_of({"a": A, "b": B, "c": C}, mixture=MIXTURE, mesh=ol.Mesh(dp=2), strategy=ol.strategies.long_short(COST)),
+    job_of({"a": A, "b": B, "c": C}, ol.Batch(tokens=64, sequence_length=16, cut_documents=True), mixture=MIXTURE),
+    job_of(
+        {"a": Numbered(rows=17, first=1, repeat=False), "b": Numbered(rows=60, first=100, repeat=False)},
+        ol.Batch(samples=9, sequence_length=16),
+        mixture=ol.Mixture({"a": 1, "b": 1}, stop="all_exhausted"),
+        mesh=ol.Mesh(dp=2, cp=2),
+        prefetch=0,
+    ),
+]
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[list]:
+    found = []
+    for job in JOBS:
+        with ol.start(job) as loader:
+            found.append(stream_of(loader, STEPS))
+    return found
+
+
+def log_of(folder: Path, **settings: float) -> ol.Log:
+    return ol.Log(str(folder / "log"), snapshot_every=int(settings.get("every", 1000)), sync_s=settings.get("sync_s", 1.0))
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(range(len(JOBS))), st.sets(st.integers(1, 80), max_size=8), st.sampled_from([1, 3, 1000]))
+def test_a_planner_lost_between_any_two_asks_leaves_no_trace(tmp_path_factory, undisturbed, which, losses, every):
+    engine = Mortal(losses)
+    with ol.start(JOBS[which], engine=engine, log=log_of(tmp_path_factory.mktemp("run"), every=every)) as loader:
+        assert stream_of(loader, STEPS) == undisturbed[which]
+    keys = {}
+    for plan in engine.plans:  # a plan that was handed out before a loss is the very plan that is handed out after
+        assert keys.setdefault((plan.step, plan.group), key_of(plan)) == key_of(plan)
+
+
+@settings(max_examples=10)
+@given(st.sampled_from(range(len(JOBS))), st.sets(st.integers(1, 80), max_size=4))
+def test_without_a_log_a_lost_planner_draws_everything_again_and_the_stream_is_the_same(undisturbed, which, losses):
+    with ol.start(JOBS[which], engine=Mortal(losses)) as loader:
+        assert stream_of(loader, STEPS) == undisturbed[which]
+
+
+def test_a_planner_made_anew_goes_on_where_the_lost_one_was_and_reads_nothing_older(tmp_path):
+    read: list[int] = []
+    source = Recorded(rows=400, first=1, read_units=read, shuffle=False)
+    engine = Mortal()
+    with ol.start(job_of({"a": source}), engine=engine, log=log_of(tmp_path)) as loader:
+        client = loader.client(0)
+        for _ in range(20):
+            next(client)
+        engine.lose("planner")
+        status = loader.status()
+        assert status.reached >= 20
+        assert status.oldest_needed >= 17
+        state = loader.state_dict()
+        assert state["step"] == 20
+        read.clear()
+        assert next(client).number == 20
+        assert not [unit for unit in read if unit < 10], "drawing from step 0 would read the first units again"
+
+
+@dataclass(frozen=True)
+class Recorded(Numbered):
+    """Notes the units that are read."""
+
+    read_units: list[int] = field(default_factory=list)
+
+    def read(self, unit: ol.Unit) -> pa.Table:
+        self.read_units.append(unit.index)
+        return super().read(unit)
+
+
+def test_every_step_that_some_rank_still_needs_can_be_given(tmp_path):
+    job = job_of({"a": A, "b": B}, mesh=ol.Mesh(dp=2))
+    with ol.start(job) as loader:
+        plain = [key_of(loader.plan(step)) for step in range(8)]
+    engine = Mortal()
+    with ol.start(job, engine=engine, log=log_of(tmp_path, every=2)) as loader:
+        ahead, behind = loader.client(0, timeout=30), loader.client(1, timeout=30)
+        next(behind)
+        for _ in range(5):
+            next(ahead)
+        for _ in range(3):
+            engine.lose("planner")
+            assert [key_of(loader.plan(step)) for step in range(1, 8)] == plain[1:]
+            assert next(behind).number == behind.step - 1
+            assert loader.state_before(behind.step)["step"] == behind.step
+
+
+# The place of a run in its log
+
+
+def test_a_run_resumed_from_its_log_goes_on_with_a_step_that_not_all_are_known_to_have_taken(tmp_path):
+    job = job_of({"a": A, "b": B}, mesh=ol.Mesh(dp=2))
+    uncut, end = read_all(job, 12)
+    loader = ol.start(job, engine=Mortal(), log=log_of(tmp_path))
+    clients = [loader.client(0), loader.client(1)]
+    for _ in range(6):
+        for client in clients:
+            next(client)
+    next(clients[0])
+    # Neither loader nor engine is closed: this is a kill.
+    with ol.start(job, resume="log", log=log_of(tmp_path)) as resumed:
+        first = resumed.start_step
+    assert 6 - job.prefetch - 1 <= first <= 6
+    steps, state = read_all(job_of({"a": A, "b": B}, mesh=ol.Mesh(dp=3)), 12 - first, resume="log", log=log_of(tmp_path))
+    assert same(steps, uncut[first:])
+    assert state == end
+    loader.close()
+
+
+def test_a_finite_run_resumed_from_its_log_again_and_again_gives_every_step_and_ends(tmp_path):
+    job = job_of({"a": Numbered(rows=60, first=1, repeat=False)}, prefetch=1)
+    uncut, _ = read_all(job, 1000)
+    reached = 0
+    while reached < len(uncut):
+        with ol.start(job, resume="log", log=log_of(tmp_path)) as loader:
+            first = loader.start_step
+            assert max(reached - 2, 0) <= first <= reached
+            steps = [step for step in islice(loader.client(0), 4)]
+        assert [step.number for step in steps] == list(range(first, min(first + 4, len(uncut))))
+        assert same([np.sort(tokens_of(step)) for step in steps], uncut[first : first + 4])
+        reached = max(reached, first + len(steps))
+
+
+def test_a_state_decides_where_a_run_goes_on_whatever_the_log_says(tmp_path):
+    job = job_of({"a": A, "b": B})
+    uncut, _ = read_all(job, 10)
+    _, state = read_all(job, 3)
+    read_all(job, 8, log=log_of(tmp_path))
+    assert same(read_all(job, 7, resume=state, log=log_of(tmp_path))[0], uncut[3:])
+
+
+def test_a_run_without_a_state_begins_at_step_0_and_says_what_the_log_knows(tmp_path, caplog):
+    job = job_of({"a": A, "b": B})
+    uncut, _ = read_all(job, 5, log=log_of(tmp_path))
+    with caplog.at_level(logging.WARNING, "overlord.log"):
+        assert same(read_all(job, 5, log=log_of(tmp_path))[0], uncut)
+    assert "but this one begins at step 0; resume='log' would go on with step" in caplog.text
+
+
+def test_loading_a_state_begins_a_new_era_that_a_lost_planner_goes_on_in(tmp_path):
+    job = job_of({"a": A, "b": B})
+    engine = Mortal()
+    with ol.start(job, engine=engine, log=log_of(tmp_path)) as loader:
+        client = loader.client(0)
+        first = [next(client).number for _ in range(3)]
+        state = client.state_dict()
+        following = stream(client, 4)
+        client.load_state_dict(state)
+        engine.lose("planner")
+        assert stream(client, 2) == following[:2]
+        engine.lose("planner")
+        assert stream(client, 2) == following[2:]
+        assert first == [0, 1, 2]
+
+
+def test_what_was_drawn_before_another_state_was_loaded_is_not_taken_up_again(tmp_path):
+    sources = {"a": A, "b": B}
+    _, other = read_all(job_of(sources, mixture=ol.Mixture({"a": 1, "b": 9})), 2)
+    job = job_of(sources, mixture=ol.Mixture({"a": 9, "b": 1}))
+    with ol.start(job, resume=other) as loader:
+        expected = stream(loader.client(0), 5)
+    engine = Mortal()
+    with ol.start(job, engine=engine, log=log_of(tmp_path)) as loader:
+        client = loader.client(0)
+        before = stream(client, 7)
+        client.load_state_dict(other)
+        found = stream(client, 1)
+        engine.lose("planner")
+        found += stream(client, 4)
+        assert found == expected != before[2:]
+
+
+def stream(client: ol.Client, num_steps: int) -> list[list]:
+    return [[micro["tokens"].tolist() for micro in next(client)] for _ in range(num_steps)]
+
+
+def test_resuming_from_a_log_without_saying_where_it_is_says_so():
+    with pytest.raises(ol.SpecError, match="resume='log' goes on from a log: say where it is"):
+        ol.start(job_of({"a": A}), resume="log")
+
+
+# Logs in object stores
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[dict[str, str]]:
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")).close()
+    yield {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1", "endpoint": f"http://{host}:{port}"}
+    moto.stop()
+
+
+@pytest.mark.parametrize("sync_s", [0.02, 1000.0])
+def test_a_log_in_a_bucket_whose_end_is_lost_with_the_planner_costs_time_and_nothing_else(bucket, undisturbed, sync_s):
+    log = ol.Log(f"s3://runs/{sync_s}/log", snapshot_every=3, sync_s=sync_s, storage_options=bucket)
+    with ol.start(JOBS[0], engine=Mortal({7, 20, 33}), log=log) as loader:
+        assert stream_of(loader, STEPS) == undisturbed[0]
+    with ol.start(JOBS[0], resume="log", log=log) as loader:
+        assert loader.start_step >= STEPS - JOBS[0].prefetch - 1, "closing makes all of it safe"
+        assert stream_of(loader, 1) == [undisturbed[0][loader.start_step]]
+
+
+# Logs that are damaged, foreign or cannot be written
+
+
+def segment_of(folder: Path) -> Path:
+    return sorted((folder / "log").iterdir())[-1]
+
+
+@settings(max_examples=15)
+@given(st.floats(0, 1, exclude_max=True))
+def test_a_torn_end_is_cut_and_changes_nothing(tmp_path_factory, undisturbed, place):
+    folder = tmp_path_factory.mktemp("run")
+    loader = ol.start(JOBS[0], log=log_of(folder))
+    engine_steps = stream_of(loader, 5)
+    loader.close()
+    path = segment_of(folder)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(place * len(whole))])
+    with ol.start(JOBS[0], resume="log", log=log_of(folder)) as loader:
+        first = loader.start_step
+        assert 0 <= first <= 5
+        assert stream_of(loader, STEPS - first) == undisturbed[0][first:]
+    assert engine_steps == undisturbed[0][:5]
+
+
+def test_the_warning_of_a_torn_end_says_how_much_is_cut_and_where_it_goes_on(tmp_path, caplog):
+    read_all(job_of({"a": A}), 5, log=log_of(tmp_path))
+    with segment_of(tmp_path).open("ab") as file:
+        file.write(framed(b"{}")[:-1])
+    with caplog.at_level(logging.WARNING, "overlord.log"):
+        ol.start(job_of({"a": A}), resume="log", log=log_of(tmp_path)).close()
+    assert "segment-00000001.log has a torn end: its last 13 bytes are cut off, and it goes on with step" in caplog.text
+
+
+def test_a_damaged_middle_is_an_error_that_names_the_place_and_the_way_out(tmp_path):
+    job = job_of({"a": A})
+    uncut, _ = read_all(job, 8)
+    read_all(job, 5, log=log_of(tmp_path))
+    path = segment_of(tmp_path)
+    damaged = bytearray(path.read_bytes())
+    place = len(framed(unframed(bytes(damaged)).bodies[0]))
+    damaged[place + 20] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(StateError, match=rf"segment-00000001.log is damaged at byte {place}: .* \d+ good ones follow"):
+        ol.start(job, resume="log", log=log_of(tmp_path))
+    path.unlink()  # the way out
+    assert same(read_all(job, 8, resume="log", log=log_of(tmp_path))[0], uncut)
+
+
+def test_a_record_that_is_whole_but_makes_no_sense_is_an_error_that_names_the_file(tmp_path):
+    read_all(job_of({"a": A}), 2, log=log_of(tmp_path))
+    with segment_of(tmp_path).open("ab") as file:
+        file.write(framed(b'{"kind": "step", "step": 99}'))
+    with pytest.raises(StateError, match=r"segment-00000001.log cannot be used: .*records are missing; delete it"):
+        ol.start(job_of({"a": A}), resume="log", log=log_of(tmp_path))
+
+
+@pytest.mark.parametrize("resume", [None, "log"])
+def test_the_log_of_another_job_is_refused_saying_what_differs(tmp_path, resume):
+    read_all(job_of({"a": A}), 2, log=log_of(tmp_path))
+    other = job_of({"a": A}, seed=5)
+    with pytest.raises(StateError, match=r"(?s)the log at .* differs.*seed was 0, is 5.*accept_changes=\['seed'\]"):
+        ol.start(other, resume=resume, log=log_of(tmp_path))
+    ol.start(other, resume=resume, log=log_of(tmp_path), accept_changes=["seed"]).close()
+
+
+def test_a_log_that_cannot_be_written_stops_a_run_before_it_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot be written: .*Not a directory"):
+        ol.start(job_of({"a": A}), log=str(tmp_path / "file" / "log"))
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 6), st.integers(0, 6), st.sampled_from([1, 3, 1000]), st.booleans())
+def test_a_full_disk_under_the_log_loses_and_repeats_nothing(tmp_path_factory, undisturbed, before, during, every, lost):
+    folder = tmp_path_factory.mktemp("run")
+    engine = Mortal()
+    with ol.start(JOBS[0], engine=engine, log=log_of(folder, every=every)) as loader:
+        clients = [loader.client(rank, timeout=30) for rank in range(2)]
+        numbers = [next(client).number for _ in range(before) for client in clients]
+        with full_disk(segment_of(folder).stat().st_size + 7):
+            numbers += [next(client).number for _ in range(during) for client in clients]
+            state = loader.state_dict()
+            if lost:
+                engine.lose("planner")
+            numbers += [next(client).number for client in clients]
+        numbers += [next(client).number for _ in range(3) for client in clients]
+        assert loader.status().log.error is None, "it is written again"
+        assert numbers == [step for step in range(before + during + 4) for _ in clients]
+        assert state["step"] == before + during
+    found = newest_in(FileSegments(str(folder / "log")))
+    assert found is not None
+    assert found.recovered.reached >= before + during + 4, "and nothing is missing in it"
+    with ol.start(JOBS[0], resume=state) as loader:
+        assert stream_of(loader, STEPS - before - during) == undisturbed[0][before + during :]
+
+
+def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path, caplog):
+    with ol.start(JOBS[0], log=log_of(tmp_path)) as loader, caplog.at_level(logging.WARNING, "overlord.log"):
+        clients = [loader.client(rank, timeout=30) for rank in range(2)]
+        with full_disk(10):
+            for client in clients * 4:
+                next(client)
+            assert loader.status().log.error is not None
+            assert loader.status().log.num_waiting > 0
+        for client in clients * 4:
+            next(client)
+    assert caplog.text.count("cannot be written") == 1
+    assert caplog.text.count("is written again, up to step") == 1
+
+
+def test_a_decision_is_safe_or_refused(tmp_path):
+    header = Header("job", 0, "samples", {})
+    start = ol.start(job_of({"a": A}))
+    progress = start._planner.ask(Planner.progress, 0).result()
+    start.close()
+    log = PlanLog(Era(log_of(tmp_path, sync_s=1000), header), progress, keep=0)
+    log.decide(Decision(3, "cost", {"a": 1.5}))
+    with full_disk(10), pytest.raises(StorageError, match="cannot be written"):
+        log.decide(Decision(5, "cost", {"a": 2.5}))
+    again = PlanLog(Era(log_of(tmp_path), header), progress, keep=0)
+    assert again._decisions == (Decision(3, "cost", {"a": 1.5}),)
+    later = PlanLog(Era(log_of(tmp_path), Header("job", 1, "samples", {})), progress, keep=0)
+    assert later._decisions == (Decision(3, "cost", {"a": 1.5}),), "it holds in the next era too"
+
+
+def test_a_step_that_is_drawn_again_and_differs_is_an_error(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+
+    def write(length: int) -> None:
+        lines = [orjson.dumps({"tokens": [i + 1] * (1 + (i * length) % 7)}) + b"\n" for i in range(200)]
+        (folder / "a.jsonl").write_bytes(b"".join(lines))
+
+    write(3)
+    size = os.stat(folder / "a.jsonl").st_size
+    engine = Mortal()
+    source = ol.Jsonl(str(folder / "a.jsonl"), shuffle=False, buffer_bytes=1 << 20, unit_bytes=300)
+    with ol.start(job_of({"a": source}), engine=engine, log=log_of(tmp_path)) as loader:
+        client = loader.client(0)
+        next(client)
+        lines = (folder / "a.jsonl").read_bytes().split(b"\n")
+        mixed = b"\n".join([*sorted(lines[:-1], key=len), b""])
+        assert len(mixed) == size
+        shutil.copy(folder / "a.jsonl", folder / "kept")
+        (folder / "a.jsonl").write_bytes(mixed)
+        engine.lose("planner")
+        engine.lose("loaders/0")
+        with pytest.raises(ol.DataError, match=r"step \d was drawn again and is not what it was"):
+            loader.plan(1)
+
+
+# Faults while a step is drawn
+
+
+@settings(max_examples=25)
+@given(st.sets(st.integers(0, 40), max_size=10), st.sampled_from([0, 1]), st.booleans())
+def test_a_source_that_fails_while_a_step_is_drawn_loses_nothing(tmp_path_factory, undisturbed, failures, which, logged):
+    engine = Failing(failures)
+    log = log_of(tmp_path_factory.mktemp("run")) if logged else None
+    with ol.start(JOBS[which], engine=engine, log=log) as loader:
+        clients = [loader.client(rank, timeout=30) for rank in range(loader.tree.world_size)]
+        for step in range(STEPS):
+            for client, expected in zip(clients, undisturbed[which][step], strict=True):
+                while True:
+                    try:
+                        taken = next(client)
+                        break
+                    except StorageError:
+                        pass
+                assert [micro["tokens"].tobytes() for micro in taken] == [b for n, b in expected[2] if n == "tokens"]
+
+
+class Failing(Mortal):
+    """Fails some asks for facts, as a loader does whose storage is gone for a while."""
+
+    def __init__(self, failures: set[int]) -> None:
+        super().__init__()
+        self.failures = failures
+        self.num_described = 0
+
+    def ask(self, name, method, args, kwargs):
+        if method == "describe":
+            self.num_described += 1
+            if self.num_described in self.failures:
+                raise StorageError("storage did not answer")
+        return super().ask(name, method, args, kwargs)
+
+
+# What a planner keeps
+
+
+def test_looking_at_plans_without_reading_keeps_no_more_than_a_few():
+    with ol.start(job_of({"a": A, "b": B})) as loader:
+        for step in range(200):
+            loader.plan(step)
+        assert loader.status().num_kept <= 4
+        planner = loader._engine._roles["planner"]
+        assert len(planner._before) <= 12
+
+
+@pytest.mark.parametrize("mesh", [ol.Mesh(dp=2), ol.Mesh(cp=2)])
+def test_a_rank_that_leaves_while_a_step_is_planned_for_it_holds_nobody_back(mesh):
+    engine = Leaving()
+    with ol.start(job_of({"a": A}, mesh=mesh, prefetch=0), engine=engine) as loader:
+        left, right = loader.client(0, timeout=20), loader.client(1, timeout=20)
+        next(left)
+        next(right)
+        engine.leave_during_plan = right.close
+        next(right)  # that step was on its way
+        assert engine.leave_during_plan is None
+        assert [next(left).number for _ in range(20)] == list(range(1, 21))
+
+
+class Leaving(Mortal):
+    """Lets a client leave while a plan for its group is on its way back to the constructor."""
+
+    leave_during_plan = None
+
+    def ask(self, name, method, args, kwargs):
+        if method == "plan" and self.leave_during_plan is not None:
+            leave, self.leave_during_plan = self.leave_during_plan, None
+            leave()
+        return super().ask(name, method, args, kwargs)
+
+
+def test_status_says_how_far_the_planner_and_its_log_are(tmp_path):
+    with ol.start(job_of({"a": A}, prefetch=0), log=log_of(tmp_path)) as loader:  # so that nothing goes on beside
+        client = loader.client(0)
+        for _ in range(4):
+            next(client)
+        status = loader.status()
+        assert (status.start, status.reached, status.oldest_needed, status.end) == (0, 4, 3, None)
+        assert status.num_kept == 1
+        assert status.log.segment.endswith("segment-00000001.log")
+        assert status.log.num_bytes == segment_of(tmp_path).stat().st_size
+        records = [orjson.loads(body) for body in unframed(segment_of(tmp_path).read_bytes()).bodies]
+        assert fold(records[1:]).reached == status.reached
+    with ol.start(job_of({"a": A})) as loader:
+        assert loader.status().log is None
