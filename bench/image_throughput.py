@@ -18,7 +18,8 @@ from bench import corpus
 from bench.measure import Competitor, Setting, Table, compare, options
 
 COMPETITORS = (
-    Competitor("overlord", "overlord"),
+    Competitor("overlord", "overlord", {"workers": 1}),
+    Competitor("overlord, no threads", "overlord", {"workers": 0}),
     Competitor("torch", "torch"),
     Competitor("webdataset", "webdataset"),
     Competitor("spdl", "spdl"),
@@ -29,7 +30,7 @@ TABLE = Table("units_per_cpu_s", 1.0, "images / CPU s", baseline="overlord")
 def main(argv: Sequence[str] | None = None) -> int:
     given = options(__doc__, argv, seconds=4.0)
     corpus.IMAGES.make()
-    setting = Setting("image-text tar, 1 rank", "images", ("--seconds", str(given.seconds), "--warmup", "3"))
+    setting = Setting("image-text tar, 1 rank", "images", ("--seconds", str(given.seconds), "--warmup", "16"))
     status = compare([setting], given.chosen(COMPETITORS), TABLE, given)
     if not given.json and "overlord" in [competitor.name for competitor in given.chosen(COMPETITORS)]:
         worst, median = psnr()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,8 @@ class Arenas:
         memory = self._idle_of(size)
         if memory is None:
             memory = np.empty(size, np.uint8)
-        owner = (ctypes.c_char * len(memory)).from_buffer(memory.data)
+        # Typed as Any: the checkers' idea of what is a buffer leaves out ctypes.
+        owner: Any = (ctypes.c_char * len(memory)).from_buffer(cast(Any, memory))
         weakref.finalize(owner, self._take_back, memory).atexit = False
         return np.frombuffer(owner, np.uint8, num_bytes)
 
