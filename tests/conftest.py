@@ -1,6 +1,7 @@
 """Settings that every test shares, and the Ray cluster of those that need one."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import HealthCheck, settings
 # Read when Ray is imported, by whichever test comes first: listen on loopback only, and tell nobody.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+# A suite started in the background may have Ctrl-C ignored, and programs that tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "here",

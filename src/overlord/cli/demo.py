@@ -17,11 +17,11 @@ from overlord.demo.run import DemoResult, run_demo
 
 def demo(num_steps: int, folder: Path | None, as_json: bool) -> int:
     watching = console(stderr=as_json)
-    if not as_json:
-        watching.print("Overlord: making a corpus out of this machine's Python, then reading it on several meshes.")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory(prefix="overlord-demo-") as at:
+        if not as_json:
+            watching.print("Overlord: making a corpus out of this machine's Python, then reading it on several meshes.")
         result = run_demo(Path(at), num_steps, lambda title, steps: LiveView(watching, title, steps))
     if as_json:
         write_json(asdict(result))
