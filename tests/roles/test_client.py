@@ -26,7 +26,7 @@ class Gated(Numbered):
 def test_a_timeout_names_the_rank_the_step_and_what_it_waited_for():
     source = Gated(rows=40, first=1)
     with ol.start(job_of({"slow": source})) as loader:
-        client = loader.client(0, timeout=0.2)
+        client = loader.client(0, timeout=2)
         with pytest.raises(ol.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step 0: .*'slow'.*making chunk 0"):
             next(client)
         source.gate.set()

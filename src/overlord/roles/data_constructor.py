@@ -197,12 +197,24 @@ class DataConstructor:
 
     def _built_here(self, step: int, future: Future[_Built | Later | None]) -> _Built | Later | None:
         """The step, built by the rank that asks for it first: there are no threads to build it."""
-        if future.cancel():
-            done: Future[_Built | Later | None] = Future()
-            done.set_result(self._build(step))
-            with self._lock:
-                self._steps[step] = future = done
-        return future.result()
+        here: Future[_Built | Later | None] = Future()
+        with self._lock:
+            is_mine = self._steps.get(step) is future and future.cancel()
+            if is_mine:
+                here.set_running_or_notify_cancel()
+                self._steps[step] = here
+            else:
+                here = self._steps.get(step, future)
+        if not is_mine:
+            return here.result()
+        try:
+            built = self._build(step)
+        except BaseException as error:
+            self._forget(step, here)
+            here.set_exception(error)
+            raise
+        here.set_result(built)
+        return built
 
     def _build(self, step: int) -> _Built | Later | None:
         try:

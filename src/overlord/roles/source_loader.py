@@ -144,17 +144,25 @@ class SourceLoader:
             if found is not None:
                 return found
             entry = self._making.get(number) or self._start(number)
-        if entry.future.cancel():
-            # No thread has begun it: make it here rather than wait, so asks never wait in a circle.
-            with self._lock:
-                if self._making.get(number) is entry:
-                    del self._making[number]
-            chunk = self._made_here(number)
-        else:
-            chunk = entry.future.result()
+            # No thread has begun it: make it here rather than wait, so that asks never wait in a circle.
+            here = _Making(Future(), self._clock()) if entry.future.cancel() else None
+            if here is not None:
+                here.future.set_running_or_notify_cancel()
+                self._making[number] = here
+        chunk = entry.future.result() if here is None else self._made_for_all(number, here.future)
         if needed:
             with self._lock:
                 self._admit(number, chunk, needed=True)
+        return chunk
+
+    def _made_for_all(self, number: int, future: Future[Chunk]) -> Chunk:
+        """Make a chunk in this thread, for whoever else waits for it too."""
+        try:
+            chunk = self._made_here(number)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        future.set_result(chunk)
         return chunk
 
     def _start(self, number: int) -> _Making:
