@@ -5,8 +5,8 @@ python -m bench.balance [--json] [--seeds N]
 
 Columns: `equal` and `unequal` are `long_short` with microbatches of up to 1.5 x the mean tokens, in equal and
 in unequal numbers; `tokens` is the same greedy balance when every group must hold the same number of tokens;
-`plain` is the `plain` strategy; `drawn` deals the same rows in the order their first documents were drawn, as
-loaders do that pack as they go. `possible` is what no arrangement of whole documents can be below: above 1,
+`plain` is the `plain` strategy, which deals rows in the order their first documents were drawn, as loaders do
+that pack as they go. `possible` is what no arrangement of whole documents can be below: above 1,
 some group must hold two documents that cost more than the mean together.
 """
 
@@ -23,7 +23,7 @@ from bench.planning import H200_COST
 from overlord.planning.balancing import greedy, least_possible_cost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.packing import best_fit
+from overlord.planning.packing import best_fit, in_drawn_order
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
 from overlord.planning.strategies import long_short, plain
@@ -47,7 +47,6 @@ class Figures:
     unequal: float
     tokens: float
     plain: float
-    drawn: float
     possible: float
 
 
@@ -72,17 +71,11 @@ def figures(setting: Setting, seed: int) -> Figures:
     def over_bound(group: Ints) -> float:
         return float(np.bincount(group, costs, setting.dp).max()) / bound
 
-    rows = graph.reference_rows
-    assert rows is not None
-    first_seen = np.unique(rows, return_index=True)[1]
-    turn = np.empty(len(first_seen), np.int64)
-    turn[np.argsort(first_seen)] = np.arange(len(first_seen))
     return Figures(
         equal=_balanced(long_short(H200_COST, max_tokens=cap)(graph), costs, cap) / bound,
         unequal=_balanced(long_short(H200_COST, max_tokens=cap, equal_counts=False)(graph), costs, cap) / bound,
         tokens=over_bound(greedy(costs, setting.dp, lengths, setting.tokens // setting.dp)),
         plain=float(plain()(graph).group_costs(costs).max()) / bound,
-        drawn=over_bound(turn[rows] % setting.dp),
         possible=least_possible_cost(costs, setting.dp) / bound,
     )
 
@@ -90,7 +83,7 @@ def figures(setting: Setting, seed: int) -> Figures:
 def _graph(setting: Setting, seed: int) -> DGraph:
     lengths = setting.table.documents(setting.tokens, setting.context, seed)
     batch = Batch(tokens=setting.tokens, sequence_length=setting.context)
-    rows = best_fit(lengths, batch.num_rows or 1, batch.sequence_length)
+    rows = in_drawn_order(best_fit(lengths, batch.num_rows or 1, batch.sequence_length))
     placed = rows >= 0
     place = ClientPlaceTree(Mesh(dp=setting.dp))
     return DGraph(Samples.of_lengths(lengths[placed]), batch, place, rows[placed])
@@ -116,9 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     if not args.json:
-        print(
-            f"{'lengths':>8} {'context':>8} {'dp':>4} {'Mtokens':>8}   equal  unequal   tokens    plain    drawn  possible"
-        )
+        print(f"{'lengths':>8} {'context':>8} {'dp':>4} {'Mtokens':>8}   equal  unequal   tokens    plain  possible")
     for setting in settings():
         found = worst(setting, args.seeds)
         at = {"lengths": setting.table.name, "context": setting.context, "dp": setting.dp}

@@ -11,7 +11,7 @@ import numpy as np
 
 from overlord.planning.drawing import Describe, DrawQueue, Expect, Extent, reweighted
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.packing import best_fit
+from overlord.planning.packing import best_fit, in_drawn_order
 from overlord.planning.progress import Progress
 from overlord.spec import Batch, Mixture
 
@@ -180,7 +180,7 @@ class StepDrawer:
         lengths = _padded(candidates.tokens, batch.document_multiple)
         if len(candidates) == 0 or (int(lengths.sum()) < tokens and batch.drop_last):
             return None
-        rows = _in_drawn_order(best_fit(lengths, batch.num_rows or 1, batch.sequence_length, num_first=num_carried))
+        rows = in_drawn_order(best_fit(lengths, batch.num_rows or 1, batch.sequence_length, num_first=num_carried))
         placed = rows >= 0
         if placed.all():
             return candidates, rows
@@ -193,18 +193,6 @@ class StepDrawer:
         samples = Samples.concatenated([self._carried, samples])
         self._carried = Samples.none(samples.source_names)
         return samples
-
-
-def _in_drawn_order(rows: Ints) -> Ints:
-    """Rows numbered by their first sample, so that dealing them in turn is blind to how long their documents are."""
-    used, first = np.unique(rows, return_index=True)
-    if len(used) and used[0] < 0:
-        used, first = used[1:], first[1:]
-    if len(used) == 0:
-        return rows
-    number = np.empty(int(used[-1]) + 1, np.int64)
-    number[used[np.argsort(first, kind="stable")]] = np.arange(len(used))
-    return np.where(rows < 0, -1, number[rows])
 
 
 def _padded(tokens: Ints, multiple: int) -> Ints:

@@ -50,6 +50,18 @@ def best_fit(lengths: Ints, num_rows: int, capacity: int, num_first: int = 0) ->
     return np.array(rows, np.int64)
 
 
+def in_drawn_order(rows: Ints) -> Ints:
+    """Rows numbered by their first sample, so that dealing them in turn is blind to how long their documents are."""
+    used, first = np.unique(rows, return_index=True)
+    if len(used) and used[0] < 0:
+        used, first = used[1:], first[1:]
+    if len(used) == 0:
+        return rows
+    number = np.empty(int(used[-1]) + 1, np.int64)
+    number[used[np.argsort(first, kind="stable")]] = np.arange(len(used))
+    return np.where(rows < 0, -1, number[rows])
+
+
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Documents cut at row ends: piece p is the tokens [start, stop) of document `sample[p]` and lies in
