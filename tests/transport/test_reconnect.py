@@ -1,12 +1,13 @@
 """Clients outlive their service: they find it again, go on byte for byte, and give up when they were told to."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
@@ -15,6 +16,8 @@ from overlord.transport.security import Listen
 from overlord.transport.server import Service
 from tests.commands import environment
 from tests.transport.served import content, served, streams, two_sources, undisturbed
+
+_GIVEN: set[int] = set()
 
 SERVER = """
 import sys
@@ -27,9 +30,14 @@ sys.stdin.read()
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that no other server gets by asking for any: it stays free while the service of a test is away."""
+    for port in random.Random(os.getpid()).sample(range(20_000, 30_000), 1000):
+        if port not in _GIVEN:
+            _GIVEN.add(port)
+            with closing(socket.socket()) as probe, suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise AssertionError("no port is free")
 
 
 def server_process(port: int) -> subprocess.Popen[str]:
@@ -117,7 +125,7 @@ def test_a_service_that_comes_back_with_another_job_is_not_read_on():
 
 
 def test_a_service_that_is_gone_ends_in_an_error_when_the_time_is_up():
-    with served(two_sources()) as (_, address):
+    with served(two_sources(), address=f"127.0.0.1:{free_port()}") as (_, address):
         client = ol.connect(address, rank=0, timeout=0.8)
         next(client)
     with pytest.raises(ol.WaitTimeoutError, match=r"rank 0 waited .* s for step 1: the service went away: grpc://127"):

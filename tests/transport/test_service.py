@@ -131,7 +131,7 @@ def test_a_state_of_another_job_and_a_rank_that_is_not_there_are_refused_as_in_o
 def test_a_timeout_says_what_the_service_is_waiting_for():
     source = Gated(rows=40, first=1)
     with served(job_of({"slow": source})) as (_, address):
-        client = ol.connect(address, rank=0, timeout=0.5)
+        client = ol.connect(address, rank=0, timeout=2.0)
         with pytest.raises(ol.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step 0: .*'slow'.*making chunk 0"):
             next(client)
         source.gate.set()
@@ -289,7 +289,7 @@ def test_a_client_that_is_dropped_without_a_word_falls_silent():
 def test_draining_lets_every_rank_finish_the_step_that_one_has_and_hands_out_no_more():
     job = two_sources(mesh=ol.Mesh(dp=2))
     with served(job) as (loader, address):
-        left, right = (ol.connect(address, rank=rank, timeout=0.6) for rank in range(2))
+        left, right = (ol.connect(address, rank=rank, timeout=3.0) for rank in range(2))
         streams([left, right], 2)
         next(left)
         drained = []
