@@ -22,11 +22,22 @@ from overlord.data.image_headers import Header, header_of
 from overlord.data.resample import Pixels, Span, resized
 from overlord.errors import DataError, SchemaError, SpecError
 from overlord.planning.facts import Ints
+from overlord.planning.image_sizes import ImageSizes
 
 if TYPE_CHECKING:
     from PIL import Image
 
-Sizes = dict[str, Ints]
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What planning is told of the images of each row."""
+
+    sizes: dict[str, Ints]
+    images: ImageSizes
+
+    def take(self, rows: Ints) -> ImageFacts:
+        return ImageFacts({name: column[rows] for name, column in self.sizes.items()}, self.images.take(rows))
+
+
 BadImages = list[tuple[int, str]]
 Data = bytes | bytearray | memoryview | pa.Buffer
 
@@ -59,13 +70,14 @@ class DecodeImage:
         if self.max_pixels < 1:
             raise SpecError(f"max_pixels must be positive, got {self.max_pixels}")
 
-    def facts(self, column: pa.ChunkedArray | pa.Array) -> tuple[Sizes, BadImages]:
+    def facts(self, column: pa.ChunkedArray | pa.Array) -> tuple[ImageFacts, BadImages]:
         """Sizes of the decoded images of each row, and the (row, error) of rows whose images cannot be decoded.
 
         `image_pixels` is the sum over a row's images, `image_height` and `image_width` the largest of them.
         """
         names = ("num_images", "image_height", "image_width", "image_pixels")
         sizes = {name: np.zeros(len(column), np.int64) for name in names}
+        found: list[list[tuple[int, int]]] = [[] for _ in range(len(column))]
         bad: BadImages = []
         # One look at a header is some microseconds and cannot be vectorised; pixels are not touched.
         for row, files in enumerate(_files_of_rows(column)):
@@ -75,11 +87,12 @@ class DecodeImage:
                 bad.append((row, str(error)))
                 continue
             if shapes:
+                found[row] = shapes
                 sizes["num_images"][row] = len(shapes)
                 sizes["image_height"][row] = max(height for height, _ in shapes)
                 sizes["image_width"][row] = max(width for _, width in shapes)
                 sizes["image_pixels"][row] = sum(height * width for height, width in shapes)
-        return sizes, bad
+        return ImageFacts(sizes, ImageSizes.of(found)), bad
 
     def decode_row(self, column: pa.ChunkedArray | pa.Array, row: int, out: Sequence[Pixels] | None = None) -> list[Pixels]:
         """The decoded images of one row, written to `out` where given."""
@@ -126,8 +139,7 @@ class DecodeImage:
         scale = _scale(rows[1] - rows[0], columns[1] - columns[0], self.size)
         # The decoder takes the smallest scale that gives this size, rounded up as it rounds.
         least = {"min_height": -(-header.height * scale // 8), "min_width": -(-header.width * scale // 8)}
-        pixels = _decoded(simplejpeg, content, "RGBX", self.strict, **least)
-        # So the true edge of the picture lies inside the last row and column: sizes must not be taken from there.
+        pixels = _decoded(simplejpeg, content, "RGB", self.strict, **least)
         return resized(pixels, self.size, _scaled(rows, scale), _scaled(columns, scale), out)
 
     def _other(self, content: memoryview, out: Pixels | None) -> Pixels:
@@ -141,7 +153,7 @@ class DecodeImage:
         if self.size is None:
             return np.array(picture)
         rows, columns = self._box(picture.height, picture.width)
-        return resized(np.asarray(picture.convert("RGBX")), self.size, rows, columns, out)
+        return resized(np.asarray(picture), self.size, rows, columns, out)
 
     def _box(self, height: int, width: int) -> tuple[Span, Span]:
         """The rows and columns of the picture that are wanted."""
