@@ -11,7 +11,8 @@ from overlord.threads import Threads
 
 @dataclass(frozen=True, slots=True)
 class WorkplaceSize:
-    """How many threads and worker processes a process may use; one per core unless given."""
+    """How many threads and worker processes a process may use. Unless given, one process per core, and one thread less
+    than cores: building steps keeps one busy, and more threads than cores only take the interpreter from each other."""
 
     num_workers: int | None = None
     num_processes: int | None = None
@@ -21,7 +22,7 @@ class Workplace:
     """Threads and processes start when they are first needed, so one that is not used costs nothing."""
 
     def __init__(self, size: WorkplaceSize) -> None:
-        num_workers = (os.cpu_count() or 1) if size.num_workers is None else size.num_workers
+        num_workers = max(1, (os.cpu_count() or 1) - 1) if size.num_workers is None else size.num_workers
         self.read_threads = Threads(num_workers, "overlord-read")
         # Building mostly holds the interpreter: a second thread would not build sooner, and the two would hand the
         # interpreter to and fro at every array they copy. What takes long, decoding, runs on the read threads.
