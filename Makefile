@@ -6,13 +6,17 @@ CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 BENCH := bench/.venv
 
-.PHONY: demo test check fix bench clean
+.PHONY: demo test chaos check fix bench clean
 
 demo: $(CORE)
 	$(BIN)/overlord demo
 
 test: $(DEV)
 	$(BIN)/pytest -n 2 -q
+
+# Hundreds of random faults, about ten minutes. `make chaos CHAOS="--seed 7"` repeats the faults of a seed.
+chaos: $(DEV)
+	$(BIN)/python -m tests.faults.chaos $(CHAOS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """All benchmarks, or those named, one after the other.
 
-python -m bench [text] [images] [memory] [planning] [ray] [balance] [flight] [--quick] [--json]
+python -m bench [text] [images] [memory] [planning] [ray] [balance] [scale] [multimodal] [pipeline] [outliers] [strategies]
+    [flight] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ BENCHMARKS = {
     "planning": Benchmark("bench.planning", ("--repeats", "3")),
     "ray": Benchmark("bench.ray_vs_embedded", ("--rounds", "2", "--seconds", "1")),
     "balance": Benchmark("bench.balance", ("--seeds", "1")),
+    "scale": Benchmark("bench.simulated_scale", ("--quick",)),
+    "multimodal": Benchmark("bench.multimodal_balance", ("--seeds", "1")),
+    "pipeline": Benchmark("bench.pipeline", ("--seeds", "1")),
+    "outliers": Benchmark("bench.outlier_delay", ("--steps", "20")),
+    "strategies": Benchmark("bench.planning_strategies", ("--repeats", "3")),
     "flight": Benchmark("bench.flight", ("--quick",)),
 }
 

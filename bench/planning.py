@@ -11,18 +11,24 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bench.length_tables import BYTED, GITHUB, LengthTable
+from bench.pools import CP, pooled
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
+from overlord.planning.drawing import Extent
 from overlord.planning.facts import Ints, Samples
+from overlord.planning.membership import StepDrawer
 from overlord.planning.packing import best_fit
 from overlord.planning.place_tree import ClientPlaceTree
+from overlord.planning.progress import Progress
 from overlord.planning.strategies import plain
-from overlord.spec import Batch, Mesh
+from overlord.spec import Batch, Mesh, Mixture
 
 T = TypeVar("T")
+
+NUM_SOURCES = 64
 
 # Milliseconds on one H200 for two Llama-8B-like blocks, forward and backward, fitted to measured times.
 H200_COST = TransformerCost(per_token=0.00460315203602369, per_length_squared=1.736619437507047e-07)
@@ -61,6 +67,8 @@ class Result:
     plan: float
     total: float
     plain: float
+    drawing: float
+    """Of so many samples from 64 sources, by the mixture: comes before all the others and is not in `total`."""
     limit: float
 
 
@@ -94,9 +102,27 @@ def measured(setting: Setting, repeats: int) -> Result:
         ranks=setting.ranks,
         microbatches=len(plan.offsets) - 1,
         total=round(sum(ms for name, ms in stages.items() if name != "plain"), 3),
+        drawing=drawing_ms(setting, repeats),
         limit=setting.limit_ms,
         **stages,
     )
+
+
+def drawing_ms(setting: Setting, repeats: int) -> float:
+    """The median of drawing a step, once what the sources hold is known: loaders describe their chunks ahead of time."""
+    known = [setting.table.facts(4096, setting.context, (source,)) for source in range(NUM_SOURCES)]
+    names = tuple(f"source-{source}" for source in range(NUM_SOURCES))
+    mixture = Mixture({name: 1.0 + source % 7 for source, name in enumerate(names)})
+    batch = Batch(samples=setting.num_samples, sequence_length=setting.context)
+    extents = [Extent(1 << 30, None)] * NUM_SOURCES
+    drawer = StepDrawer(Progress.start(names), batch, mixture, extents, lambda source, _: known[source])
+    drawer.next_step()
+    times = []
+    for _ in range(repeats):
+        begin = time.process_time()
+        drawer.next_step()
+        times.append((time.process_time() - begin) * 1e3)
+    return round(statistics.median(times), 3)
 
 
 def _step(setting: Setting) -> tuple[Ints, Batch]:
@@ -112,16 +138,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     results = [measured(setting, args.repeats) for setting in SETTINGS]
+    in_pools = [
+        pooled(setting.table.name, *_step(setting), setting.ranks, pp, H200_COST, args.repeats)
+        for pp in (1, 4)
+        for setting in SETTINGS
+        if setting.ranks % CP == 0
+    ]
     if args.json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
+        print(json.dumps([asdict(result) for result in (*results, *in_pools)], indent=1))
         return
     print("CPU milliseconds, median; total = membership + cost + distribute + balance + plan")
-    names = list(asdict(results[0]))
-    print("  ".join(f"{name:>12}" for name in names))
-    for result in results:
-        print(
-            "  ".join(f"{value:>12,}" if not isinstance(value, str) else f"{value:>12}" for value in asdict(result).values())
-        )
+    _print_table([asdict(result) for result in results])
+    print("\nhdp: CPU milliseconds, median, of all stages; slowest and static_mesh are the costliest rank over the mean")
+    _print_table([asdict(result) for result in in_pools])
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    print("  ".join(f"{name:>12}" for name in rows[0]))
+    for row in rows:
+        print("  ".join(f"{value:>12,}" if not isinstance(value, str) else f"{value:>12}" for value in row.values()))
 
 
 if __name__ == "__main__":

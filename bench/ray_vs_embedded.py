@@ -122,7 +122,7 @@ def costs_of(loader: ol.Loader) -> Costs:
     planned = loader.plan(step.number)
     assert planned is not None  # the job never ends
     samples = [micro.samples for micro in planned.plan.for_group(step.number, 0).microbatches]
-    constructor, planner, host = loader._constructors[0], loader._planner, loader._hosts[0]
+    constructor, planner, host = loader._constructors[0], loader._planner, loader._fleet.hosts[0]
 
     def fetch() -> None:
         delivered = constructor.ask(DataConstructor.fetch, step.number, 0, 10.0).result()

@@ -11,6 +11,7 @@ SHOWS = {
     "image_text.py": r"rank 0 saw 30 of the 60 pictures in one epoch, each beside its own caption",
     "own_source.py": r"one epoch: 1000 documents in \d+ steps",
     "resume_on_new_mesh.py": r"resumed on 6 ranks: all 20 steps hold the documents of the run never stopped",
+    "vlm_exchange.py": r"pictures of step 0 were encoded somewhere and reached their captions",
     "text_pretraining_torch.py": r"resumed to step 40: loss",
 }
 

@@ -17,7 +17,19 @@ C = Numbered(rows=9, unit_rows=2, first=300, longest=3)
 
 COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.1, constant=0.0)
 MESHES = st.builds(ol.Mesh, dp=st.integers(1, 4), cp=st.integers(1, 3), tp=st.integers(1, 2), pp=st.just(1))
-STRATEGIES = st.sampled_from([None, ol.strategies.long_short(COST), ol.strategies.long_short(COST, equal_counts=False)])
+
+
+def pooled(graph: ol.DGraph) -> ol.Plan:
+    """Ranks as one pool in which the longest documents just find room."""
+    if graph.batch.layout == "padded":
+        return ol.strategies.plain()(graph)
+    capacity = -(-graph.batch.sequence_length // graph.place.num_groups("cp"))
+    return ol.strategies.hdp(COST, capacity=capacity)(graph)
+
+
+STRATEGIES = st.sampled_from(
+    [None, ol.strategies.long_short(COST), ol.strategies.long_short(COST, equal_counts=False), pooled]
+)
 BATCHES = st.sampled_from(
     [
         ol.Batch(tokens=64, sequence_length=16),

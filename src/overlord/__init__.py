@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from overlord.cost_file import load_cost
     from overlord.data.images import DecodeImage
     from overlord.data.readers import ArrowIpc, Jsonl, Parquet, Retry, WebDataset
-    from overlord.data.transforms import ByteTokenizer, Context, InProcesses, Pick, Tokenize, per_row
+    from overlord.data.transforms import ByteTokenizer, Context, InProcesses, Pick, PlaceImages, Tokenize, per_row
     from overlord.engines.ray import ActorOptions, Ray
     from overlord.errors import (
         BadRowError,
@@ -26,20 +27,33 @@ if TYPE_CHECKING:
         WaitTimeoutError,
         WorkerDiedError,
     )
+    from overlord.outlier_delay import OutlierDelay
     from overlord.planning import strategies
+    from overlord.planning.autoscaling import ScalingPolicy
     from overlord.planning.cost import TransformerCost
+    from overlord.planning.measured_cost import MeasuredCost
     from overlord.planning.dgraph import DGraph
+    from overlord.planning.feedback import Feedback, MultiplicativeWeights
+    from overlord.planning.learned_cost import LearnedCost
+    from overlord.planning.offload import Offload
+    from overlord.planning.partitioning import Partitioning
+    from overlord.planning.pipeline import Pipeline
     from overlord.planning.place_tree import ClientPlaceTree
     from overlord.planning.plan import Plan
+    from overlord.planning.scaling import Budget, Partition, Share
+    from overlord.planning.vision import PatchGrid, VisionTransformerCost
+    from overlord.roles.autoscaler import Autoscale
     from overlord.roles.client import Client, Step
     from overlord.run import Loader, start
+    from overlord.sizing import partition
     from overlord.spec import BadRows, Batch, Job, Log, Mesh, Mixture, Source, Unit
     from overlord.transport.connect import connect
 
 _HOMES = {
+    "overlord.cost_file": ["load_cost"],
     "overlord.data.images": ["DecodeImage"],
     "overlord.data.readers": ["ArrowIpc", "Jsonl", "Parquet", "Retry", "WebDataset"],
-    "overlord.data.transforms": ["ByteTokenizer", "Context", "InProcesses", "Pick", "Tokenize", "per_row"],
+    "overlord.data.transforms": ["ByteTokenizer", "Context", "InProcesses", "Pick", "PlaceImages", "Tokenize", "per_row"],
     "overlord.engines.ray": ["ActorOptions", "Ray"],
     "overlord.errors": [
         "BadRowError",
@@ -56,13 +70,25 @@ _HOMES = {
         "WaitTimeoutError",
         "WorkerDiedError",
     ],
+    "overlord.outlier_delay": ["OutlierDelay"],
     "overlord.planning": ["strategies"],
+    "overlord.planning.autoscaling": ["ScalingPolicy"],
     "overlord.planning.cost": ["TransformerCost"],
+    "overlord.planning.measured_cost": ["MeasuredCost"],
     "overlord.planning.dgraph": ["DGraph"],
+    "overlord.planning.feedback": ["Feedback", "MultiplicativeWeights"],
+    "overlord.planning.learned_cost": ["LearnedCost"],
+    "overlord.planning.partitioning": ["Partitioning"],
+    "overlord.planning.pipeline": ["Pipeline"],
+    "overlord.planning.offload": ["Offload"],
     "overlord.planning.place_tree": ["ClientPlaceTree"],
     "overlord.planning.plan": ["Plan"],
+    "overlord.planning.scaling": ["Budget", "Partition", "Share"],
+    "overlord.roles.autoscaler": ["Autoscale"],
+    "overlord.planning.vision": ["PatchGrid", "VisionTransformerCost"],
     "overlord.roles.client": ["Client", "Step"],
     "overlord.run": ["Loader", "start"],
+    "overlord.sizing": ["partition"],
     "overlord.spec": ["BadRows", "Batch", "Job", "Log", "Mesh", "Mixture", "Source", "Unit"],
     "overlord.transport.connect": ["connect"],
 }
@@ -71,9 +97,11 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "ActorOptions",
     "ArrowIpc",
+    "Autoscale",
     "BadRowError",
     "BadRows",
     "Batch",
+    "Budget",
     "BufferTooSmallError",
     "ByteTokenizer",
     "Client",
@@ -83,21 +111,34 @@ __all__ = [
     "DGraph",
     "DataError",
     "DecodeImage",
+    "Feedback",
     "InProcesses",
     "Job",
     "Jsonl",
+    "LearnedCost",
     "Loader",
     "Log",
+    "MeasuredCost",
     "Mesh",
     "Mixture",
+    "MultiplicativeWeights",
+    "Offload",
+    "OutlierDelay",
     "OverlordError",
     "Parquet",
+    "Partition",
+    "Partitioning",
+    "PatchGrid",
     "Pick",
+    "Pipeline",
+    "PlaceImages",
     "Plan",
     "Ray",
     "Retry",
+    "ScalingPolicy",
     "SchemaError",
     "ServiceError",
+    "Share",
     "Source",
     "SourceError",
     "SpecError",
@@ -107,10 +148,13 @@ __all__ = [
     "Tokenize",
     "TransformerCost",
     "Unit",
+    "VisionTransformerCost",
     "WaitTimeoutError",
     "WebDataset",
     "WorkerDiedError",
     "connect",
+    "load_cost",
+    "partition",
     "per_row",
     "start",
     "strategies",

@@ -15,7 +15,7 @@ from overlord.run import Loader
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One step on all ranks that are read. What a data-parallel group holds is counted once, not once per rank."""
+    """One step on all ranks that are read. What several ranks hold is counted once, not once per rank."""
 
     number: int
     parts: Mapping[int, Step]
@@ -30,12 +30,15 @@ def steps_of(loader: Loader, ranks: Sequence[int] | None = None, num_steps: int 
     """Up to `num_steps` steps on these ranks (all unless given), one after the other, to the end of the run."""
     ranks = range(loader.tree.world_size) if ranks is None else ranks
     clients = [loader.client(rank) for rank in ranks]
-    leaders = {loader.tree.coordinates(rank).dp: rank for rank in reversed(ranks)}.values()
+    places = [loader.tree.coordinates(rank) for rank in reversed(ranks)]
+    of_groups = {place.dp: place.rank for place in places}.values()
+    of_slices = {(place.dp, place.cp): place.rank for place in places}.values()
     for _ in count() if num_steps is None else range(num_steps):
         parts = {client.rank: step for client in clients if (step := next(client, None)) is not None}
         if not parts:
             return
-        counted = [micro for rank in leaders for micro in parts[rank]]
+        has_own = any("hdp_ranks" in micro for step in parts.values() for micro in step)
+        counted = [micro for rank in (of_slices if has_own else of_groups) for micro in parts[rank]]
         yield Taken(
             number=next(iter(parts.values())).number,
             parts=parts,

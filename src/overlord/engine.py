@@ -5,9 +5,9 @@ A handle is a name: it goes on working when another role is bound to the name. E
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from overlord.workplace import Workplace, WorkplaceSize
 
@@ -48,8 +48,8 @@ class Engine(Protocol):
         when the role has to be made anew."""
         ...
 
-    def started(self) -> None:
-        """Wait until every role spawned so far is made; raises what making one raised."""
+    def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
+        """Wait until these roles (every one spawned so far unless given) are made; raises what making one raised."""
         ...
 
     def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Answer:
@@ -61,6 +61,14 @@ class Engine(Protocol):
         ...
 
     def stop(self, name: str) -> None: ...
+
+    def publish(self, key: str, value: object) -> None:
+        """Let every role look a value up, in place of what had this key. It must pickle, and nobody may change it."""
+        ...
+
+    def published(self, key: str) -> Any:
+        """What was published last under a key; ClosedError once the engine is closed."""
+        ...
 
     def store_use(self) -> StoreUse | None:
         """None where roles hand each other data as it is."""

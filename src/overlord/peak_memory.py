@@ -1,4 +1,4 @@
-"""The most memory this process has held so far."""
+"""The memory this process holds, and the most it has held so far."""
 
 from __future__ import annotations
 
@@ -16,3 +16,9 @@ def peak_rss_bytes() -> int:
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def rss_bytes() -> int:
+    """Resident set size now; where the system does not tell, the peak."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_rss_bytes()

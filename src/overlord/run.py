@@ -6,25 +6,34 @@ import atexit
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
 
-from overlord.engine import Engine, Handle, StoreUse
+from overlord.engine import Engine, Handle
 from overlord.engines.embedded import Embedded
-from overlord.errors import ClosedError, SourceError, SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.errors import SourceError, SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.planning.autoscaling import Decision
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.progress import Progress
-from overlord.roles.assembly import make_loader_host, make_partition, make_planner
+from overlord.planning.recovery import Decision as Decided
+from overlord.planning.reports import StepReport, WeightChange
+from overlord.planning.scaling import Budget, Partition
+from overlord.planning.steering import Steered
+from overlord.roles.assembly import is_kept, make_partition, make_planner
+from overlord.roles.autoscaler import Autoscale
 from overlord.roles.client import Client
-from overlord.roles.data_constructor import DataConstructor, Delivery
-from overlord.roles.loader_host import LoaderHost
-from overlord.roles.plan_log import Era, starting_point
-from overlord.roles.planner import Later, Mix, Planned, Planner, PlannerStatus
+from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.in_process import InProcess
+from overlord.roles.plan_log import Era, resumed, starting_point
+from overlord.roles.planner import Planned, Planner, PlannerStatus
+from overlord.roles.report import Report
 from overlord.roles.resizing import agreed_step, thaw
 from overlord.roles.routes import Routes
-from overlord.roles.source_loader import BufferUse
+from overlord.roles.shadow import ShadowChange
+from overlord.roles.upkeep import Loaders, Upkeep
 from overlord.spec import Job, Log, Mesh, Source, Unit
 from overlord.state import Fingerprint, State, from_state, to_state
 from overlord.transport.constructor import ServingConstructor, make_serving_constructor
@@ -45,6 +54,9 @@ def start(
     accept_changes: Collection[str] | bool = (),
     world_size: int | None = None,
     log: str | Path | Log | None = None,
+    partition: Partition | None = None,
+    autoscale: Autoscale | Budget | None = None,
+    shadows: Budget | None = None,
 ) -> Loader:
     """Start a job. Use it in a `with` block, or call `close`.
 
@@ -56,6 +68,10 @@ def start(
     belongs to a model, so `resume=state` decides where a run goes on, whatever the log says. `resume="log"` is for a run
     whose trainers lived on: it goes on with the first step that the log does not know to be taken by all of them, which may
     be up to `prefetch` + 1 steps before the first that was not.
+
+    `partition` says which loaders share which process, on a cluster. With `autoscale`, loaders are added and removed while
+    the run goes on, within that budget. `shadows` is what Shadow Loaders may take beside it, on a cluster. None of them
+    changes what is in a step.
     """
     if world_size is not None:
         job.mesh.check_world_size(world_size)
@@ -63,8 +79,9 @@ def start(
     fingerprint = Fingerprint.of(job, units)
     if log is not None and not isinstance(log, Log):
         log = Log(str(log))
-    progress, era = starting_point(job, fingerprint, resume, log, accept_changes)
-    return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes, era)
+    progress, steered, era = starting_point(job, fingerprint, resume, log, accept_changes)
+    loaders = Loaders.given(partition, autoscale, shadows)
+    return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes, era, loaders, steered)
 
 
 def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
@@ -83,19 +100,6 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
     return listed
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """How a run stands: what each source was asked for and gave, what was set aside, and the buffers."""
-
-    step: int
-    mix: dict[str, Mix]
-    documents: dict[str, dict[str, int]]
-    bad_rows: dict[str, int]
-    buffers: dict[str, BufferUse]
-    store: StoreUse | None
-    """What is in Ray's object store; None on the embedded engine, which has none."""
-
-
 class Loader:
     """A running job. `client(rank)` gives the iterator of a rank."""
 
@@ -108,6 +112,8 @@ class Loader:
         progress: Progress,
         accept_changes: Collection[str] | bool = (),
         era: Era | None = None,
+        loaders: Loaders | None = None,
+        steered: Steered | None = None,
     ) -> None:
         self.job = job
         self.tree = ClientPlaceTree(job.mesh)
@@ -117,6 +123,7 @@ class Loader:
         self._saved_fingerprint = fingerprint.to_dict()
         self._accept_changes = accept_changes
         self._start = progress
+        self._steered = steered or Steered()
         self._era = era
         self._generation = 0
         self._move_lock = threading.Lock()  # held while the run is moved to another state or mesh; before the other
@@ -126,25 +133,24 @@ class Loader:
         self._serving: OneServer | ServerPerGroup | None = None
         engine.open(WorkplaceSize(job.num_workers, job.num_processes))
         try:
-            self._spawn(units, progress)
+            self._spawn(units, progress, (loaders or Loaders()).on(engine, job))
         except BaseException:
             engine.close()
             raise
         atexit.register(self.close)
+        self._upkeep.start()
 
-    def _spawn(self, units: Mapping[str, Sequence[Unit]], progress: Progress) -> None:
+    def _spawn(self, units: Mapping[str, Sequence[Unit]], progress: Progress, loaders: Loaders) -> None:
         job, engine = self.job, self._engine
-        partition = make_partition(job, units, engine.num_hosts)
-        self._hosts: list[Handle[LoaderHost]] = []
-        for index, shares in enumerate(partition.hosts):
-            own_units = {share.source: units[share.source] for share in shares}
-            self._hosts.append(engine.spawn(f"loaders/{index}", partial(make_loader_host, job, own_units, shares)))
-        self._routes = Routes(self._hosts, partition, tuple(job.sources))
+        partition = make_partition(job, units, engine.num_hosts, loaders.partition)
+        self._fleet = loaders.fleet(engine, job, units, partition)
+        self._routes = Routes(engine, tuple(job.sources))
         self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(job, progress, self._era))
         self._constructors: list[Handle[ServingConstructor]] = [
             self._spawn_constructor(job, group) for group in range(job.mesh.dp)
         ]
         engine.started()
+        self._upkeep = Upkeep(engine, job, units, self._fleet, loaders, self._planner, self._constructors)
 
     def _spawn_constructor(self, job: Job, group: int) -> Handle[ServingConstructor]:
         make = partial(make_serving_constructor, job, group, self._planner, self._routes)
@@ -160,7 +166,7 @@ class Loader:
     ) -> Client:
         """The iterator of one rank, from the step the run started at. `timeout` is the longest wait for one step."""
         self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
-        client = Client(rank, _InProcess(self), torch, pin_memory, timeout)
+        client = Client(rank, InProcess(self, self._constructor_of), torch, pin_memory, timeout)
         with self._lock:
             self._clients = [other for other in self._clients if other.is_reading or other.is_stale]
             self._clients.append(client)
@@ -188,7 +194,7 @@ class Loader:
         if self._serving is not None:
             raise SpecError(f"this loader serves at {self._serving.address} already; clients of all ranks connect there")
         listen = Listen(address, token, None if tls is None else Tls(*tls), advertise)
-        job, channel = job_id(self._saved_fingerprint), _InProcess(self)
+        job, channel = job_id(self._saved_fingerprint), InProcess(self, self._constructor_of)
         if isinstance(self._engine, Embedded):
             self._serving = OneServer(job, channel, lambda: self.tree, listen, leave_after_s)
         else:
@@ -216,21 +222,45 @@ class Loader:
     def report(self, step: int | None = None) -> Report:
         """How the run stood before a step (by default: where the slowest client is)."""
         at = self._slowest() if step is None else step
-        buffers: dict[str, BufferUse] = {}
-        bad_rows = dict.fromkeys(self.job.sources, 0)
-        for host in self._hosts:
-            for name, use in host.ask(LoaderHost.buffer_use).result().items():
-                buffers[name] = buffers[name].plus(use) if name in buffers else use
-            for name, count in host.ask(LoaderHost.num_bad_rows).result().items():
-                bad_rows[name] += count
+        table = self._fleet.table
         return Report(
             step=at,
             mix=self._planner.ask(Planner.mix, at).result(),
             documents=self._planner.ask(Planner.counts).result(),
-            bad_rows=bad_rows,
-            buffers={name: buffers[name] for name in self.job.sources},
+            bad_rows=self._fleet.num_bad_rows(),
+            buffers=self._fleet.buffer_use(),
+            loaders={name: len(table.stretches[name][-1].hosts) for name in self.job.sources},
+            shadows=dict(table.shadows),
             store=self._engine.store_use(),
         )
+
+    def scaling(self) -> tuple[Decision | ShadowChange, ...]:
+        """What the autoscaler decided and which shadows came, went and took over, with reasons, the newest last."""
+        return tuple(self._upkeep.history)
+
+    def set_weights(self, weights: Mapping[str, float] | None, *, from_step: int | None = None) -> int:
+        """Draw by other weights, whatever the job's schedule says, from a step on: the first that is not drawn yet unless
+        given. None goes back to the schedule. Gives that step."""
+        change = WeightChange(weights, from_step, uuid4().hex)
+        return self.change_weights(change)
+
+    def change_weights(self, change: WeightChange) -> int:
+        """Carry out a change, once, however often it is asked for."""
+        change.check(tuple(self.job.sources))
+        with self._move_lock:
+            reached = [constructor.ask(DataConstructor.reached) for constructor in self._constructors]
+            first = max(self._start.step, *(answer.result() for answer in reached))
+            return self._planner.ask(Planner.change_weights, change, first).result()
+
+    def decisions(self) -> tuple[Decided, ...]:
+        """What was decided while the run ran: by `set_weights`, by reported losses and by reported times."""
+        return self._planner.ask(Planner.decisions).result()
+
+    def feedback(self, report: StepReport, generation: int) -> list[str]:
+        """Take a rank's report of a step; gives what was not counted, and why. Use `Client.feedback`."""
+        if generation != self._generation:
+            return ["the run was moved to another state since"]
+        return self._planner.ask(Planner.hear, report).result()
 
     def status(self) -> PlannerStatus:
         """How far the planner is, and its log."""
@@ -238,8 +268,8 @@ class Loader:
 
     def state_before(self, step: int) -> State:
         """The state from which a run goes on with `step`."""
-        progress = self._planner.ask(Planner.progress, step).result()
-        return to_state(progress, self.job.mix.unit, self._saved_fingerprint)
+        progress, steered = self._planner.ask(Planner.checkpoint, step).result()
+        return to_state(progress, self.job.mix.unit, self._saved_fingerprint, steered)
 
     def load_state(self, state: Mapping[str, Any], generation: int) -> int:
         """Move the run to a state, once, however many clients load it: one that is a generation behind only follows."""
@@ -248,7 +278,8 @@ class Loader:
         with self._move_lock, self._lock:
             follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
             if not follows:
-                self._start = progress
+                known = self._planner.ask(Planner.decisions).result()
+                self._start, self._steered = progress, resumed(state, self.job, known)
                 self._generation += 1
                 self._era = None if self._era is None else self._era.moved(progress.step, self.job.mesh)
                 self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))
@@ -268,7 +299,7 @@ class Loader:
             try:
                 taken_to = self._planner.ask(Planner.status).result().taken_to
                 step = agreed_step(self._constructors, self._waiting, self._start.step, taken_to, at, timeout)
-                progress = self._planner.ask(Planner.progress, step).result()
+                progress, self._steered = self._planner.ask(Planner.checkpoint, step).result()
                 self._move_to_mesh(replace(self.job, mesh=mesh), progress)
             except BaseException:
                 thaw(self._constructors)
@@ -301,6 +332,7 @@ class Loader:
             self._closed = True
             clients = list(self._clients)
         atexit.unregister(self.close)
+        self._upkeep.close()
         if self._serving is not None:
             self._serving.close()
         for client in clients:
@@ -320,13 +352,17 @@ class Loader:
             ended = [client.step for client in self._clients if not client.is_stale] + list(last.values())
             return min(here or ended or [self._start.step])
 
+    def _constructor_of(self, rank: int) -> Handle[ServingConstructor]:
+        return self._constructors[self.tree.coordinates(rank).dp]
+
     def _waiting(self) -> dict[int, int]:
         """The ranks that read in this process, with the step each takes next."""
         with self._lock:
             return {client.rank: client.step for client in self._clients if client.is_reading}
 
     def _planner_from(self, job: Job, progress: Progress, era: Era | None) -> partial[Planner]:
-        return partial(make_planner, job, self._num_units, progress, self._routes, era)
+        is_safe = is_kept(job, era, self._engine)
+        return partial(make_planner, job, self._num_units, progress, self._steered, self._routes, era, is_safe)
 
     def _move_to_mesh(self, job: Job, progress: Progress) -> None:
         engine, old, new = self._engine, self.job.mesh.dp, job.mesh.dp
@@ -350,35 +386,3 @@ class Loader:
             engine.started()
             self.job, self.tree, self._start, self._era = job, ClientPlaceTree(job.mesh), progress, era
             self._constructors[:] = kept + added
-
-
-class _InProcess:
-    """The channel of clients that live beside their loader."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-        self.state_before = loader.state_before
-        self.load_state = loader.load_state
-        self.doing = loader.doing
-
-    def start(self) -> int:
-        return self._loader.start_step
-
-    def generation(self) -> int:
-        return self._loader.generation
-
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
-        generation = self._loader.generation
-        try:
-            return self._constructor(rank).ask(DataConstructor.fetch, step, rank, wait_s).result()
-        except ClosedError:
-            if generation == self._loader.generation:
-                raise
-            return Later("the mesh was changed")
-
-    def leave(self, rank: int) -> None:
-        self._constructor(rank).ask(DataConstructor.leaves, rank).result()
-
-    def _constructor(self, rank: int) -> Handle[ServingConstructor]:
-        # Looked up each time: a mesh that is resized deals ranks to other groups.
-        return self._loader._constructors[self._loader.tree.coordinates(rank).dp]

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from overlord.curriculum import check_limits
 from overlord.errors import SpecError
+from overlord.log import Log as Log
+from overlord.outlier_delay import OutlierDelay
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from overlord.planning.feedback import Feedback
     from overlord.planning.strategies import Strategy
 
 MIB = 1 << 20
@@ -146,10 +150,17 @@ class Batch:
     document_multiple: int = 1
     """Pad each document to a multiple of this (2 x cp for ring attention that needs equal slices)."""
     pad_token: int = 0
+    image_token: int | None = None
+    """The token in every place of an image in texts; with it, batches say which encoded row goes where (`image_row`)."""
     columns: tuple[str, ...] = ()
     """Other columns to hand to the trainer, as Arrow arrays."""
+    outliers: OutlierDelay | None = None
+    """Which long documents wait for others, and how long; none unless given."""
     drop_last: bool = False
     """Drop the last, partial step of a finite run instead of delivering it."""
+    document_limits: Mapping[int, int] | None = None
+    """A length curriculum, {step: tokens}: from that step on documents are cut into parts of at most so many tokens, all of
+    which are in the step."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -168,6 +179,8 @@ class Batch:
             raise SpecError("cut_documents fills a step to a number of tokens: give tokens=...")
         if self.cut_documents and self.document_multiple != 1:
             raise SpecError("cut_documents fills rows to the last token; document_multiple must stay 1")
+        if self.outliers is not None and (self.cut_documents or self.document_limits is not None):
+            raise SpecError("outliers delays whole documents; it does not go with cut_documents or document_limits")
         if self.cut_documents and self.layout == "padded":
             raise SpecError("cut_documents packs rows; it does not go with layout='padded'")
         if self.document_multiple < 1 or self.sequence_length % self.document_multiple:
@@ -184,6 +197,8 @@ class Batch:
                 f"micro_tokens must be a multiple of sequence_length: {self.micro_tokens} is not a multiple of "
                 f"{self.sequence_length}"
             )
+        if self.document_limits is not None:
+            check_limits(self.document_limits, self.tokens, self.sequence_length, self.document_multiple)
 
     @property
     def num_rows(self) -> int | None:
@@ -246,6 +261,8 @@ class Mixture:
     stop: Stop = "drop_exhausted"
     """When sources are finite: end with the first that runs out; restart those that run out until all have been
     read once; or go on without those that ran out until none is left."""
+    feedback: Feedback | None = None
+    """Moves the weights by the losses that trainers report."""
 
     def __post_init__(self) -> None:
         if self.unit not in ("samples", "tokens"):
@@ -265,6 +282,8 @@ class Mixture:
                     raise SpecError(f"the weight of {name!r} at step {step} must be a number >= 0, got {weight!r}")
             if not any(weights.values()):
                 raise SpecError(f"at step {step} every weight is 0: nothing to train on")
+        if self.feedback is not None and len(schedule) > 1:
+            raise SpecError("a mixture is moved by its schedule or by feedback, not by both: give one set of weights")
 
     @property
     def schedule(self) -> tuple[tuple[int, Weights], ...]:
@@ -300,27 +319,6 @@ class Mixture:
         return {name: weight / total for name, weight in weights.items() if weight > 0}
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Where the planner writes down what it decided: a folder (on a cluster, one that all machines see), or a URL of an
-    object store. A run whose planner is lost, or that is started with resume="log", goes on from it."""
-
-    location: str
-    snapshot_every: int = 1000
-    """Steps between two snapshots; what is older than the last two is deleted."""
-    sync_s: float = 1.0
-    """Seconds between two moments at which everything is safe from a crash of the machine."""
-    storage_options: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.location:
-            raise SpecError("a log needs a place: a folder, or a URL such as s3://bucket/run/log")
-        if self.snapshot_every < 1:
-            raise SpecError(f"snapshot_every is a number of steps, at least 1, got {self.snapshot_every}")
-        if self.sync_s <= 0:
-            raise SpecError(f"sync_s is a positive number of seconds, got {self.sync_s}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One declaration of everything that decides the stream and who receives what of it."""
@@ -334,7 +332,7 @@ class Job:
     """How a step's samples are arranged over ranks; `strategies.plain()` unless given."""
     seed: int = 0
     num_workers: int | None = None
-    """Threads that read and transform; one per core unless given. With 0 there are none: everything is done by whoever
+    """Threads that read and transform; one less than cores unless given. With 0 there are none: everything is done by whoever
     asks for a step, when it asks, which is the least work in all and the easiest to debug, but hides no waiting."""
     num_processes: int | None = None
     """Worker processes for transforms wrapped in `ol.InProcesses`; one per core unless given."""
@@ -368,6 +366,8 @@ class Job:
                 raise SpecError(f"steps are counted in tokens, but {_listed(without)} have tokens=None; use samples=...")
         if self.prefetch < 0:
             raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
+        if self.mix.feedback is not None and self.mix.feedback.lag <= self.prefetch:
+            raise SpecError(f"feedback needs a lag of more than prefetch={self.prefetch} steps, got {self.mix.feedback.lag}")
         if self.num_workers is not None and self.num_workers < 0:
             raise SpecError(f"num_workers must be at least 0, got {self.num_workers}")
         if self.num_processes is not None and self.num_processes < 1:

@@ -2,7 +2,8 @@
 
     {"overlord": 1, "step": 120, "unit": "samples", "fingerprint": {...},
      "sources": {name: [chunk, row, samples, tokens, since, lead, weight, read_once]},
-     "carried": {"columns": [...], "rows": [[source, chunk, row, ...], ...]}}
+     "carried": {"columns": [...], "rows": [[source, chunk, row, ...], ...]},
+     "steered": {"decisions": [[step, name, value], ...], "heard": [...]}}    where something was decided
 
 A state continues the job that wrote it under any mesh, strategy, mixture, engine and number of loaders, and with sources
 added or removed. What would change the meaning of a cursor is refused, and said.
@@ -19,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import StateError
+from overlord.outlier_delay import OutlierDelay
 from overlord.planning.progress import Progress
+from overlord.planning.steering import Steered
 from overlord.spec import Job, Source, Unit
 
 VERSION = 1
@@ -48,6 +51,7 @@ class Fingerprint:
                 "tokens": batch.tokens,
                 "samples": batch.samples,
                 "cut_documents": batch.cut_documents,
+                "outliers": None if batch.outliers is None else _plain_policy(batch.outliers),
             },
             sources={
                 name: (_declaration_digest(source), _units_digest(units[name]), len(units[name]))
@@ -86,9 +90,9 @@ class Fingerprint:
         return found
 
 
-def to_state(progress: Progress, unit: str, fingerprint: Mapping[str, Any]) -> State:
+def to_state(progress: Progress, unit: str, fingerprint: Mapping[str, Any], steered: Steered | None = None) -> State:
     plain = progress.to_plain()
-    return {
+    state = {
         "overlord": VERSION,
         "step": plain["step"],
         "unit": unit,
@@ -96,6 +100,15 @@ def to_state(progress: Progress, unit: str, fingerprint: Mapping[str, Any]) -> S
         "sources": plain["sources"],
         "carried": plain["carried"],
     }
+    return state if steered is None or steered == Steered() else {**state, "steered": steered.to_plain()}
+
+
+def steered_of(state: Mapping[str, Any]) -> Steered:
+    """What had been decided about the run that a state is of."""
+    try:
+        return Steered.from_plain(state.get("steered", Steered().to_plain()))
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"the state is damaged: {type(error).__name__}: {error}; use an older checkpoint") from error
 
 
 def from_state(
@@ -144,6 +157,10 @@ def _progress(state: Mapping[str, Any], unit: str) -> Progress:
     # What was drawn in samples says nothing about a balance in tokens.
     zeros = np.zeros(len(progress.names))
     return replace(progress, since=zeros.astype(np.int64), lead=zeros, weights=zeros)
+
+
+def _plain_policy(policy: OutlierDelay) -> list[Any]:
+    return [list(policy.lengths), policy.together, policy.most_steps]
 
 
 def _declaration_digest(source: Source) -> str:

@@ -21,11 +21,11 @@ def stream(loader: ol.Loader, steps: int) -> list[list[Any]]:
         if taken[0] is None:
             assert taken == [None] * len(taken), "ranks must end together"
             break
-        found.append([_part(step) for step in taken])
+        found.append([part(step) for step in taken])
     return found
 
 
-def _part(step: ol.Step | None) -> Any:
+def part(step: ol.Step | None) -> Any:
     assert step is not None, "ranks must end together"
     return step.number, step.loss_tokens, [{name: as_value(field) for name, field in micro.items()} for micro in step]
 

@@ -8,6 +8,7 @@ import numpy as np
 import overlord as ol
 from tests.conformance.conftest import Start
 from tests.conformance.streams import as_value, picture_file, stream, text_job
+from tests.pictures import picture_documents, picture_job
 
 COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.1, constant=0.0)
 STEPS = 6
@@ -88,3 +89,11 @@ def test_pictures_and_columns_of_views_arrive_as_they_were_planned(start: Start,
         expected = stream(loader, 4)
     with start(job) as loader:
         assert stream(loader, 4) == expected
+
+
+def test_pictures_that_others_encode_come_with_their_routes(start: Start, tmp_path: Path):
+    job = picture_job(picture_documents(tmp_path / "pictures.parquet", 40), ol.Mesh(dp=2, cp=2), "cp", samples=16)
+    with ol.start(job) as loader:
+        expected = stream(loader, 3)
+    with start(job) as loader:
+        assert stream(loader, 3) == expected

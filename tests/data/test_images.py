@@ -67,7 +67,9 @@ def test_a_reduced_decode_shows_the_same_picture_as_pillows_full_one(height: int
 
 @given(st.integers(8, 300), st.integers(8, 300), st.integers(16, 200), st.integers(16, 200))
 @settings(max_examples=30)
-def test_the_resize_agrees_with_pillows_closer_than_the_eye_can_tell(height: int, width: int, out_h: int, out_w: int) -> None:
+def test_the_resize_agrees_with_pillows_closer_than_the_eye_can_tell(
+    height: int, width: int, out_h: int, out_w: int
+) -> None:
     data = encoded(scene(height, width), "PNG")
     assert psnr(DecodeImage(size=(out_h, out_w)).decode(data), by_pillow(data, (out_h, out_w))) >= 38
 

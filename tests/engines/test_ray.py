@@ -150,7 +150,7 @@ def test_many_small_sources_share_a_few_loader_hosts(ray_cluster: None):
     sources = {f"s{i:02}": Numbered(rows=10, first=1 + 10 * i, loaders=3 if i == 0 else 1) for i in range(20)}
     with ol.start(job_of(sources), engine=ol.Ray("auto", loader_hosts=3)) as loader:
         next(loader.client(0, timeout=60))
-        assert len(loader._hosts) == 3
+        assert len(loader._fleet.hosts) == 3
         assert list(loader.report().buffers) == list(sources)
 
 
@@ -176,6 +176,7 @@ def test_what_is_in_the_object_store_stays_bounded_however_long_a_run_is(ray_clu
     [
         (lambda: ol.Ray(loader_hosts=0), "loader_hosts must be at least 1, got 0"),
         (lambda: ol.Ray(patience_s=0), "patience_s is a positive number"),
+        (lambda: ol.Ray(hung_after_s=0), "hung_after_s is a positive number of seconds or None, got 0"),
         (lambda: ol.ActorOptions(num_cpus=-1), "num_cpus cannot be negative, got -1"),
         (lambda: ol.ActorOptions(placement="near"), "placement is spread, here or any, not 'near'"),
         (lambda: ol.start(job_of({"a": Numbered()}), engine=ol.Ray("10.1.1.1:6379")), "is connected to the Ray cluster at"),

@@ -11,14 +11,19 @@ from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.explain import explain
 from overlord.planning.facts import Samples
+from overlord.planning.image_sizes import ImageSizes
 from overlord.planning.packing import best_fit, padded
+from overlord.planning.pipeline import Pipeline
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
-from overlord.planning.strategies import long_short, plain
+from overlord.planning.strategies import long_short, multimodal, plain
+from overlord.planning.vision import PatchGrid, VisionTransformerCost
 from overlord.spec import Batch, Mesh
 
 COST = TransformerCost(per_token=0.0046, per_length_squared=1.7e-07)
 STEEP = TransformerCost(per_token=1.0, per_length_squared=0.05)
+PATCHES = VisionTransformerCost(per_patch=1.0, per_patches_squared=0.02)
+GRID = PatchGrid()
 CONTEXT = 64
 
 strategies = st.sampled_from(
@@ -29,6 +34,11 @@ strategies = st.sampled_from(
         long_short(STEEP, max_tokens=4 * CONTEXT),
         long_short(STEEP, equal_counts=False),
         long_short(STEEP, method=karmarkar_karp),
+        long_short(STEEP, pipeline=Pipeline(3)),
+        long_short(STEEP, equal_counts=False, pipeline=Pipeline(3)),
+        multimodal(STEEP, PATCHES, grid=GRID),
+        multimodal(STEEP, PATCHES, grid=GRID, exchange="cp"),
+        multimodal(STEEP, PATCHES, grid=GRID, exchange="world"),
     ]
 )
 
@@ -38,6 +48,12 @@ def steps(draw: st.DrawFn) -> DGraph:
     """A step as membership gives it: whole documents that are known to fit, a number of samples, or exact
     tokens."""
     lengths = np.array(draw(st.lists(st.integers(1, CONTEXT), max_size=80)), np.int64)
+    images = draw(st.sampled_from([0, 3]))  # so many for every third sample
+
+    def samples_of(lengths: np.ndarray) -> Samples:
+        sizes = [[(14 + 5 * (number % 9), 40)] * (images if number % 3 == 0 else 0) for number in range(len(lengths))]
+        return Samples.of_lengths(lengths, images=ImageSizes.of(sizes) if images else None)
+
     place = ClientPlaceTree(Mesh(dp=draw(st.integers(1, 9)), tp=2))
     micro_tokens = draw(st.sampled_from([None, CONTEXT, 2 * CONTEXT]))
     kind = draw(st.sampled_from(["tokens", "samples", "padded", "cut"]))
@@ -48,7 +64,7 @@ def steps(draw: st.DrawFn) -> DGraph:
             micro_tokens=micro_tokens,
             layout="padded" if kind == "padded" else "packed",
         )
-        return DGraph(Samples.of_lengths(lengths), batch, place)
+        return DGraph(samples_of(lengths), batch, place)
     num_rows = draw(st.integers(1, 30))
     multiple = draw(st.sampled_from([1, 4])) if kind == "tokens" else 1
     batch = Batch(
@@ -60,9 +76,9 @@ def steps(draw: st.DrawFn) -> DGraph:
     )
     if kind == "cut":
         lengths = lengths[np.cumsum(lengths) <= num_rows * CONTEXT]
-        return DGraph(Samples.of_lengths(lengths), batch, place)
+        return DGraph(samples_of(lengths), batch, place)
     rows = best_fit(padded(lengths, multiple), num_rows, CONTEXT)
-    return DGraph(Samples.of_lengths(lengths[rows >= 0]), batch, place, rows[rows >= 0])
+    return DGraph(samples_of(lengths[rows >= 0]), batch, place, rows[rows >= 0])
 
 
 def _tokens(samples: Samples) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import overlord as ol
 from overlord.engine import Handle
 from overlord.engines.embedded import Embedded, Given
 from overlord.planning.plan import GroupPlan, Plan
-from overlord.roles.planner import Planned
+from overlord.roles.planner import Planned, Planner
 from overlord.workplace import Workplace
 
 
@@ -23,6 +24,7 @@ class Mortal(Embedded):
         super().__init__()
         self.losses = set(losses)
         self.num_asks = 0
+        self.num_lost = 0
         self.plans: list[GroupPlan] = []
         self._makes: dict[str, Callable[[Workplace], Any]] = {}
         self._changing = threading.RLock()
@@ -39,6 +41,8 @@ class Mortal(Embedded):
     def lose(self, name: str) -> None:
         assert self._workplace is not None
         with self._changing:
+            self.num_lost += 1  # before another is made: what the old one does from here on has not happened
+            _silence(self._roles[name])
             self._roles[name] = self._makes[name](self._workplace)
 
     def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Given:
@@ -46,10 +50,23 @@ class Mortal(Embedded):
             self.num_asks += 1
             if self.num_asks in self.losses:
                 self.lose("planner")
-        answer = super().ask(name, method, args, kwargs)
+        answer, lost = None, -1
+        while answer is None or (name == "planner" and lost != self.num_lost):
+            # What a role would have answered that was lost meanwhile nobody hears: an engine asks the new one.
+            with self._changing if name == "planner" else nullcontext():
+                lost = self.num_lost
+            answer = super().ask(name, method, args, kwargs)
         if isinstance(answer.result(), GroupPlan):
             self.plans.append(answer.result())
         return answer
+
+
+def _silence(role: Any) -> None:
+    """A process that is killed writes no more, even if one of its threads was about to."""
+    log = role._log if isinstance(role, Planner) else None
+    if log is not None:
+        with log._log._write_lock:
+            log._log._replaced = True
 
 
 def bytes_of(step: ol.Step) -> list[tuple[str, bytes]]:

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from overlord.data.chunk import Chunk, Lineage
 from overlord.errors import BufferTooSmallError, ClosedError
 from overlord.planning.facts import ChunkFacts
+from overlord.planning.image_sizes import ImageSizes
 from overlord.roles.source_loader import SourceLoader
 from overlord.threads import Threads
 
@@ -63,6 +65,20 @@ def test_any_order_of_asks_gets_right_answers_within_the_bytes(asks, room):
     finally:
         loader.close()
         threads.shutdown()
+
+
+def test_a_chunk_is_kept_until_both_its_text_and_its_images_were_given(threads):
+    def with_images(number: int) -> Chunk:
+        chunk = chunk_of(number)
+        return replace(chunk, facts=replace(chunk.facts, images=ImageSizes.of([[(8, 8), (9, 9)]])))
+
+    loader = loader_of(threads, 4 * SIZE, with_images)
+    loader.chunk(0)
+    loader.given(0, 100)
+    loader.given(0, 1)
+    assert loader.buffer_use().num_chunks == 1
+    loader.given(0, 1)
+    assert loader.buffer_use().num_chunks == 0
 
 
 def test_a_chunk_wanted_by_many_threads_at_once_is_made_once(threads):

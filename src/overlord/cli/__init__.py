@@ -12,6 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from overlord.cli.calibrate_options import add_calibrate
+from overlord.cli.mix_options import add_mix
+from overlord.cli.partition_options import add_partition
+from overlord.cli.simulate_options import add_simulate
 from overlord.errors import OverlordError
 
 FAILED = 1
@@ -58,6 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(verbs)
     _add_run(verbs)
     _add_serve(verbs)
+    add_mix(verbs)
+    add_calibrate(verbs)
+    add_simulate(verbs)
+    add_partition(verbs)
     for verb in verbs.choices.values():
         verb.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
         verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -147,7 +155,8 @@ def _add_serve(verbs: argparse._SubParsersAction) -> None:
     verb.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve over TLS with this certificate (PEM)")
     verb.add_argument("--tls-key", type=Path, metavar="FILE", help="and this private key")
     verb.add_argument("--state", type=Path, metavar="FILE", help="write the state here when it stops")
-    verb.add_argument("--resume", type=Path, metavar="FILE", help="go on from this state")
+    verb.add_argument("--log", metavar="URL", help="a folder or bucket for the planner's log: what it decided outlives it")
+    verb.add_argument("--resume", metavar="FILE", help="go on from this state, or with `log` from what the log knows")
     verb.add_argument(
         "--ray", nargs="?", const="", metavar="ADDRESS", help="run on this Ray cluster, or on a local one that is started"
     )
@@ -176,6 +185,7 @@ def _add_serve(verbs: argparse._SubParsersAction) -> None:
             tls_cert=options.tls_cert,
             tls_key=options.tls_key,
             state=options.state,
+            log=options.log,
             resume=options.resume,
             ray=options.ray,
             leave_after_s=options.leave_after,

@@ -15,6 +15,7 @@ from overlord.planning.balancing import max_over_mean
 from overlord.planning.explain import explain as explained
 from overlord.planning.facts import Floats
 from overlord.planning.plan import Plan
+from overlord.roles.planner import Planned
 from overlord.run import start
 from overlord.spec import Job
 
@@ -27,7 +28,7 @@ def explain(path: Path, step: int | None, resume: Path | None, as_json: bool) ->
         planned = loader.plan(number)
     if planned is None:
         raise SpecError(f"the run of {path} ends before step {number:,}; explain an earlier one")
-    drawn = _drawn(job, number, planned.plan)
+    drawn = _drawn(job, planned)
     if as_json:
         write_json({"step": number, "sources": drawn, **_arranged(planned.plan)})
         return 0
@@ -45,16 +46,15 @@ def explain(path: Path, step: int | None, resume: Path | None, as_json: bool) ->
     return 0
 
 
-def _drawn(job: Job, step: int, plan: Plan) -> dict[str, dict[str, Any]]:
-    samples = plan.samples
+def _drawn(job: Job, planned: Planned) -> dict[str, dict[str, Any]]:
+    samples = planned.plan.samples
     num_sources = len(samples.source_names)
     counts = np.bincount(samples.source, minlength=num_sources)
     tokens = np.bincount(samples.source, samples.tokens, num_sources).astype(np.int64)
     drawn = tokens if job.mix.unit == "tokens" else counts
-    asked = job.mix.at(step)
     return {
         name: {
-            "asked": asked.get(name, 0.0),
+            "asked": float(planned.step.weights[i]),
             "share": float(drawn[i] / max(drawn.sum(), 1)),
             "samples": int(counts[i]),
             "tokens": int(tokens[i]),

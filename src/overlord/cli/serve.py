@@ -8,14 +8,17 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import orjson
 
 from overlord.cli.job_file import load_job
 from overlord.cli.state_file import check_writable, read_state, write_state
+from overlord.cli.token_file import read_token
 from overlord.engine import Engine
 from overlord.errors import SpecError
 from overlord.run import Loader, start
+from overlord.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,9 @@ class ServeOptions:
     tls_cert: Path | None
     tls_key: Path | None
     state: Path | None
-    resume: Path | None
+    log: str | None
+    resume: str | None
+    """A file with a state, or "log" for what the log knows."""
     ray: str | None
     """The address of a Ray cluster, "" for one that is started here, None for no Ray."""
     leave_after_s: float
@@ -37,16 +42,18 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SpecError("TLS needs both files: --tls-cert and --tls-key")
+        if self.resume == "log" and self.log is None:
+            raise SpecError("--resume log goes on from a log: say where it is with --log")
 
 
 def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
     job = load_job(path)
     if options.state is not None:
         check_writable(options.state)
-    token = None if options.token_file is None else _token(options.token_file)
-    saved = None if options.resume is None else read_state(options.resume)
+    token = None if options.token_file is None else read_token(options.token_file)
+    resume = _resume(options.resume)
     tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
-    with start(job, engine=_engine(options.ray), resume=saved) as loader:
+    with start(job, engine=_engine(options.ray), resume=resume, log=options.log) as loader:
         stop = _stopped_by_signals()  # not before: Ray puts handlers of its own in place
         address = loader.serve(
             options.address, token=token, tls=tls, advertise=options.advertise, leave_after_s=options.leave_after_s
@@ -93,11 +100,10 @@ def _finish(loader: Loader, options: ServeOptions) -> None:
     sys.stderr.write(f"stopped before step {state['step']:,}{missing}{kept}\n")
 
 
-def _token(path: Path) -> str:
-    try:
-        return path.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"the token cannot be read from {path}: {error}") from error
+def _resume(given: str | None) -> State | Literal["log"] | None:
+    if given == "log":
+        return "log"
+    return None if given is None else read_state(Path(given))
 
 
 def _engine(ray: str | None) -> Engine | None:

@@ -12,6 +12,9 @@ from overlord.spec import BadRows
 
 MOST_ERROR_CHARS = 2000
 
+BadRow = tuple[str, int | str]
+"""A file, and the row in it; the error where it is not known which row."""
+
 
 class BadRowLog:
     """Safe to use from many threads. A row counts once, however often its chunk is computed again.
@@ -24,8 +27,8 @@ class BadRowLog:
         self._source = source_name
         self._policy = policy
         self._lock = threading.Lock()
-        self._seen: set[tuple[str, int | str]] = set()
-        self._listed: set[tuple[str, int | str]] = set()
+        self._seen: set[BadRow] = set()
+        self._listed: set[BadRow] = set()
         self._num_dropped = 0
         self._last_error: str | None = None
         if policy.policy == "quarantine":
@@ -40,6 +43,11 @@ class BadRowLog:
     @property
     def num_dropped(self) -> int:
         return self._num_dropped
+
+    @property
+    def dropped(self) -> frozenset[BadRow]:
+        with self._lock:
+            return frozenset(self._seen)
 
     @property
     def last_error(self) -> str | None:
@@ -89,7 +97,7 @@ class BadRowLog:
         if written != len(line):
             raise StorageError(f"the quarantine file {path} took {written} of {len(line)} bytes; is its disk full?")
 
-    def _read_back(self, path: str) -> set[tuple[str, int | str]]:
+    def _read_back(self, path: str) -> set[BadRow]:
         """The rows of this source that the file lists already; also shows that the file can be written."""
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
@@ -102,7 +110,7 @@ class BadRowLog:
             ) from error
         if content and not content.endswith(b"\n"):
             self._write(path, b"\n")  # a line cut short by a crash must not spoil the next one
-        entries: set[tuple[str, int | str]] = set()
+        entries: set[BadRow] = set()
         for line in content.splitlines():
             try:
                 entry = orjson.loads(line)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from overlord.data.bad_rows import BadRowLog
 from overlord.data.chunk import Chunk, Documents, Lineage, Rows, loss_tokens, rows_of
+from overlord.data.images import ImageFacts
 from overlord.data.processes import ProcessPool
 from overlord.data.read_result import ReadResult
 from overlord.data.transforms.apply import Reporter, Transforms
@@ -102,19 +103,20 @@ class ChunkMaker:
         return result
 
     def _chunk(self, number: int, table: pa.Table, origin: Ints, lineage: Lineage) -> Chunk:
-        table, origin, sizes = self._with_sizes(table, origin, lineage)
+        table, origin, images = self._with_sizes(table, origin, lineage)
         source, batch = self._source, self._batch
         if source.tokens is None:
             order = self._order(number, table.num_rows)
             zeros = np.zeros(table.num_rows, np.int64)
-            facts = ChunkFacts(zeros, zeros, {name: column[order] for name, column in sizes.items()})
+            found = None if images is None else images.take(order)
+            facts = ChunkFacts(zeros, zeros) if found is None else ChunkFacts(zeros, zeros, found.sizes, images=found.images)
             return Chunk(facts, table, order, origin, lineage)
         documents = self._documents(table, source.tokens)
         mask = None if source.loss_mask is None else self._mask(table, documents, source.loss_mask)
         if batch.long_documents == "fail":
             self._refuse_long(documents, origin, lineage)
         rows = rows_of(documents.lengths, batch.long_documents, batch.sequence_length)
-        return self._with_text(number, table, origin, lineage, sizes, documents, mask, rows)
+        return self._with_text(number, table, origin, lineage, images, documents, mask, rows)
 
     def _with_text(
         self,
@@ -122,7 +124,7 @@ class ChunkMaker:
         table: pa.Table,
         origin: Ints,
         lineage: Lineage,
-        sizes: dict[str, Ints],
+        images: ImageFacts | None,
         documents: Documents,
         mask: NDArray[np.integer] | None,
         rows: Rows,
@@ -133,11 +135,13 @@ class ChunkMaker:
         begin, end = base + rows.start[order], base + rows.stop[order]
         document_end = base + rows.document_end[order]
         counts = {name: count for name, count in rows.counts.items() if count}
+        found = None if images is None else images.take(document)
         facts = ChunkFacts(
             tokens=end - begin,
             loss_tokens=loss_tokens(begin, end, document_end, mask),
-            sizes={name: column[document] for name, column in sizes.items()},
+            sizes={} if found is None else found.sizes,
             counts=counts,
+            images=None if found is None else found.images,
         )
         kept = self._kept_columns(table)
         return Chunk(facts, kept, document, origin, lineage, documents.values, begin, end, document_end, mask)
@@ -154,21 +158,20 @@ class ChunkMaker:
         wanted = {source.tokens, source.loss_mask, decode, *self._batch.columns}
         return table.select([name for name in table.column_names if name in wanted])
 
-    def _with_sizes(self, table: pa.Table, origin: Ints, lineage: Lineage) -> tuple[pa.Table, Ints, dict[str, Ints]]:
+    def _with_sizes(self, table: pa.Table, origin: Ints, lineage: Lineage) -> tuple[pa.Table, Ints, ImageFacts | None]:
         """The facts of deferred columns, without the rows whose header already shows that they are broken."""
         decode: Any = self._source.decode
         if decode is None:
-            return table, origin, {}
+            return table, origin, None
         if decode.column not in table.column_names:
             raise SchemaError(self._missing(decode.column, table, "decode"))
-        sizes, bad = decode.facts(table.column(decode.column))
+        facts, bad = decode.facts(table.column(decode.column))
         if not bad:
-            return table, origin, sizes
+            return table, origin, facts
         for row, error in bad:
             self._bad_rows.add(*lineage.where(int(origin[row])), error)
         keep = np.setdiff1d(np.arange(table.num_rows), [row for row, _ in bad])
-        kept_sizes = {name: column[keep] for name, column in sizes.items()}
-        return take_rows(table, keep), origin[keep], kept_sizes
+        return take_rows(table, keep), origin[keep], facts.take(keep)
 
     def _documents(self, table: pa.Table, name: str) -> Documents:
         if name not in table.column_names:

@@ -15,6 +15,8 @@ row of any length):
     num_documents, num_rows, num_tokens       int
     document_starts    int32 [num_documents]  the place of each document's first token
     document_lengths   int32 [num_documents]  its tokens, without padding; 0 for samples without text
+    document_sources   int32 [num_documents]  the number of its source, in the order in which the job declares them
+    image_row          int32 [num_tokens]     only with Batch.image_token: which row of the encoded images lies there, or -1
     images             uint8 [n, h, w, c]     or a list of [h, w, c] where sizes differ; if there are any
     image_document     int32 [n]              the document each image belongs to
     ...                Arrow arrays           the columns asked for, one entry per document
@@ -105,7 +107,10 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
         "num_tokens": layout.num_tokens,
         "document_starts": layout.starts.astype(np.int32),
         "document_lengths": layout.lengths.astype(np.int32),
+        "document_sources": micro.samples.source.astype(np.int32),
     }
+    if batch.image_token is not None:
+        fields["image_row"] = _image_rows(tokens, layout, batch.image_token)
     fields |= _cu_seqlens(layout, batch.document_multiple) if packed else _folded(layout, fields, micro.row)
     if payload.images is not None:
         fields |= _images(payload.images)
@@ -288,20 +293,31 @@ def _folded(layout: _Layout, fields: Fields, rows: Ints) -> Fields:
     width = layout.num_tokens // num_rows
     lengths = np.zeros((num_rows, 1), np.int32)
     lengths[rows, 0] = layout.lengths
-    folded: Fields = {
-        name: fields[name].reshape(num_rows, width) for name in ("tokens", "labels", "loss_mask", "position_ids")
-    }
+    per_place = ("tokens", "labels", "loss_mask", "position_ids", "image_row")
+    folded: Fields = {name: fields[name].reshape(num_rows, width) for name in per_place if name in fields}
     return folded | {"attention_mask": folded["position_ids"] < lengths}
 
 
 def _images(images: Sequence[Sequence[NDArray[np.uint8]]]) -> Fields:
     flat = [image for of_document in images for image in of_document]
     counts = [len(of_document) for of_document in images]
-    if len({image.shape for image in flat}) > 1:
-        stacked: Any = flat
-    else:
-        stacked = _stacked(flat) if flat else np.empty((0, 0, 0, 3), np.uint8)
-    return {"images": stacked, "image_document": np.repeat(np.arange(len(images), dtype=np.int32), counts)}
+    return {"images": stacked_images(flat), "image_document": np.repeat(np.arange(len(images), dtype=np.int32), counts)}
+
+
+def stacked_images(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | list[NDArray[np.uint8]]:
+    """Images as one array, or as they are where their sizes differ."""
+    if len({image.shape for image in images}) > 1:
+        return images
+    return _stacked(images) if images else np.empty((0, 0, 0, 3), np.uint8)
+
+
+def _image_rows(tokens: NDArray[np.int32], layout: _Layout, image_token: int) -> NDArray[np.int32]:
+    """Image places numbered in the order they come; padding has none, whatever the pad token is."""
+    places = tokens == image_token
+    ends = layout.starts[layout.order] + layout.lengths[layout.order]
+    for begin, gap in zip([0, *ends.tolist()], layout.gaps.tolist(), strict=True):
+        places[begin : begin + gap] = False
+    return np.where(places, np.cumsum(places) - 1, -1).astype(np.int32)
 
 
 def _stacked(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:

@@ -3,15 +3,15 @@ its pipeline stage, or only the shapes of what the trainer will broadcast to it.
 
 Context parallelism cuts every segment (a document with its padding, or a run of row padding; a whole row in
 the padded layout) into 2 x cp chunks. Rank i takes chunks i and 2 x cp - 1 - i, so that under causal
-attention all ranks have the same work. Chunk j of a segment of n places is [j * n // 2cp, (j + 1) * n //
-2cp): nothing is padded for it, and ranks differ by at most two places a segment, by none if
-document_multiple is a multiple of 2 x cp.
+attention all ranks have the same work. `overlord.planning.zigzag` says where chunks end: nothing is padded,
+and ranks differ by at most one place a segment, by none if document_multiple is a multiple of 2 x cp.
 
 Slicing cuts `tokens`, `labels`, `position_ids`, `loss_mask` and `attention_mask`, and `num_tokens` becomes
 the number of places in the slice. Everything else describes the whole microbatch on every rank: cu_seqlens
 and max_seqlen because Transformer Engine divides them itself, images because a document's places, and with
 them the places of its images, are spread over all ranks. A model that encodes each image on one rank alone
-takes `images[index::cp]`.
+takes `images[index::cp]`. Where images are encoded on other ranks than those that train on them, see
+`exchange.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 from overlord.data.collate import Fields
 from overlord.errors import SpecError
 from overlord.planning.facts import Ints
+from overlord.planning.zigzag import chunk_begins
 
-PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
+PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask", "image_row")
 """Fields with one entry per token place: these are sliced."""
 
-FIRST_STAGE = frozenset({"tokens", "position_ids", "images", "image_document"})
+FIRST_STAGE = frozenset({"tokens", "position_ids", "images", "image_document", "image_tokens", "image_row"})
 """Fields that only the first pipeline stage needs."""
 
 LAST_STAGE = frozenset({"labels", "loss_mask"})
@@ -122,10 +123,10 @@ def _places(batch: Fields, cp: int, ranks: Sequence[int]) -> list[Ints]:
         bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"]).astype(np.int64)
     else:
         bounds = np.array([0, batch["num_tokens"] // batch["num_rows"]])
-    starts, lengths = bounds[:-1, None], np.diff(bounds)[:, None]
+    starts, lengths, parts = bounds[:-1, None], np.diff(bounds)[:, None], np.array(cp)
     chunks = np.array([(rank, 2 * cp - 1 - rank) for rank in ranks])[:, None, :]  # [rank, segment, chunk] from here
-    begins = starts + chunks * lengths // (2 * cp)
-    counts = starts + (chunks + 1) * lengths // (2 * cp) - begins
+    begins = starts + chunk_begins(lengths, parts, chunks)
+    counts = starts + chunk_begins(lengths, parts, chunks + 1) - begins
     ends = np.cumsum(counts).reshape(counts.shape)
     # Counting runs on from chunk to chunk, so each takes back what was counted before it.
     places = np.arange(ends.max(initial=0))

@@ -27,6 +27,7 @@ from overlord.planning.image_sizes import ImageSizes
 if TYPE_CHECKING:
     from PIL import Image
 
+
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
     """What planning is told of the images of each row."""
@@ -94,9 +95,12 @@ class DecodeImage:
                 sizes["image_pixels"][row] = sum(height * width for height, width in shapes)
         return ImageFacts(sizes, ImageSizes.of(found)), bad
 
-    def decode_row(self, column: pa.ChunkedArray | pa.Array, row: int, out: Sequence[Pixels] | None = None) -> list[Pixels]:
-        """The decoded images of one row, written to `out` where given."""
+    def decode_row(
+        self, column: pa.ChunkedArray | pa.Array, row: int, out: Sequence[Pixels] | None = None, only: int | None = None
+    ) -> list[Pixels]:
+        """The decoded images of one row, or the one with number `only`, written to `out` where given."""
         files = next(iter(_files_of_rows(column.slice(row, 1))))
+        files = files if only is None else files[only : only + 1]
         return [self.decode(data, None if out is None else out[i]) for i, data in enumerate(files)]
 
     def decode(self, data: Data, out: Pixels | None = None) -> Pixels:

@@ -30,7 +30,7 @@ from overlord.data.transforms.invoke import name_of
 from overlord.data.transforms.outcome import OnBadRow, Outcome, RowError, joined
 from overlord.data.views import compact
 from overlord.data.worker import Done, Failed, Load, NotLoaded, Run
-from overlord.data.worker_process import WorkerGoneError, WorkerProcess
+from overlord.data.worker_process import START_TIMEOUT_S, WorkerGoneError, WorkerProcess
 from overlord.errors import ClosedError, SpecError
 from overlord.planning.facts import Ints
 
@@ -255,7 +255,7 @@ class _Attendant:
     def _load(self, worker: WorkerProcess, function: _Function) -> None:
         if function.load.number in worker.loaded:
             return
-        answer, _ = worker.ask(function.load)
+        answer, _ = worker.ask(function.load, timeout_s=START_TIMEOUT_S)  # it may import as much as a start
         if isinstance(answer, NotLoaded):
             raise SpecError(f"InProcesses({function.name}): a worker process cannot load the function: {answer.error}")
         worker.loaded.add(function.load.number)

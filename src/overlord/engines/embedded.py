@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
 
 from overlord.engine import Handle
@@ -31,6 +31,7 @@ class Embedded:
 
     def __init__(self) -> None:
         self._roles: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._workplace: Workplace | None = None
@@ -56,8 +57,16 @@ class Embedded:
     def num_hosts(self) -> int | None:
         return None
 
-    def started(self) -> None:
+    def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         """Nothing to wait for: `spawn` makes a role before it returns."""
+
+    def publish(self, key: str, value: object) -> None:
+        self._values[key] = value
+
+    def published(self, key: str) -> Any:
+        if self._closed or key not in self._values:
+            raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
+        return self._values[key]
 
     def store_use(self) -> None:
         return None

@@ -84,6 +84,17 @@ class LeastCostBins:
             heappush(aside, (-room[b], total, b))
         return -1
 
+    def least(self, size: int) -> float | None:
+        """What the bin costs that would take an item of this size; None when none has room."""
+        heap, aside, room = self._heap, self._aside, self._room
+        while aside and aside[0][0] <= -size:
+            _, total, b = heappop(aside)
+            heappush(heap, (total, b))
+        while heap and room[heap[0][1]] < size:
+            total, b = heappop(heap)
+            heappush(aside, (-room[b], total, b))
+        return heap[0][0] if heap else None
+
     def overfill(self, cost: float, size: int) -> int:
         """The roomiest bin takes the item although it has no room; to be called when `place` gave -1."""
         _, total, b = self._aside[0]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,21 @@ from overlord.planning.facts import Floats, Samples
 # Forward and backward of causal flash attention against dense matrix products, in time per floating point
 # operation: 1.7 is what bf16 varlen attention takes on an H200, at 512 to 131,072 tokens a document.
 ATTENTION_SLOWDOWN = 1.7
+
+
+CostFunction = Callable[[Samples], Floats | Mapping[str, Floats]]
+"""From facts to the cost of each sample, or of each sample in each module of the model."""
+
+
+def costs_of(function: CostFunction, samples: Samples) -> Floats:
+    """What each sample costs, over all modules."""
+    found = function(samples)
+    costs = sum(found.values(), np.zeros(len(samples))) if isinstance(found, Mapping) else np.asarray(found, np.float64)
+    if costs.shape != (len(samples),):
+        raise SpecError(f"a cost function gives one number per sample: {len(samples)}, got shape {costs.shape}")
+    if len(costs) and not (np.isfinite(costs).all() and costs.min() >= 0):
+        raise SpecError("a cost function gives finite numbers >= 0; it gave others")
+    return costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +97,18 @@ class TransformerCost:
         per_token = 6 * weights
         per_length_squared = layers * 2 * hidden * 3.5 * attention_slowdown
         return cls(per_token / 1e9, per_length_squared / 1e9)
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        return self.per_token, self.per_length_squared, self.constant
+
+    def with_coefficients(self, coefficients: tuple[float, ...]) -> TransformerCost:
+        return TransformerCost(*coefficients)
+
+    def features(self, samples: Samples) -> Floats:
+        """What each coefficient is multiplied by: a row per sample."""
+        tokens = samples.tokens.astype(np.float64)
+        return np.column_stack([tokens, tokens * tokens, np.ones(len(tokens))])
 
     def __call__(self, samples: Samples) -> Floats:
         tokens = samples.tokens.astype(np.float64)

@@ -12,22 +12,32 @@ microbatches:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
 from overlord.errors import SpecError
+from overlord.planning.arrangement import Arrangement, Rows, cut_samples, dealt_bins, numbered, variable
 from overlord.planning.balancing import Balancer, greedy, summed
+from overlord.planning.cost import CostFunction, costs_of
+from overlord.planning.encoding import Placement, encoding_of, spread
 from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.hdp import Mode
+from overlord.planning.learned_cost import CostsInForce, LearnedCost, slowness
+from overlord.planning.micro_order import best_orders, levels
+from overlord.planning.offload import Offload
+from overlord.planning.pacing import paced, times
 from overlord.planning.packing import Microbatches, Pieces, best_fit, concat_and_split, even_cost, padded
+from overlord.planning.pipeline import Pipeline, Timing, simulated
 from overlord.planning.place_tree import Bucket, ClientPlaceTree
 from overlord.planning.plan import Plan, Stage
+from overlord.planning.rings import Rings
+from overlord.planning.shares import Shares
+from overlord.planning.splitting import pool_of, split
+from overlord.planning.vision import ImageCost, Images
 from overlord.spec import Batch
-
-CostFunction = Callable[[Samples], Floats | Mapping[str, Floats]]
-"""From facts to the cost of each sample, or of each sample in each module of the model."""
 
 RowPacker = Callable[[Ints, int, int], Ints | Pieces]
 """(lengths, num_rows, capacity) to the row of each sample (-1: nowhere), or to pieces of samples with their
@@ -35,41 +45,6 @@ rows."""
 
 # A group may hold nearly what its microbatches can: whole documents never fill them to the last token.
 _FILL = 0.97
-
-
-class Rows(NamedTuple):
-    """Rows of fixed length: the row of each sample."""
-
-    row: Ints
-    num_rows: int
-    row_tokens: int
-
-
-class Arrangement(NamedTuple):
-    """Where each sample goes: its group, its microbatch in the group, its row in the microbatch."""
-
-    group: Ints
-    micro: Ints
-    row: Ints
-    counts: Ints
-    rows_per_microbatch: int
-    row_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Asked and drawn share of each source; text only when read."""
-
-    asked: Floats
-    samples: Samples
-
-    def __str__(self) -> str:
-        drawn = np.bincount(self.samples.source, minlength=len(self.asked)) / max(1, len(self.samples))
-        largest = np.argsort(-self.asked, kind="stable").tolist()
-        names = self.samples.source_names
-        shown = [f"{names[i]} {self.asked[i]:.3f}/{drawn[i]:.3f}" for i in largest[:12]]
-        more = f", and {len(largest) - 12} more" if len(largest) > 12 else ""
-        return ", ".join(shown) + more
 
 
 @dataclass(frozen=True)
@@ -91,13 +66,19 @@ class DGraph:
     group_size: int = 1
     rows: Rows | None = None
     arrangement: Arrangement | None = None
+    rings: Rings | None = None
+    extra: Ints | None = None
+    placement: Placement | None = None
     broadcast: frozenset[str] = frozenset()
     stages: tuple[Stage, ...] = ()
+    in_force: CostsInForce | None = None
+    learned: LearnedCost | None = None
 
     @property
     def lengths(self) -> Ints:
-        """The tokens each sample takes up: its own, padded to document_multiple."""
-        return padded(self.samples.tokens, self.batch.document_multiple)
+        """The tokens each sample takes up: its own, with those of its images, padded to document_multiple."""
+        tokens = self.samples.tokens if self.extra is None else self.samples.tokens + self.extra
+        return padded(tokens, self.batch.document_multiple)
 
     def mix(self, weights: Floats) -> DGraph:
         """Note how the step was drawn: by these weights, one per source."""
@@ -105,9 +86,11 @@ class DGraph:
 
     def cost(self, function: CostFunction) -> DGraph:
         """Say what each sample costs. Costs by module ({'encoder': ..., 'backbone': ...}) are added up."""
-        costs = _costs(function, self.samples)
+        learned = function if isinstance(function, LearnedCost) else None
+        function = function if learned is None else learned.as_learned(self.in_force)
+        costs = costs_of(function, self.samples)
         stage = Stage("cost", "total {:.6g}, costliest sample {:.6g}", (costs.sum(), costs.max(initial=0.0)))
-        return self._with(stage, cost_function=function, costs=costs)
+        return self._with(stage, cost_function=function, costs=costs, learned=learned)
 
     def pack(self, tokens: int | None = None, method: RowPacker | None = None) -> DGraph:
         """Put the samples into rows of exactly `tokens` (sequence_length unless given), the rest of a row is
@@ -133,7 +116,9 @@ class DGraph:
         costs = None
         if self.costs is not None:
             blind = np.arange(len(self.samples)) if self.reference_rows is None else self.reference_rows
-            costs = summed(blind % num_groups, self.costs, num_groups)
+            # Along cp, as a static mesh would: dealt over dp, every document cut over all cp ranks of its group.
+            cut = self.place.mesh.cp if axis == "cp" and group_size == 1 else 1
+            costs = np.repeat(summed(blind % (num_groups // cut), self.costs / cut, num_groups // cut), cut)
         stage = Stage("distribute", "{} groups along {}; costs as if dealt blindly", (num_groups, axis), costs)
         return self._with(stage, num_groups=num_groups, axis=axis, group_size=group_size)
 
@@ -149,7 +134,7 @@ class DGraph:
         count = self._num_microbatches()
         held = np.maximum(1, (n - group + groups - 1) // groups)  # samples in the group
         micro = Microbatches(group, turn * count // held, np.full(groups, count))
-        return self._arranged(_variable(micro), "deal", "samples in turn")
+        return self._arranged(variable(micro), "deal", "samples in turn")
 
     def balance(self, method: Balancer = greedy, *, max_tokens: int | None = None, equal_counts: bool = True) -> DGraph:
         """Even out cost over groups by `method`, and then over each group's microbatches.
@@ -161,6 +146,7 @@ class DGraph:
         self._check_distributed("balance")
         if self.costs is None:
             raise SpecError("balance needs to know what samples cost: call cost(fn) before it")
+        method = paced(method, self._slowness)
         if self.rows is not None:
             return self._balanced_rows(method, self.rows, self.costs)
         cap = self._max_tokens(max_tokens)
@@ -168,7 +154,83 @@ class DGraph:
         graph = self._with(Stage("balance", "{} over {} groups", (_name(method), self.num_groups), self._group_costs(group)))
         found, how = graph._microbatches(group, cap, equal_counts)
         counts = (found.counts.min(), found.counts.max())
-        return graph._arranged(_variable(found), "pack", "{}, up to {} tokens, {} to {} a group", how, cap, *counts)
+        return graph._arranged(variable(found), "pack", "{}, up to {} tokens, {} to {} a group", how, cap, *counts)
+
+    def split(
+        self,
+        capacity: int,
+        *,
+        mode: Mode | None = None,
+        offload: Offload | None = None,
+        communication: float = 0.0,
+        widen: bool = True,
+    ) -> DGraph:
+        """Hand out samples over dp x cp ranks as one pool, long ones over several ranks; see `overlord.planning.hdp`."""
+        self._check_distributed("split")
+        pool = pool_of(self.place, capacity, mode, offload, communication, widen)
+        found = split(self.samples, self.extra, self.costs, self.batch, self.axis, self.group_size, pool)
+        graph = self._with(found.stage, samples=found.samples, costs=found.costs, rings=found.rings, reference_rows=None)
+        return graph._arranged(found.arrangement, "balance", found.text, *found.values)
+
+    def level(self, pipeline: Pipeline, *, max_tokens: int | None = None) -> DGraph:
+        """Hand out samples so that each group, a pipeline, runs microbatches of about one cost, and the cheaper they are the
+        more of them. Microbatches hold up to `max_tokens` (the batch's microbatch unless given, or its longest sample).
+
+        Where there are fewer microbatches than groups this is `balance(equal_counts=False)`.
+        """
+        self._check_distributed("level")
+        if self.costs is None or self.rows is not None:
+            raise SpecError("level needs the costs of samples that are not in rows: call cost(fn) before it, and not pack()")
+        micro_tokens = self.batch.micro_tokens or self.batch.sequence_length
+        cap = self._max_tokens(max_tokens or max(micro_tokens, int(self.lengths.max(initial=0))))
+        found = levels(self.costs, self.lengths, self.num_groups, cap, pipeline)
+        if found is None:
+            return self.balance(max_tokens=cap, equal_counts=False)
+        counts = (found.counts.min(), found.counts.max())
+        text = "one cost level a group, up to {} tokens, {} to {} a group"
+        return self._arranged(variable(found), "level", text, cap, *counts)
+
+    def order(self, pipeline: Pipeline) -> DGraph:
+        """Put each group's microbatches in the order in which its pipeline waits least; never a worse one than they had."""
+        costs, a = self._timed("order")
+        number, *times = best_orders(costs, a.counts, pipeline)
+        before, after = (Timing(each, float(costs.sum()), pipeline.stages) for each in times)
+        micro = number[(np.cumsum(a.counts) - a.counts)[a.group] + a.micro]
+        # What interleaving wants: a multiple of its stages, some of them empty.
+        counts = -(-a.counts // pipeline.count_multiple) * pipeline.count_multiple
+        text = "{} stages: step {:.6g} before, {:.6g} now; waiting {:.1%} before, {:.1%} now"
+        values = (pipeline.stages, before.step_time, after.step_time, before.bubble, after.bubble)
+        return self._arranged(a._replace(micro=micro, counts=counts), "order", text, *values)
+
+    def timing(self, pipeline: Pipeline) -> Timing:
+        """How long the step takes, by the simulator, as it is handed out now."""
+        costs, a = self._timed("timing")
+        return simulated(costs, a.counts, pipeline)
+
+    def _timed(self, primitive: str) -> tuple[Floats, Arrangement]:
+        if self.arrangement is None or self.costs is None:
+            raise SpecError(f"{primitive} goes by the costs of microbatches: call cost(fn), then deal or balance, before it")
+        return self._micro_costs(self.arrangement), self.arrangement
+
+    def fuse(self, images: Images) -> DGraph:
+        """Count the tokens of its images to every sample's length, for texts that have no places for them."""
+        extra = np.bincount(images.sample, images.tokens, len(self.samples)).astype(np.int64)
+        return self._with(Stage("fuse", "{} images with {} tokens", (len(images), int(extra.sum()))), extra=extra)
+
+    def encode(self, images: Images, cost: ImageCost, axis: Bucket = "cp") -> DGraph:
+        """Spread the encoding of images over all ranks along an axis ("cp": dp x cp, or "world"), evenly in each round of
+        microbatches, whatever the samples' arrangement. Trainers exchange what comes out."""
+        a = self.arrangement
+        if a is None or (a.counts != a.counts[0]).any():
+            raise SpecError(
+                "ranks exchange images microbatch by microbatch: call balance(...) with equal_counts=True before encode"
+            )
+        found = spread(images, cost(images), a, self.place, axis)
+        text = "{} images over {} ranks along {}: slowest {:.3f}x mean; {:.0%} of their tokens stay in their group"
+        return self._with(
+            Stage("encode", text, (len(images), found.num_places, axis, found.straggler, found.share_that_stays)),
+            placement=found,
+        )
 
     def broadcast_at(self, *axes: str) -> DGraph:
         """Say that the trainer broadcasts along these axes, so that only the first rank on them fetches."""
@@ -198,6 +260,9 @@ class DGraph:
             stages=self.stages,
             axis=self.axis,
             group_size=self.group_size,
+            learned=self.learned,
+            rings=self.rings,
+            encoding=None if self.placement is None else encoding_of(self.placement, a, order),
         )
 
     def _with(self, stage: Stage, **changes: object) -> DGraph:
@@ -220,8 +285,8 @@ class DGraph:
         found = method(self.lengths, num_rows, tokens)
         graph = self
         if isinstance(found, Pieces):
-            samples = _cut(self.samples, found)
-            costs = None if self.cost_function is None else _costs(self.cost_function, samples)
+            samples = cut_samples(self.samples, found)
+            costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
             graph, found = replace(self, samples=samples, costs=costs, reference_rows=None), found.row
         if (found < 0).any():
             raise SpecError(
@@ -254,7 +319,7 @@ class DGraph:
         group_of_row = method(row_costs, self.num_groups, ones, most)
         if np.bincount(group_of_row, minlength=self.num_groups).max(initial=0) > most:
             group_of_row = greedy(row_costs, self.num_groups, ones, most)
-        turn_of_row = _numbered(group_of_row, row_costs, self.num_groups)
+        turn_of_row = numbered(group_of_row, row_costs, self.num_groups)
         arrangement = self._rows_to(group_of_row[rows.row], turn_of_row[rows.row])
         return self._arranged(arrangement, "balance", "{}: whole rows over {} groups", _name(method), self.num_groups)
 
@@ -282,7 +347,15 @@ class DGraph:
         return int(self._num_microbatches() * max_tokens * _FILL)
 
     def _group_costs(self, group: Ints) -> Floats | None:
-        return None if self.costs is None else summed(group, self.costs, self.num_groups)
+        return None if self.costs is None else times(summed(group, self.costs, self.num_groups), self._slowness)
+
+    @property
+    def _slowness(self) -> Floats | None:
+        return slowness(self.in_force, self.num_groups) if self.learned is not None and self.axis == "dp" else None
+
+    def _micro_costs(self, a: Arrangement) -> Floats:
+        micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro
+        return summed(micro, cast(Floats, self.costs), int(a.counts.sum()))
 
     def _microbatches(self, group: Ints, max_tokens: int, equal_counts: bool) -> tuple[Microbatches, str]:
         costs, lengths = cast(Floats, self.costs), self.lengths
@@ -301,65 +374,17 @@ class DGraph:
                 return found, "even cost"
             bins = best_fit(lengths, count * self.num_groups, max_tokens)
             if (bins >= 0).all():
-                return self._bins_to_groups(bins, count), "best fit"
+                return dealt_bins(bins, costs, self.num_groups, count), "best fit"
             if self.reference_rows is not None:
-                return self._bins_to_groups(self.reference_rows // self.batch.rows_per_microbatch, count), "as drawn"
+                bins = self.reference_rows // self.batch.rows_per_microbatch
+                return dealt_bins(bins, costs, self.num_groups, count), "as drawn"
             count += 1  # no packing into fewer is known
-
-    def _bins_to_groups(self, bins: Ints, count: int) -> Microbatches:
-        """Microbatches that are filled already, `count` to each group by cost."""
-        bins = np.unique(bins, return_inverse=True)[1]
-        num_bins = count * self.num_groups
-        costs = summed(bins, cast(Floats, self.costs), num_bins)
-        group = greedy(costs, self.num_groups, np.ones(num_bins, np.int64), count)
-        micro = _numbered(group, costs, self.num_groups)
-        return Microbatches(group[bins], micro[bins], np.full(self.num_groups, count))
 
     def _arranged(self, arrangement: Arrangement, name: str, text: str, *values: object) -> DGraph:
         bucket_costs = micro_costs = None
         if self.costs is not None:
-            bucket_costs = self._group_costs(arrangement.group)
-            first = np.cumsum(arrangement.counts) - arrangement.counts
-            micro = first[arrangement.group] + arrangement.micro
-            micro_costs = summed(micro, self.costs, int(arrangement.counts.sum()))
+            bucket_costs, micro_costs = self._group_costs(arrangement.group), self._micro_costs(arrangement)
         return self._with(Stage(name, text, values, bucket_costs, micro_costs), arrangement=arrangement)
-
-
-def _costs(function: CostFunction, samples: Samples) -> Floats:
-    found = function(samples)
-    costs = sum(found.values(), np.zeros(len(samples))) if isinstance(found, Mapping) else np.asarray(found, np.float64)
-    if costs.shape != (len(samples),):
-        raise SpecError(f"a cost function gives one number per sample: {len(samples)}, got shape {costs.shape}")
-    if len(costs) and not (np.isfinite(costs).all() and costs.min() >= 0):
-        raise SpecError("a cost function gives finite numbers >= 0; it gave others")
-    return costs
-
-
-def _numbered(group: Ints, costs: Floats, num_groups: int) -> Ints:
-    """Each item's number within its group, costliest first."""
-    order = np.lexsort((-costs, group))
-    held = np.bincount(group, minlength=num_groups)
-    number = np.empty(len(group), np.int64)
-    number[order] = np.arange(len(group)) - np.repeat(np.cumsum(held) - held, held)
-    return number
-
-
-def _variable(found: Microbatches) -> Arrangement:
-    return Arrangement(found.group, found.micro, np.zeros(len(found.group), np.int64), found.counts, 1, 0)
-
-
-def _cut(samples: Samples, pieces: Pieces) -> Samples:
-    """Samples for the pieces. Every token of a cut document but its last predicts the next one, so loss
-    tokens are counted from the front and the last piece has the rest."""
-    taken = samples.take(pieces.sample)
-    loss = np.minimum(pieces.stop, taken.loss_tokens) - np.minimum(pieces.start, taken.loss_tokens)
-    return replace(
-        taken,
-        start=taken.start + pieces.start,
-        stop=taken.start + pieces.stop,
-        tokens=pieces.stop - pieces.start,
-        loss_tokens=loss,
-    )
 
 
 def _name(function: object) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from overlord.errors import DataError
 from overlord.planning.facts import ChunkFacts, Floats, Ints, Samples
+from overlord.planning.image_sizes import ImageSizes
 from overlord.planning.progress import Progress
 from overlord.spec import Stop
 
@@ -106,6 +107,11 @@ class DrawQueue:
             tokens -= int(sizes[end - 1] - before)
             parts.append(self._take_to(end))
         return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing left to draw, now and later."""
+        return self._ended and self._position == len(self._block)
 
     @property
     def samples_at_hand(self) -> int:
@@ -273,6 +279,9 @@ def _samples_of(names: tuple[str, ...], spans: list[tuple[int, _Lane, int, int]]
             )
             for name in size_names
         },
+        images=ImageSizes.concatenated(
+            [None if facts.images is None else facts.images.take(slice(begin, end)) for facts, begin, end in rows], counts
+        ),
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from overlord.planning.balancing import max_over_mean
 from overlord.planning.facts import Floats
+from overlord.planning.outliers import WAITED
 from overlord.planning.plan import Plan, Stage
 
 
@@ -52,6 +53,11 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("padding", f"{(slots - total) / slots if slots else 0.0:.1%} of {slots:,} tokens"),
         ("broadcast", ", ".join(sorted(plan.broadcast)) or "none: every rank fetches its own"),
     ]
+    waited = plan.samples.sizes.get(WAITED)
+    if waited is not None:
+        late = waited[waited > 0]
+        told = f"{len(late):,} documents, by {late.mean():.1f} steps on average" if len(late) else "no document"
+        facts.append(("delayed", f"{told}; {np.average(waited, weights=tokens) if total else 0.0:.2f} steps per token"))
     seen = [stage.bucket_costs for stage in plan.stages if stage.bucket_costs is not None]
     if seen:
         before, after = seen[0], seen[-1]

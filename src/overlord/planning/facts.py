@@ -8,8 +8,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from overlord.planning.image_sizes import ImageSizes
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+ONLY_IMAGE = "only_image"
+"""Among the `sizes` of planned samples: which images of a sample are wanted. 0: all; k: the k-th, from 1; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,8 @@ class ChunkFacts:
     sizes: Mapping[str, Ints] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     """What the long-document policy and the filters did to make this chunk, by name: split, dropped, empty, ..."""
+    images: ImageSizes | None = None
+    """The size of every image, where rows have any."""
 
     @property
     def num_rows(self) -> int:
@@ -47,6 +54,8 @@ class Samples:
     tokens: Ints
     loss_tokens: Ints
     sizes: Mapping[str, Ints] = field(default_factory=dict)
+    images: ImageSizes | None = None
+    """The size of every image, where samples have any."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -63,6 +72,7 @@ class Samples:
             self.tokens[index],
             self.loss_tokens[index],
             {name: column[index] for name, column in self.sizes.items()} if self.sizes else {},
+            None if self.images is None else self.images.take(index),
         )
 
     def for_sources(self, names: tuple[str, ...]) -> Samples:
@@ -95,10 +105,13 @@ class Samples:
                 )
                 for name in size_names
             },
+            images=ImageSizes.concatenated([part.images for part in parts], [len(part) for part in parts]),
         )
 
     @staticmethod
-    def of_lengths(tokens: NDArray[np.integer], sizes: Mapping[str, Ints] | None = None) -> Samples:
+    def of_lengths(
+        tokens: NDArray[np.integer], sizes: Mapping[str, Ints] | None = None, images: ImageSizes | None = None
+    ) -> Samples:
         """Samples of one nameless source from lengths alone: for simulation, benchmarks and tests."""
         lengths = np.asarray(tokens, np.int64)
         n = len(lengths)
@@ -113,4 +126,5 @@ class Samples:
             tokens=lengths,
             loss_tokens=np.maximum(lengths - 1, 0),
             sizes=dict(sizes or {}),
+            images=images,
         )

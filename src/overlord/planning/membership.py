@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from overlord.curriculum import limit_at
+from overlord.planning.cutting import CountLoss, in_parts
 from overlord.planning.drawing import Describe, DrawQueue, Expect, Extent, reweighted
 from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.outliers import all_now, not_placed, released, set_aside
 from overlord.planning.packing import best_fit, in_drawn_order
 from overlord.planning.progress import Progress
 from overlord.spec import Batch, Mixture
-
-CountLoss = Callable[[int, int, int, int, int], int]
-"""(source index, chunk, row, start, stop) to the number of loss tokens in that part of the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,29 @@ def _same(progress: Progress) -> Progress:
 
 
 class WeightSchedule:
-    """The weights of each step, one entry per source; the same array for as long as they stay the same."""
+    """The weights of each step, one entry per source; the same array for as long as they stay the same.
+
+    They are those of the mixture, and from each `change` on those that it gives (None: the mixture's again).
+    """
 
     def __init__(self, mixture: Mixture, names: Sequence[str]) -> None:
         self._mixture = mixture
         self._names = names
         self._starts = [step for step, _ in mixture.schedule]
         self._held: dict[int, Floats] = {}
+        self._changed_at: list[int] = []
+        self._changed_to: list[Floats | None] = []
+
+    def change(self, step: int, weights: Mapping[str, float] | None) -> None:
+        """Let these weights hold from a step on, which must not have been drawn yet. Of two for one step the later holds."""
+        at = bisect_right(self._changed_at, step)
+        self._changed_at.insert(at, step)
+        self._changed_to.insert(at, None if weights is None else self._listed(weights))
 
     def at(self, step: int) -> Floats:
+        changed = bisect_right(self._changed_at, step) - 1
+        if changed >= 0 and (weights := self._changed_to[changed]) is not None:
+            return weights
         segment = bisect_right(self._starts, step) - 1
         ramping = self._mixture.ramp == "linear" and segment + 1 < len(self._starts)
         if ramping:
@@ -58,7 +72,9 @@ class WeightSchedule:
         return self._held[segment]
 
     def _array(self, step: int) -> Floats:
-        weights = self._mixture.at(step)
+        return self._listed(self._mixture.at(step))
+
+    def _listed(self, weights: Mapping[str, float]) -> Floats:
         return np.array([weights.get(name, 0.0) for name in self._names])
 
 
@@ -74,10 +90,11 @@ class StepDrawer:
         describe: Describe,
         count_loss: CountLoss | None = None,
         expect: Expect | None = None,
+        schedule: WeightSchedule | None = None,
     ) -> None:
         self._batch = batch
         self._mixture = mixture
-        self._schedule = WeightSchedule(mixture, progress.names)
+        self._schedule = schedule or WeightSchedule(mixture, progress.names)
         self._extents = extents
         self._ends = np.array([-1 if e.end is None else e.end for e in extents], np.int64)
         self._describe = describe
@@ -85,6 +102,7 @@ class StepDrawer:
         self._expect = expect
         self._number = progress.step
         self._carried = progress.carried
+        self._num_first = 0  # candidates of a step that are placed before all others
         self._weights = progress.weights
         self._queue = self._new_queue(progress)
 
@@ -131,19 +149,34 @@ class StepDrawer:
         return DrawQueue(progress, mixture.unit, mixture.stop, self._extents, self._describe, self._expect)
 
     def _by_samples(self, count: int) -> tuple[Samples, None] | None:
-        samples = self._with_carried(self._queue.next_samples(count - len(self._carried)))
+        def more(have: Samples) -> Samples:
+            return self._queue.next_samples(count - len(have))
+
+        samples, waiting = self._candidates(more)
         if len(samples) == 0 or (len(samples) < count and self._batch.drop_last):
             return None
+        if len(samples) > count:  # more came due at once than a step has
+            samples, left = samples.take(slice(0, count)), not_placed(samples.take(slice(count, None)))
+            waiting = Samples.concatenated([left, waiting])
+        self._carried = waiting
         return samples, None
 
     def _cut(self, tokens: int) -> tuple[Samples, None] | None:
         """Exactly `tokens` tokens: the last document is cut and its rest carried to the next step."""
-        samples = self._with_carried(self._queue.next_tokens(tokens - int(self._carried.tokens.sum())))
-        total = int(samples.tokens.sum())
+        wanted = tokens - int(self._carried.tokens.sum())
+        samples = self._limited(self._with_carried(self._queue.next_tokens(wanted)))
+        ends = np.cumsum(samples.tokens)
+        total = int(ends[-1]) if len(ends) else 0
         if total == 0 or (total < tokens and self._batch.drop_last):
             return None
         if total > tokens:
-            samples, self._carried = self._cut_last(samples, total - tokens)
+            last = int(ends.searchsorted(tokens))
+            beyond, samples = samples.take(slice(last + 1, None)), samples.take(slice(0, last + 1))
+            surplus = ends.item(last) - tokens
+            if surplus:
+                samples, rest = self._cut_last(samples, surplus)
+                beyond = Samples.concatenated([rest, beyond])
+            self._carried = beyond
         return samples, None
 
     def _cut_last(self, samples: Samples, surplus: int) -> tuple[Samples, Samples]:
@@ -165,27 +198,59 @@ class StepDrawer:
             np.array([surplus]),
             loss_tokens[last:] - loss,
             {name: column[last:] for name, column in samples.sizes.items()},
+            None if samples.images is None else samples.images.take(slice(last, None)),
         )
         stop[last], tokens[last], loss_tokens[last] = cut, cut - start, loss
-        kept = (samples.source, samples.chunk, samples.row, samples.start, stop, tokens, loss_tokens, samples.sizes)
-        return Samples(samples.source_names, *kept), rest
+        return replace(samples, stop=stop, tokens=tokens, loss_tokens=loss_tokens), rest
 
     def _whole_documents(self, tokens: int) -> tuple[Samples, Ints] | None:
         """As many whole documents as can be packed into the step's rows; those that do not fit are carried to the next
         step, where they are placed first."""
         batch = self._batch
-        num_carried = len(self._carried)
-        wanted = tokens - int(_padded(self._carried.tokens, batch.document_multiple).sum())
-        candidates = self._with_carried(self._queue.next_tokens(wanted, batch.document_multiple))
+
+        def more(have: Samples) -> Samples:
+            wanted = tokens - int(_padded(have.tokens, batch.document_multiple).sum())
+            return self._limited(self._queue.next_tokens(wanted, batch.document_multiple))
+
+        self._carried = self._limited(self._carried)
+        candidates, waiting = self._candidates(more)
+        num_carried = self._num_first
         lengths = _padded(candidates.tokens, batch.document_multiple)
         if len(candidates) == 0 or (int(lengths.sum()) < tokens and batch.drop_last):
             return None
         rows = in_drawn_order(best_fit(lengths, batch.num_rows or 1, batch.sequence_length, num_first=num_carried))
         placed = rows >= 0
         if placed.all():
+            self._carried = waiting
             return candidates, rows
-        self._carried = candidates.take(np.flatnonzero(~placed))
+        left = candidates.take(np.flatnonzero(~placed))
+        self._carried = left if self._batch.outliers is None else Samples.concatenated([not_placed(left), waiting])
         return candidates.take(np.flatnonzero(placed)), rows[placed]
+
+    def _candidates(self, more: Callable[[Samples], Samples]) -> tuple[Samples, Samples]:
+        """The samples that may come in the next step, those carried to it first, and those that go on waiting. `more` draws
+        what is missing beside the samples that it is given."""
+        policy, step = self._batch.outliers, self._number
+        if policy is None:
+            self._num_first = len(self._carried)
+            samples = self._with_carried(more(self._carried))
+            return samples, self._carried
+        divided = released(self._carried, policy, step)
+        found, waiting, drawn = divided.coming, divided.waiting, Samples.none(self._carried.source_names)
+        self._num_first = len(found)
+        # What is set aside leaves room for more, which may have to be set aside too, until enough waits.
+        while len(drawn := more(found)) > 0:
+            divided = set_aside(drawn, policy, step, waiting, self._batch)
+            found, waiting = Samples.concatenated([found, divided.coming]), divided.waiting
+        if self._queue.has_ended:
+            self._num_first += len(waiting)
+            found, waiting = Samples.concatenated([all_now(waiting, step), found]), Samples.none(found.source_names)
+        return found, waiting
+
+    def _limited(self, samples: Samples) -> Samples:
+        """Documents in parts no longer than the batch's curriculum has it at this step."""
+        limits = self._batch.document_limits
+        return samples if limits is None else in_parts(samples, limit_at(limits, self._number), self._count_loss)
 
     def _with_carried(self, samples: Samples) -> Samples:
         if len(self._carried) == 0:

@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from overlord.errors import SpecError
 from overlord.planning.balancing import max_over_mean, summed
+from overlord.planning.encoding import Encoding, Round, round_of_group, text_alone
 from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.learned_cost import LearnedCost
+from overlord.planning.place_tree import ClientPlaceTree
+from overlord.planning.rings import Ring, Rings
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,10 @@ class MicroPlan:
     row: Ints
     num_rows: int
     row_tokens: int
+    encode: Round | None = None
+    """Where images are exchanged between ranks: what the group's ranks encode while this microbatch is run."""
+    ring: Ring | None = None
+    """Where documents may be cut over ranks: who runs this microbatch together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,9 @@ class GroupPlan:
     """Loss tokens of the whole step, over all groups: divide the summed loss by this."""
     broadcast: frozenset[str]
     """Mesh axes along which the trainer broadcasts, so that only index 0 of them fetches."""
+    counts: tuple[int, ...] | None = None
+    """How many of the microbatches each context-parallel rank has, one rank after the other; None where all have a slice of
+    each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,12 @@ class Plan:
     axis: str = "dp"
     """The mesh axis that the groups lie along, `group_size` neighbours on it to a group."""
     group_size: int = 1
+    encoding: Encoding | None = None
+    """Which rank encodes which image, where that is not the one that trains on it."""
+    rings: Rings | None = None
+    """Which ranks run which microbatches together, where documents are cut over ranks."""
+    learned: LearnedCost | None = None
+    """The cost that it was arranged by, where that is learned from times."""
 
     @property
     def num_groups(self) -> int:
@@ -107,12 +125,33 @@ class Plan:
         micros = []
         for m in range(first, first + int(self.counts[group])):
             begin, end = self.offsets[m], self.offsets[m + 1]
-            micros.append(
-                MicroPlan(
-                    samples=self.samples.take(self.order[begin:end]),
-                    row=self.row[begin:end],
-                    num_rows=self.rows_per_microbatch,
-                    row_tokens=self.row_tokens,
-                )
-            )
+            documents = self.order[begin:end]
+            samples, encode = self.samples.take(documents), None
+            if self.encoding is not None:
+                encode = round_of_group(self.encoding, self.samples, self.counts, group, m - first, documents)
+                samples = text_alone(samples)
+            row, num_rows = self.row[begin:end], self.rows_per_microbatch
+            ring = None if self.rings is None else self.rings.ring(m, group, documents)
+            micros.append(MicroPlan(samples, row, num_rows, self.row_tokens, encode, ring))
         return GroupPlan(step, group, tuple(micros), self.loss_tokens, self.broadcast)
+
+    def for_constructor(self, step: int, dp: int, cp: int) -> GroupPlan:
+        """What the Data Constructor of a data-parallel group of `cp` context-parallel ranks carries out."""
+        if self.axis == "dp":
+            return self.for_group(step, dp)
+        parts = [self.for_group(step, rank) for rank in range(dp * cp, (dp + 1) * cp)]
+        micros = tuple(micro for part in parts for micro in part.microbatches)
+        counts = tuple(len(part.microbatches) for part in parts)
+        return GroupPlan(step, dp, micros, self.loss_tokens, self.broadcast, counts)
+
+    def check_groups(self, place: ClientPlaceTree) -> None:
+        """Refuse what Data Constructors, one for each data-parallel group, cannot carry out."""
+        groups = {"dp": place.mesh.dp, "cp": place.num_groups("cp")}.get(self.axis)
+        if self.num_groups != groups or self.group_size != 1:
+            raise SpecError(
+                f"the strategy distributed the step over {self.num_groups} groups along {self.axis}, but Data Constructors "
+                f"serve {place.mesh.dp} data-parallel groups of {place.mesh.cp} context-parallel ranks: use "
+                "distribute('dp'), or distribute('cp') to give every one of these ranks samples of its own"
+            )
+        if self.axis == "cp" and "cp" in self.broadcast:
+            raise SpecError("along cp every rank has samples of its own: the trainer cannot broadcast them; leave cp out")

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.image_sizes import ImageSizes
 
 COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once")
 _CARRIED = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
@@ -99,11 +100,12 @@ def plain_samples(samples: Samples) -> dict[str, Any] | None:
         return None
     columns = [getattr(samples, column).tolist() for column in _CARRIED]
     columns += [column.tolist() for column in samples.sizes.values()]
-    return {
+    plain = {
         "names": list(samples.source_names),
         "sizes": list(samples.sizes),
         "rows": [list(row) for row in zip(*columns, strict=True)],
     }
+    return plain if samples.images is None else {**plain, "images": samples.images.to_lists()}
 
 
 def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) -> Samples:
@@ -112,4 +114,7 @@ def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) 
     columns = np.array(plain["rows"], np.int64).T
     fixed = dict(zip(_CARRIED, columns, strict=False))
     sizes = dict(zip(plain["sizes"], columns[len(_CARRIED) :], strict=True))
-    return Samples(tuple(plain["names"]), **fixed, sizes=sizes).for_sources(names)
+    images = plain.get("images")
+    return Samples(
+        tuple(plain["names"]), **fixed, sizes=sizes, images=None if images is None else ImageSizes.of(images)
+    ).for_sources(names)

@@ -7,6 +7,8 @@ A segment of the log is a header, a snapshot, and records that follow from it on
     step       {"kind": "step", "step": 43, "needed": 41, "moved": {"sources": [0, 2], "row": [5, -9], ...}, ...}
     needed     {"kind": "needed", "step": 42}: every step before it was taken by all who read
     decision   {"kind": "decision", "step": 44, "name": "...", "value": ...}: what holds from that step on
+    withdrawn  {"kind": "withdrawn", "step": 44, "name": "..."}: the last such decision was refused, and nobody followed it
+    report     {"kind": "report", "step": 41, "rank": 0, "sums": {...}}: losses that a decision may follow from
 
 A step's record says how the progress moved; the samples of a step follow from the progress before it, and its arrangement
 from the samples and the decisions in force. So a record that is lost costs time and nothing else: the step is drawn again,
@@ -22,12 +24,17 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import StateError
+from overlord.planning.feedback import Heard, plain_sums, sums_from_plain
 from overlord.planning.progress import COLUMNS, Progress, plain_samples, samples_from_plain
 from overlord.spec import Mesh
 
 VERSION = 1
 MESH = "mesh"
 """The decision that says which mesh steps are arranged for. It is about trainers, so it does not outlive a run."""
+WEIGHTS = "weights"
+"""The decision that says by which weights steps are drawn. All of them are kept: a run may go back to an older state."""
+COSTS = "costs"
+"""The decision that says which learned costs steps are arranged by."""
 
 _COUNTED = frozenset({"chunk", "row", "samples", "tokens", "since"})
 
@@ -84,9 +91,20 @@ def in_force(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]:
     return (*latest.values(), *later)
 
 
-def snapshot_record(progress: Progress, needed: int, decisions: Iterable[Decision]) -> dict[str, Any]:
+def remembered(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]:
+    """What a snapshot keeps: those in force at a step or later, and all about weights."""
+    decisions = tuple(decisions)
+    kept = in_force(decisions, step)
+    older = [d for d in decisions if d.name == WEIGHTS and d not in kept]
+    return (*sorted(older, key=lambda d: d.step), *kept)
+
+
+def snapshot_record(
+    progress: Progress, needed: int, decisions: Iterable[Decision], heard: Heard | None = None
+) -> dict[str, Any]:
     listed = [[d.step, d.name, d.value] for d in decisions]
-    return {"kind": "snapshot", "progress": progress.to_plain(), "needed": needed, "decisions": listed}
+    record = {"kind": "snapshot", "progress": progress.to_plain(), "needed": needed, "decisions": listed}
+    return {**record, "heard": [] if heard is None else heard.to_plain()}
 
 
 def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any]:
@@ -95,7 +113,7 @@ def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any
     carried = plain_samples(after.carried)
     if carried is None:
         return record
-    return {**record, "carried": {"sizes": carried["sizes"], "rows": carried["rows"]}}
+    return {**record, "carried": {name: value for name, value in carried.items() if name != "names"}}
 
 
 def needed_record(step: int) -> dict[str, Any]:
@@ -104,6 +122,14 @@ def needed_record(step: int) -> dict[str, Any]:
 
 def decision_record(decision: Decision) -> dict[str, Any]:
     return {"kind": "decision", "step": decision.step, "name": decision.name, "value": decision.value}
+
+
+def withdrawn_record(decision: Decision) -> dict[str, Any]:
+    return {"kind": "withdrawn", "step": decision.step, "name": decision.name}
+
+
+def report_record(step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    return {"kind": "report", "step": step, "rank": rank, "sums": plain_sums(sums)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +141,7 @@ class Recovered:
     needed: int
     """Every step before this one was taken by all who read."""
     decisions: tuple[Decision, ...]
+    heard: Heard
 
     @property
     def reached(self) -> int:
@@ -149,6 +176,7 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
     progress = Progress.from_plain(snapshot["progress"])
     needed: int = snapshot["needed"]
     decisions = [Decision(step, name, value) for step, name, value in snapshot["decisions"]]
+    heard = Heard.from_plain(snapshot["heard"])
     before = {progress.step: progress}
     for record in records[1:]:
         match record["kind"]:
@@ -164,11 +192,19 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
                 needed = max(needed, record["step"])
             case "decision":
                 decisions.append(Decision(record["step"], record["name"], record["value"]))
+                if record["name"] == WEIGHTS:
+                    heard.forget_before(record["value"].get("until", 0))
+            case "withdrawn":
+                at = [i for i, d in enumerate(decisions) if (d.step, d.name) == (record["step"], record["name"])]
+                del decisions[at[-1]]
+            case "report":
+                heard.add(record["step"], record["rank"], sums_from_plain(record["sums"]))
             case kind:
                 raise StateError(f"the plan log has a record of an unknown kind {kind!r}")
         if needed - keep - min(before) > 2 * keep + 64:  # now and then, so that a long segment does not pile up
             before = _from(before, needed - keep)
-    return Recovered(_from(before, needed - keep), needed, in_force(decisions, needed))
+    kept = _from(before, needed - keep)
+    return Recovered(kept, needed, remembered(decisions, min(needed, *kept)), heard)
 
 
 def _from(before: Mapping[int, Progress], oldest: int) -> dict[int, Progress]:

@@ -7,60 +7,108 @@ from collections.abc import Mapping, Sequence
 
 from overlord.data.bad_rows import BadRowLog
 from overlord.data.chunk_maker import ChunkMaker
+from overlord.engine import Engine
+from overlord.errors import SpecError
 from overlord.planning.drawing import Extent
 from overlord.planning.order import chunks_per_epoch
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.progress import Progress
 from overlord.planning.scaling import Partition, Share, by_share, evenly
+from overlord.planning.steering import Steered
 from overlord.planning.strategies import plain
 from overlord.roles.loader_host import Held, LoaderHost
 from overlord.roles.plan_log import Era, PlanLog
 from overlord.roles.planner import Planner
 from overlord.roles.routes import Routes
 from overlord.roles.source_loader import SourceLoader
+from overlord.roles.steering import Steering
 from overlord.spec import Job, Unit
+from overlord.threads import Threads
 from overlord.workplace import Workplace
 
 
-def make_partition(job: Job, units: Mapping[str, Sequence[Unit]], num_hosts: int | None) -> Partition:
-    """How sources are spread over loader hosts: by the bytes that steps are expected to take of each, over `num_hosts`;
-    share i of every source in host i where the hosts stand in one process (None)."""
+def make_partition(
+    job: Job, units: Mapping[str, Sequence[Unit]], num_hosts: int | None, given: Partition | None = None
+) -> Partition:
+    """How sources are spread over loader hosts: as given, if it is; by the bytes that steps are expected to take of each,
+    over `num_hosts`; share i of every source in host i where the hosts stand in one process (None)."""
+    if given is not None:
+        given.check_sources(job.sources)
+        return given
     num_shares = {name: source.loaders for name, source in job.sources.items()}
     if num_hosts is None:
         return by_share(num_shares)
     return evenly(num_shares, {name: _expected_load(job, name, units[name]) for name in job.sources}, num_hosts)
 
 
+def publish_units(engine: Engine, units: Mapping[str, Sequence[Unit]]) -> None:
+    """Let any loader host open any source."""
+    for name, listed in units.items():
+        engine.publish(f"units/{name}", listed)
+
+
 def make_loader_host(
-    job: Job, units: Mapping[str, Sequence[Unit]], shares: Sequence[Share], workplace: Workplace
+    job: Job, engine: Engine, shares: Sequence[Share], num_threads: int | None, workplace: Workplace
 ) -> LoaderHost:
-    """The host of some shares of sources; `units` has those of these sources at least."""
-    held = {}
-    for name, num_held in Counter(share.source for share in shares).items():
+    """The host of some shares of sources, whose units are published. It reads on `num_threads` threads of its own, on those
+    of its process where None."""
+    threads = workplace.read_threads if num_threads is None else Threads(num_threads, "overlord-read")
+    num_held = Counter(share.source for share in shares)
+    num_shares = {share.source: share.of for share in shares}
+
+    def opened(name: str) -> Held:
         source = job.sources[name]
         bad_rows = BadRowLog(name, source.bad_rows)
-        maker = ChunkMaker(name, source, units[name], job.seed, job.batch, bad_rows, workplace.processes)
-        buffer_bytes = source.buffer_bytes * num_held // source.loaders
-        loader = SourceLoader(name, maker.make, maker.expected_bytes, buffer_bytes, workplace.read_threads)
-        held[name] = Held(loader, bad_rows, source.decode, maker.bad_decode)
-    return LoaderHost(held, job.batch.columns, workplace.read_threads)
+        units: Sequence[Unit] = engine.published(f"units/{name}")
+        maker = ChunkMaker(name, source, units, job.seed, job.batch, bad_rows, workplace.processes)
+        # Never less than one of the declared loaders has: a source that is dealt to more of them must not find that its
+        # chunks no longer fit.
+        part = source.buffer_bytes * num_held[name] // num_shares.get(name, 1)
+        buffer_bytes = max(part, source.buffer_bytes // source.loaders)
+        loader = SourceLoader(name, maker.make, maker.expected_bytes, buffer_bytes, threads)
+        return Held(loader, bad_rows, source.decode, maker.bad_decode)
+
+    return LoaderHost(opened, tuple(num_held), job.batch.columns, threads, own_threads=num_threads is not None)
+
+
+def is_kept(job: Job, era: Era | None, engine: Engine) -> bool:
+    """Whether what a planner decides outlives it: it is written down, or the planner lives and dies with the run."""
+    if era is None and engine.num_hosts is not None:
+        if job.mix.feedback is not None:
+            raise SpecError(
+                "a mixture with feedback decides while the job runs, and on a cluster the planner may be lost: let it write "
+                "that down with start(log=...)"
+            )
+        return False
+    return True
 
 
 def make_planner(
-    job: Job, num_units: Mapping[str, int], start: Progress, routes: Routes, era: Era | None, workplace: Workplace
+    job: Job,
+    num_units: Mapping[str, int],
+    start: Progress,
+    steered: Steered,
+    routes: Routes,
+    era: Era | None,
+    is_safe: bool,
+    workplace: Workplace,
 ) -> Planner:
+    """`is_safe` says whether what the planner decides outlives it."""
     max_lead = job.prefetch + 2
+    place = ClientPlaceTree(job.mesh)
+    log = None if era is None else PlanLog(era, start, max_lead, steered)
     return Planner(
         start,
         job.batch,
         job.mix,
         job.strategy or plain(),
-        ClientPlaceTree(job.mesh),
+        place,
         [Extent(chunks_per_epoch(num_units[name], s.window), s.num_epochs) for name, s in job.sources.items()],
         routes,
         masked=any(source.loss_mask is not None for source in job.sources.values()),
         max_lead=max_lead,
-        log=None if era is None else PlanLog(era, start, keep=max_lead),
+        log=log,
+        steering=Steering(job.mix, start, place, steered, log, is_safe),
     )
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from overlord.data.tensors import to_torch
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
+from overlord.planning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State
 
 _WAIT_S = 0.25  # how long one ask waits before the client looks at its own deadline
+_NUMBERS = re.compile(r"[\d.]+")
+_log = logging.getLogger(__name__)
 _PAUSE_S = 0.01  # between asks when another rank is behind
 
 
@@ -75,6 +80,10 @@ class Channel(Protocol):
         """What the run is busy with."""
         ...
 
+    def feedback(self, report: StepReport, generation: int) -> list[str]:
+        """Report a step, for a client of some generation; gives what was not counted, and why."""
+        ...
+
 
 class Client:
     """Iterates over the steps of one rank.
@@ -105,6 +114,8 @@ class Client:
         self._next = channel.start()
         self._generation = channel.generation()
         self._ended = False
+        self._has_read = False  # since it came to where the run is
+        self._told: set[str] = set()
         self._closed = threading.Event()
         self._at_close: list[Callable[[], None]] = []
 
@@ -123,6 +134,7 @@ class Client:
             self._channel.leave(self.rank)
             raise StopIteration
         self._next = delivery.step + 1
+        self._has_read = True
         microbatches = delivery.microbatches
         if self._torch:
             microbatches = tuple(to_torch(fields, self._pin_memory) for fields in microbatches)
@@ -138,15 +150,40 @@ class Client:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. Every client of the run must load the same one."""
-        self._generation = self._channel.load_state(state, self._generation)
+        # One that has read nothing yet is like one of the generation before: if another has moved the run to this state
+        # already, it only follows, and throws out nobody.
+        generation = self._generation if self._has_read else self._generation - 1
+        self._generation = self._channel.load_state(state, generation)
         self._next = self._channel.start()
-        self._ended = False
+        self._ended = self._has_read = False
 
-    def rejoin(self) -> None:
-        """Go on in a run whose mesh was changed, as the same rank of the new one, from the step that it begins at."""
-        self._next = self._channel.start()
+    def feedback(
+        self,
+        *,
+        losses: Mapping[str, float] | None = None,
+        tokens: Mapping[str, float] | None = None,
+        seconds: float | Sequence[float] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Tell how a step went, the one taken last unless given: for mixtures and costs that learn from it.
+
+        `losses` are the mean losses of this rank's tokens by source, `tokens` how many each is the mean over. `seconds` is
+        how long this rank worked on the step, without waiting for others, or on each of its microbatches. What cannot be
+        used is left out with a warning, the first time: a report never stops a run.
+        """
+        report = StepReport.of(self._next - 1 if step is None else step, self.rank, losses, tokens, seconds)
+        for reason in self._channel.feedback(report, self._generation):
+            kind = _NUMBERS.sub("", reason)
+            if kind not in self._told:
+                self._told.add(kind)
+                _log.warning("a report of rank %d for step %d is not used: %s", self.rank, report.step, reason)
+
+    def rejoin(self, at: int | None = None) -> None:
+        """Go on in a run whose mesh was changed, as the same rank of the new one, from the step that it begins at. A trainer
+        that was restarted while its peers lived on says which step comes next for it: `at`."""
+        self._next = self._channel.start() if at is None else at
         self._generation = self._channel.generation()
-        self._ended = False
+        self._ended = self._has_read = False
 
     @property
     def is_reading(self) -> bool:

@@ -18,10 +18,13 @@ from typing import Any
 from overlord.data.arenas import Arenas
 from overlord.data.collate import collate
 from overlord.data.delivery import cp_slices, fields_for, receive_only
+from overlord.data.exchange import Exchange
+from overlord.data.pieces import PerRank, with_pieces
 from overlord.engine import Handle
 from overlord.errors import ClosedError
 from overlord.planning.place_tree import ClientPlaceTree, Place
 from overlord.planning.plan import GroupPlan
+from overlord.roles.pace import Pace, PaceMaker
 from overlord.roles.planner import Later, Planner
 from overlord.roles.routes import Routes
 from overlord.spec import Batch
@@ -56,18 +59,24 @@ class _Built:
     loss_tokens: int
     whole: tuple[Fields, ...]
     broadcast: frozenset[str]
+    exchange: Exchange | None = None
+    per_rank: PerRank | None = None
     slices: list[list[Fields]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def microbatches(self, place: Place, tree: ClientPlaceTree) -> tuple[Fields, ...]:
         cp = tree.mesh.cp
-        if cp > 1:
+        if self.per_rank is not None:
+            parts = self.per_rank.parts(self.whole, place, tree)
+        elif cp > 1:
             with self.lock:
                 if not self.slices:
                     self.slices = [cp_slices(fields, cp) for fields in self.whole]
             parts = [slices[place.cp] for slices in self.slices]
         else:
             parts = list(self.whole)
+        if self.exchange is not None:
+            parts = self.exchange.joined(parts, place, tree)
         parts = [fields_for(fields, place.pp, tree.mesh.pp) for fields in parts]
         if tree.source_of(place.rank, self.broadcast) != place.rank:
             parts = [receive_only(fields) for fields in parts]
@@ -104,6 +113,7 @@ class DataConstructor:
         self._frozen_from: int | None = None
         self._steps: dict[int, Future[_Built | Later | None]] = {}
         self._doing: dict[int, str] = {}
+        self._paces = PaceMaker()
         self._closed = False
 
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
@@ -112,6 +122,7 @@ class DataConstructor:
             if self._closed:
                 raise ClosedError(f"the constructor of data-parallel group {self._group} is closed")
             self._at[rank] = self._taken[rank] = step
+            self._paces.asks(rank, step)
             oldest = min(self._at.values())
             for number in [n for n in self._steps if n < oldest]:
                 self._steps.pop(number).cancel()
@@ -140,6 +151,7 @@ class DataConstructor:
             if self._at.get(rank) == step:  # it may have left meanwhile
                 self._taken[rank] = step + 1
             self._untaken = max(self._untaken, step + 1)
+            self._paces.gets(rank, step)
         return Delivery(step, built.loss_tokens, microbatches)
 
     def leaves(self, rank: int) -> None:
@@ -147,6 +159,7 @@ class DataConstructor:
         with self._lock:
             self._at.pop(rank, None)
             self._taken.pop(rank, None)
+            self._paces.leaves(rank)
             nobody_reads = not self._at
             if nobody_reads:
                 self._drop_all()
@@ -174,6 +187,21 @@ class DataConstructor:
             self._untaken = 0
             self._frozen_from = None
             self._drop_all()
+
+    def doing(self) -> list[str]:
+        """What it is busy with. Answered at once."""
+        with self._lock:
+            return [f"data-parallel group {self._group}: {line}" for _, line in sorted(dict(self._doing).items())]
+
+    def pace(self) -> Pace:
+        """How fast the ranks of this group go through their steps."""
+        with self._lock:
+            return self._paces.pace
+
+    def reached(self) -> int:
+        """The first step that this constructor has asked no plan for."""
+        with self._lock:
+            return max([self._untaken, *(number + 1 for number in self._steps)])
 
     def num_ready(self) -> int:
         """How many steps are built or being built."""
@@ -223,12 +251,15 @@ class DataConstructor:
             if plan is None or isinstance(plan, Later):
                 return plan
             self._doing[step] = f"step {step} waits for its rows"
-            payloads = self._routes.give_each([micro.samples for micro in plan.microbatches])
+            rounds = [micro.encode for micro in plan.microbatches if micro.encode is not None]
+            asked = [micro.samples for micro in plan.microbatches] + [of.samples for of in rounds]
+            payloads = self._routes.give_each(asked)
             whole = tuple(
-                collate(micro, payload, self._batch, self._arenas)
-                for micro, payload in zip(plan.microbatches, payloads, strict=True)
+                with_pieces(collate(micro, payload, self._batch, self._arenas), micro.ring)
+                for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of the rounds come after
             )
-            return _Built(plan.loss_tokens, whole, plan.broadcast)
+            exchange = Exchange.of(rounds, payloads, whole) if rounds else None
+            return _Built(plan.loss_tokens, whole, plan.broadcast, exchange, PerRank.of(plan))
         except Exception as error:
             error.add_note(f"while data-parallel group {self._group} built step {step}")
             raise

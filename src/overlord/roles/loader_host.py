@@ -1,9 +1,15 @@
-"""One place where Source Loaders live together, so that many small sources cost one process and one ask."""
+"""One place where Source Loaders live together, so that many small sources cost one process and one ask.
+
+It answers for any source: one that it did not hold is opened when it is asked for, because whoever asks may know an older
+routing than the newest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+import os
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +18,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from overlord.data.arenas import Arenas
-from overlord.data.bad_rows import BadRowLog
+from overlord.data.bad_rows import BadRow, BadRowLog
 from overlord.data.chunk import Chunk
 from overlord.data.payload import Payload
 from overlord.data.views import compact, joined, take_rows
-from overlord.errors import DataError
-from overlord.planning.facts import ChunkFacts, Samples
-from overlord.roles.source_loader import BufferUse, SourceLoader
+from overlord.errors import ClosedError, DataError
+from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, Samples
+from overlord.roles.image_rooms import ImageRooms
+from overlord.roles.source_loader import BufferUse, SourceLoader, Work
+from overlord.threads import Threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +40,76 @@ class Held:
     """Called with (chunk, table row, error) when a deferred decode fails."""
 
 
-class LoaderHost:
-    """Answers for all sources (or shares of sources) that it holds."""
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a host stands."""
 
-    def __init__(self, held: Mapping[str, Held], columns: Sequence[str], threads: Executor) -> None:
-        self._held = held
+    instance: str
+    """Another one after it was made anew."""
+    process: int
+    holding: dict[str, list[int]]
+    """The chunks of each source that it has or makes."""
+    work: dict[str, Work]
+
+
+class LoaderHost:
+    """Answers for all sources (or shares of sources) that it holds, and for others when it is asked. `threads` are closed
+    with it where they are its own."""
+
+    def __init__(
+        self,
+        open_source: Callable[[str], Held],
+        sources: Collection[str],
+        columns: Sequence[str],
+        threads: Threads,
+        own_threads: bool = False,
+    ) -> None:
+        self._open_source = open_source
         self._columns = tuple(columns)
         self._threads = threads
+        self._own_threads = own_threads
         self._arenas = Arenas(_MOST_IDLE_ARENAS)
+        self._instance = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._closed = False
+        self._held: dict[str, Held] = {}
+        self._past: dict[str, tuple[Work, frozenset[BadRow]]] = {}  # of sources that were closed
+        for name in sources:
+            self._of(name)
 
     def describe(self, source: str, chunk: int, keep_from: int = 0) -> ChunkFacts:
-        return self._held[source].loader.describe(chunk, keep_from)
+        return self._of(source).loader.describe(chunk, keep_from)
 
-    def prefetch(self, source: str, chunk: int) -> None:
-        self._held[source].loader.prefetch(chunk)
+    def prefetch(self, source: str, chunks: Sequence[int]) -> None:
+        loader = self._of(source).loader
+        for chunk in chunks:
+            loader.prefetch(chunk)
 
     def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> int:
-        return self._held[source].loader.chunk(chunk).count_loss(row, start, stop)
+        return self._of(source).loader.chunk(chunk).count_loss(row, start, stop)
 
     def give(self, samples: Samples) -> Payload:
         """The payload of planned samples, in their order."""
-        given = _Given(self._held, samples)
-        some_deferred = self._columns or any(
-            self._held[name].decode is not None for name in {samples.source_names[s] for s, _ in given.chunks}
-        )
+        # Those of this call: a source that is closed meanwhile is opened anew for the next.
+        held = {name: self._of(name) for name in {samples.source_names[s] for s in np.unique(samples.source).tolist()}}
+        given = _Given(held, samples)
+        some_deferred = self._columns or any(one.decode is not None for one in held.values())
         images: dict[int, Sequence[NDArray[np.uint8]]] = {}
         ignored: set[int] = set()
         columns: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]] = []
         if some_deferred:
-            rooms = _Rooms(samples, self._arenas)
+            rooms = ImageRooms(samples, self._arenas)
             for (source, number), places in _places_by_chunk(samples):
-                held, chunk = self._held[samples.source_names[source]], given.chunks[source, number]
-                if held.decode is not None:
-                    for decoded in self._decode(held, chunk, samples, places, rooms):
+                of, chunk = held[samples.source_names[source]], given.chunks[source, number]
+                if of.decode is not None:
+                    for decoded in self._decode(of, chunk, samples, places, rooms):
                         images[decoded.place] = decoded.images
+                        given.amounts[source, number] += len(decoded.images)
                         if decoded.is_bad:
                             ignored.add(decoded.place)
                 columns.append((places, chunk, chunk.table_row[samples.row[places]]))
         for (source, number), amount in given.amounts.items():
-            self._held[samples.source_names[source]].loader.given(number, amount)
+            held[samples.source_names[source]].loader.given(number, amount)
         return Payload(
             tokens=given.tokens,
             following=given.following,
@@ -81,71 +120,84 @@ class LoaderHost:
         )
 
     def doing(self) -> list[str]:
-        return [line for held in self._held.values() for line in held.loader.doing()]
+        return [line for held in self._now().values() for line in held.loader.doing()]
 
-    def buffer_use(self) -> dict[str, BufferUse]:
-        return {name: held.loader.buffer_use() for name, held in self._held.items()}
+    def buffer_use(self, sources: Sequence[str]) -> dict[str, BufferUse]:
+        return {name: self._of(name).loader.buffer_use() for name in sources}
 
-    def num_bad_rows(self) -> dict[str, int]:
-        """How many rows of each source were dropped as bad."""
-        return {name: held.bad_rows.num_dropped for name, held in self._held.items()}
+    def bad_rows(self) -> dict[str, frozenset[BadRow]]:
+        """Which rows of each source were dropped as bad."""
+        now = {name: held.bad_rows.dropped for name, held in self._now().items()}
+        past = {name: rows for name, (_, rows) in self._past.items()}
+        return {name: now.get(name, frozenset()) | past.get(name, frozenset()) for name in {**now, **past}}
 
-    def close(self) -> None:
-        for held in self._held.values():
+    def standing(self) -> Standing:
+        now = self._now()
+        work = {name: held.loader.work() for name, held in now.items()}
+        for name, (before, _) in self._past.items():
+            work[name] = work.get(name, Work()).plus(before)
+        holding = {name: held.loader.holding() for name, held in now.items()}
+        return Standing(self._instance, os.getpid(), holding, work)
+
+    def mirror(self, holding: Mapping[str, Sequence[int]]) -> None:
+        """Hold what another host holds, as far as there is room: this one is its shadow."""
+        self.keep(tuple(holding))
+        for name, numbers in holding.items():
+            self._of(name).loader.mirror(frozenset(numbers))
+
+    def keep(self, sources: Collection[str]) -> None:
+        """Close every other source, and so give its memory back."""
+        with self._lock:
+            gone = {name: self._held.pop(name) for name in list(self._held) if name not in sources}
+            for name, held in gone.items():
+                work, rows = self._past.get(name, (Work(), frozenset[BadRow]()))
+                self._past[name] = work.plus(held.loader.work()), rows | held.bad_rows.dropped
+        for held in gone.values():
             held.loader.close()
 
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.keep(())
+        if self._own_threads:
+            self._threads.shutdown(wait=False)
+
+    def _of(self, source: str) -> Held:
+        held = self._held.get(source)
+        if held is not None:
+            return held
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the loader of source {source!r} is closed")
+            if source not in self._held:
+                self._held[source] = self._open_source(source)
+            return self._held[source]
+
+    def _now(self) -> dict[str, Held]:
+        return dict(self._held)
+
     def _decode(
-        self, held: Held, chunk: Chunk, samples: Samples, places: NDArray[np.int64], rooms: _Rooms
+        self, held: Held, chunk: Chunk, samples: Samples, places: NDArray[np.int64], rooms: ImageRooms
     ) -> Iterator[_Decoded]:
         """The images of samples of one chunk. A row that cannot be decoded gets blank ones of the planned size."""
         column = chunk.table.column(held.decode.column)
+        places = places[rooms.only[places] >= 0]
         rows = chunk.table_row[samples.row[places]].tolist()
         outs = [rooms.of(place) for place in places.tolist()]
+        only = [number - 1 if number else None for number in rooms.only[places].tolist()]
         decode = held.decode.decode_row
-        futures = [self._threads.submit(decode, column, row, out) for row, out in zip(rows, outs, strict=True)]
-        for place, row, out, future in zip(places.tolist(), rows, outs, futures, strict=True):
+        asks = list(zip(rows, outs, only, strict=True))
+        futures = [self._threads.submit(decode, column, *ask) for ask in asks]
+        for place, ask, future in zip(places.tolist(), asks, futures, strict=True):
             try:
                 # What no thread has begun is done here: the threads may all be waiting for storage.
-                images = decode(column, row, out) if future.cancel() else future.result()
+                images = decode(column, *ask) if future.cancel() else future.result()
             except DataError as error:
                 if held.bad_decode is not None:
-                    held.bad_decode(chunk, row, str(error))
+                    held.bad_decode(chunk, ask[0], str(error))
                 yield _Decoded(place, rooms.blank(place), is_bad=True)
             else:
                 yield _Decoded(place, images)
-
-
-class _Rooms:
-    """Where the images of a microbatch are decoded to: one piece of memory, if all have the same planned size."""
-
-    def __init__(self, samples: Samples, arenas: Arenas) -> None:
-        none = np.zeros(len(samples), np.int64)
-        self._counts, self._heights, self._widths = (
-            samples.sizes.get(name, none) for name in ("num_images", "image_height", "image_width")
-        )
-        shapes = {(h, w) for n, h, w in zip(self._counts, self._heights, self._widths, strict=True) if n}
-        self._first = np.cumsum(self._counts) - self._counts
-        self._block: NDArray[np.uint8] | None = None
-        if len(shapes) == 1:
-            shape = (int(self._counts.sum()), *(int(side) for side in shapes.pop()), 3)
-            self._block = arenas.lease(int(np.prod(shape))).reshape(shape)
-
-    def of(self, place: int) -> list[NDArray[np.uint8]] | None:
-        """The places for the images of a sample; None when they bring their own memory."""
-        if self._block is None:
-            return None
-        first = int(self._first[place])
-        return [self._block[first + i] for i in range(int(self._counts[place]))]
-
-    def blank(self, place: int) -> list[NDArray[np.uint8]]:
-        """Black images of the planned size."""
-        rooms = self.of(place)
-        if rooms is None:
-            shape = (int(self._heights[place]), int(self._widths[place]), 3)
-            rooms = [np.empty(shape, np.uint8) for _ in range(int(self._counts[place]))]
-        for room in rooms:
-            room.fill(0)
-        return rooms
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +224,10 @@ class _Given:
         self.masks: list[NDArray[np.integer] | None] = []
         self.some_mask = False
         opened: dict[tuple[int, int], tuple] = {}
-        columns = (samples.source, samples.chunk, samples.row, samples.start, samples.stop)
+        images_alone = samples.sizes.get(ONLY_IMAGE, np.zeros(len(samples), np.int64)) > 0
+        columns = (samples.source, samples.chunk, samples.row, samples.start, samples.stop, images_alone)
         # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
-        for place, (source, number, row, start, stop) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        for place, (source, number, row, start, stop, alone) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             key = (source, number)
             parts = opened.get(key)
             if parts is None:
@@ -183,7 +236,7 @@ class _Given:
             if values is None:
                 self.tokens.append(_NO_TOKENS)
                 self.masks.append(None)
-                self.amounts[key] += 1
+                self.amounts[key] += not alone
                 continue
             begin = begin_of(row)
             end = begin + stop

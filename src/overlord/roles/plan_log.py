@@ -3,11 +3,14 @@
 A log that cannot be written stops no run. Steps that are not in it are drawn again, the same, by a planner that has to
 start from an older record; so the planner goes on from memory, says so in a warning, and tries again with every step. Only
 a decision, which follows from nothing else, is refused when it cannot be made safe.
+
+One thread at a time may call a `PlanLog`, but for `add_report`, which takes any.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,22 +21,27 @@ import orjson
 from overlord.data.append_log import AppendLog, Contents, LogPosition, unframed
 from overlord.data.log_segments import Segments, segments_at
 from overlord.errors import SpecError, StateError, StorageError
+from overlord.planning.feedback import Heard
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import (
+    COSTS,
     MESH,
     Decision,
     Header,
     Recovered,
     decision_record,
     fold,
-    in_force,
     mesh_decision,
     needed_record,
+    remembered,
+    report_record,
     snapshot_record,
     step_record,
+    withdrawn_record,
 )
+from overlord.planning.steering import Steered, joined
 from overlord.spec import Job, Log, Mesh
-from overlord.state import Fingerprint, from_state, refuse_differences, to_state
+from overlord.state import Fingerprint, from_state, refuse_differences, steered_of, to_state
 
 _log = logging.getLogger("overlord.log")
 
@@ -64,15 +72,21 @@ class Found:
 class PlanLog:
     """Writes the log of one planner, after reading what an earlier one of the same era wrote."""
 
-    def __init__(self, era: Era, start: Progress, keep: int) -> None:
-        """`keep` is how many steps behind the oldest needed one may be asked for again."""
+    def __init__(self, era: Era, start: Progress, keep: int, steered: Steered | None = None) -> None:
+        """`keep` is how many steps behind the oldest needed one may be asked for again. `steered` is what the era begins
+        with, beside its progress."""
+        steered = steered or Steered()
         segments = segments_at(era.log.location, era.log.storage_options)
         found = newest_in(segments, era.header.job, era.header.era, keep)
         earlier = found or newest_in(segments, era.header.job) or newest_in(segments)
         self._era = era
         self._location = segments.location
         self._log = AppendLog(segments, earlier.segment if earlier else None, era.log.sync_s)
-        self._decisions = found.recovered.decisions if found else (*_inherited(earlier, era), *era.decisions)
+        own = (*steered.decisions, *era.decisions)
+        self._decisions = found.recovered.decisions if found else joined(own, _inherited(earlier, era), start.step)
+        self.heard = found.recovered.heard if found else Heard.from_plain(steered.heard)
+        """Reported losses that no decision has followed from yet. Hold `lock` to look at it."""
+        self.lock = threading.RLock()
         self._needed = found.recovered.needed if found else start.step
         self._num_since_snapshot = 0
         self._told_error: str | None = None
@@ -87,6 +101,10 @@ class PlanLog:
         return self._needed
 
     @property
+    def decisions(self) -> tuple[Decision, ...]:
+        return self._decisions
+
+    @property
     def position(self) -> LogPosition:
         return self._log.position
 
@@ -96,7 +114,8 @@ class PlanLog:
             return  # drawn again
         self._needed = max(self._needed, needed)
         if self._num_since_snapshot >= self._era.log.snapshot_every or after.step != self._last.step + 1:
-            self._begin(kept())
+            with self.lock:
+                self._begin(kept())
         else:
             self._log.append(_encoded(step_record(self._last, after, self._needed)))
             self._num_since_snapshot += 1
@@ -110,10 +129,28 @@ class PlanLog:
             self._log.append(_encoded(needed_record(step)))
             self._tell_of_trouble()
 
+    def add_report(self, step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> bool:
+        """Note the losses that a rank reported for a step; False when they were noted before."""
+        with self.lock:
+            is_new = self.heard.add(step, rank, sums)
+            if is_new:
+                self._log.append(_encoded(report_record(step, rank, sums)))
+            return is_new
+
     def decide(self, decision: Decision) -> None:
         """Make a decision safe; StorageError when it cannot be, and then it must not be followed."""
+        with self.lock:  # the two records must not be parted by a snapshot
+            self._log.append(_encoded(decision_record(decision)))
+            try:
+                self._log.sync()
+            except StorageError:
+                self._log.append(_encoded(withdrawn_record(decision)))
+                raise
+        self._decisions = (*self._decisions, decision)
+
+    def note(self, decision: Decision) -> None:
+        """Write a decision that changes nothing down, when that can be done."""
         self._log.append(_encoded(decision_record(decision)))
-        self._log.sync()
         self._decisions = (*self._decisions, decision)
 
     def sync(self) -> None:
@@ -125,8 +162,9 @@ class PlanLog:
 
     def _begin(self, kept: Sequence[Progress]) -> None:
         first, *rest = kept
-        self._decisions = in_force(self._decisions, first.step)
-        records = [self._era.header.to_record(), snapshot_record(first, max(self._needed, first.step), self._decisions)]
+        self._decisions = remembered(self._decisions, first.step)
+        snapshot = snapshot_record(first, max(self._needed, first.step), self._decisions, self.heard)
+        records = [self._era.header.to_record(), snapshot]
         records += [step_record(old, new, self._needed) for old, new in zip(kept, rest, strict=False)]
         self._log.begin([_encoded(record) for record in records])
         self._last = kept[-1]
@@ -153,8 +191,8 @@ def starting_point(
     resume: Mapping[str, Any] | Literal["log"] | None,
     log: Log | None,
     accept_changes: Collection[str] | bool,
-) -> tuple[Progress, Era | None]:
-    """Where a run begins, and its place in the log.
+) -> tuple[Progress, Steered, Era | None]:
+    """Where a run begins, what steers it, and its place in the log.
 
     A given state says where, whatever the log says. `resume="log"` goes on with the first step that the log does not know
     to be taken by everyone, and from the beginning where there is no log yet. Without either the run begins at step 0.
@@ -162,7 +200,7 @@ def starting_point(
     if log is None:
         if resume == "log":
             raise SpecError("resume='log' goes on from a log: say where it is with log=...")
-        return _progress_from(resume, job, fingerprint, accept_changes), None
+        return *_resumed(resume, job, fingerprint, accept_changes), None
     found = newest_in(segments_at(log.location, log.storage_options))
     decisions: tuple[Decision, ...] = ()
     if found is not None:
@@ -179,11 +217,12 @@ def starting_point(
             found.recovered.reached,
             found.recovered.needed,
         )
-    progress = _progress_from(resume, job, fingerprint, accept_changes)
+    progress, steered = _resumed(resume, job, fingerprint, accept_changes)
+    steered = about(job, replace(steered, decisions=joined(steered.decisions, decisions, progress.step)))
     header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
-    era = Era(log, header, (*in_force(decisions, progress.step), mesh_decision(progress.step, job.mesh)))
-    _check_writable(era, progress)
-    return progress, era
+    era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
+    _check_writable(era, progress, steered)
+    return progress, steered, era
 
 
 def newest_in(segments: Segments, job: str | None = None, era: int | None = None, keep: int = 0) -> Found | None:
@@ -225,8 +264,9 @@ def _inherited(earlier: Found | None, era: Era) -> tuple[Decision, ...]:
 
 
 def _lasting(found: Found) -> tuple[Decision, ...]:
-    """A mesh is about trainers, which a log cannot bring back: whoever begins an era says which there are."""
-    return tuple(decision for decision in found.recovered.decisions if decision.name != MESH)
+    """A mesh is about trainers, which a log cannot bring back, and so are learned costs: whoever begins an era says which
+    there are."""
+    return tuple(decision for decision in found.recovered.decisions if decision.name not in (MESH, COSTS))
 
 
 def _refuse_damage(name: str, contents: Contents) -> None:
@@ -239,9 +279,9 @@ def _refuse_damage(name: str, contents: Contents) -> None:
         )
 
 
-def _check_writable(era: Era, start: Progress) -> None:
+def _check_writable(era: Era, start: Progress, steered: Steered) -> None:
     """Begin the era here: a log that cannot be written should stop a run before it starts, not warn ever after."""
-    log = PlanLog(era, start, keep=0)
+    log = PlanLog(era, start, 0, steered)
     try:
         log.sync()
     finally:
@@ -251,15 +291,37 @@ def _check_writable(era: Era, start: Progress) -> None:
 def _state_of(found: Found) -> dict[str, Any]:
     recovered = found.recovered
     progress = recovered.before[min(recovered.needed, recovered.reached)]
-    return to_state(progress, found.header.unit, found.header.fingerprint)
+    # What was heard of later steps will be heard again, when they are.
+    heard = tuple(entry for entry in recovered.heard.to_plain() if entry[0] < progress.step)
+    steered = Steered(tuple(d for d in recovered.decisions if d.name != MESH), heard)
+    return to_state(progress, found.header.unit, found.header.fingerprint, steered)
 
 
-def _progress_from(
+def _resumed(
     resume: Mapping[str, Any] | None, job: Job, fingerprint: Fingerprint, accept_changes: Collection[str] | bool
-) -> Progress:
+) -> tuple[Progress, Steered]:
     if resume is None:
-        return Progress.start(tuple(job.sources))
-    return from_state(resume, job, fingerprint, accept_changes)
+        return Progress.start(tuple(job.sources)), Steered()
+    return from_state(resume, job, fingerprint, accept_changes), about(job, steered_of(resume))
+
+
+def resumed(state: Mapping[str, Any], job: Job, known: Sequence[Decision]) -> Steered:
+    """What steers a run that goes back to a state, and had decided some things before."""
+    steered = steered_of(state)
+    return about(job, replace(steered, decisions=joined(steered.decisions, known, int(state["step"]))))
+
+
+def about(job: Job, steered: Steered) -> Steered:
+    """What still steers a job: decisions about another mixture lapse, and that is said."""
+    kept = steered.about(job.mix)
+    lapsed = len(steered.decisions) - len(kept.decisions)
+    if lapsed:
+        _log.warning(
+            "%d decisions about weights were made about another mixture than the job declares now: they no longer hold, "
+            "the declared one does",
+            lapsed,
+        )
+    return kept
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:

@@ -18,24 +18,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from overlord.data.append_log import LogPosition
-from overlord.errors import DataError, OverlordError, SpecError
+from overlord.errors import DataError, OverlordError
 from overlord.planning.dgraph import DGraph
 from overlord.planning.drawing import Extent
 from overlord.planning.facts import ChunkFacts
 from overlord.planning.membership import DrawnStep, StepDrawer
+from overlord.planning.outliers import count_delays
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import GroupPlan, Plan
 from overlord.planning.progress import Progress
-from overlord.planning.recovery import same
+from overlord.planning.recovery import Decision, same
+from overlord.planning.reports import StepReport, WeightChange
+from overlord.planning.steering import Steered
 from overlord.planning.strategies import Strategy
 from overlord.roles.plan_log import PlanLog
+from overlord.roles.planner_status import Cursor, Mix, PlannerStatus
 from overlord.roles.routes import Routes
+from overlord.roles.steering import Steering
 from overlord.spec import Batch, Mixture
 
 _CLOSE_S = 1.0
-
-
 _STEPS_AHEAD = 6
 
 
@@ -54,34 +56,6 @@ class Planned:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """What was asked of a source and what it gave so far."""
-
-    weight: float
-    samples: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerStatus:
-    """How a planner stands."""
-
-    start: int
-    reached: int
-    """The first step that was never drawn."""
-    oldest_needed: int
-    taken_to: int
-    """Every step before this one was taken by all who read then; they may have left since."""
-    num_kept: int
-    """Plans that are kept."""
-    end: int | None
-    """The step that the run ends before; None while it is not known."""
-    log: LogPosition | None
-    process: int
-    """The id of the process that it runs in."""
-
-
 class Planner:
     """See the module's docstring."""
 
@@ -97,6 +71,7 @@ class Planner:
         masked: bool = False,
         max_lead: int = 8,
         log: PlanLog | None = None,
+        steering: Steering | None = None,
     ) -> None:
         self._start = start
         self._batch = batch
@@ -118,6 +93,7 @@ class Planner:
         self._needs: dict[int, int] = {}
         self._busy = ""
         self._log = log
+        self._steering = steering or Steering(mixture, start, place, Steered(), log)
         known = {start.step: start} if log is None else {start.step: start, **log.before}
         self._before: dict[int, Callable[[], Progress]] = {step: _given(progress) for step, progress in known.items()}
         self._reached = max(known)
@@ -127,8 +103,8 @@ class Planner:
         self._taken_to = self._floor
         progress = known.get(self._floor, start)
         self._drawer = self._drawer_from(progress)
-        for source in np.flatnonzero(self._weights_at(progress.step) > 0).tolist():
-            self._routes.prefetch(source, int(progress.chunk[source]))
+        for source in np.flatnonzero(self._steering.schedule.at(progress.step) > 0).tolist():
+            self._routes.prefetch(source, int(progress.chunk[source]), self._last_chunk(source))
 
     def plan(self, step: int, group: int, oldest: int | None = None) -> GroupPlan | Later | None:
         """The plan of one group for a step; None when the run ends before that step. `oldest` is the oldest step that the
@@ -147,7 +123,7 @@ class Planner:
         with self._lock:
             self._forget()
             planned = self._reach(step)
-        return None if planned is None else planned.plan.for_group(step, group)
+        return None if planned is None else planned.plan.for_constructor(step, group, self._place.mesh.cp)
 
     def leaves(self, group: int) -> None:
         """Note that nobody reads a group any more, so that it holds nobody back."""
@@ -165,6 +141,24 @@ class Planner:
             raise OverlordError(f"the run ended at step {self._end}; there is no progress before step {step}")
         return before()
 
+    def checkpoint(self, step: int) -> tuple[Progress, Steered]:
+        """All that a state before a step holds."""
+        progress = self.progress(step)
+        return progress, self._steering.before(step)
+
+    def hear(self, report: StepReport) -> list[str]:
+        """Take a rank's report of a step; gives what was not counted, and why. Answered at once, whatever is being drawn."""
+        return self._steering.hear(report, self._reached)
+
+    def change_weights(self, change: WeightChange, first: int) -> int:
+        """Draw by other weights; gives the step from which. Steps before `first` are known to be given."""
+        with self._lock:
+            return self._steering.change(change, max(first, self._reached))
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was decided while the run ran, in the order of steps."""
+        return self._steering.decisions
+
     def whole_plan(self, step: int) -> Planned | None:
         """The plan of all groups, for `explain` and tests."""
         with self._lock:
@@ -175,16 +169,28 @@ class Planner:
     def mix(self, step: int) -> dict[str, Mix]:
         """Asked and realised mix over all steps before `step`."""
         progress = self.progress(step)
-        weights = self._mixture.at(max(step - 1, 0))
+        weights = self._steering.weights_at(max(step - 1, 0))
         return {
-            name: Mix(weights.get(name, 0.0), int(samples), int(tokens))
+            name: Mix(weights[name], int(samples), int(tokens))
             for name, samples, tokens in zip(progress.names, progress.samples, progress.tokens, strict=True)
         }
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Per source, how many documents were split, truncated, dropped or empty in the chunks planned from so far."""
+        """Per source, documents split, truncated, dropped or empty in the chunks that this planner, made anew or not, saw."""
         with self._lock:
             return {name: dict(counts) for name, counts in self._counts.items()}
+
+    def cursors(self) -> dict[str, Cursor]:
+        """Where each source stands. Answered at once, whatever is being drawn."""
+        known = dict(self._before)  # without the lock, which is held while a step waits for its chunks
+        newest = known[max(known)]()
+        oldest = known[max((step for step in known if step <= self._oldest()), default=min(known))]()
+        needed = oldest.chunk.copy()
+        np.minimum.at(needed, oldest.carried.source, oldest.carried.chunk)
+        return {
+            name: Cursor(int(needed[i]), int(newest.chunk[i]), self._last_chunk(i))
+            for i, name in enumerate(self._start.names)
+        }
 
     def doing(self) -> list[str]:
         busy = self._busy
@@ -211,13 +217,10 @@ class Planner:
             finally:
                 self._lock.release()
 
-    def _weights_at(self, step: int) -> np.ndarray:
-        weights = self._mixture.at(step)
-        return np.array([weights.get(name, 0.0) for name in self._start.names])
-
     def _drawer_from(self, progress: Progress) -> StepDrawer:
         count_loss = self._routes.count_loss if self._masked else None
-        return StepDrawer(progress, self._batch, self._mixture, self._extents, self._describe, count_loss, self._expect)
+        schedule, ask = self._steering.schedule, (self._extents, self._describe, count_loss, self._expect)
+        return StepDrawer(progress, self._batch, self._mixture, *ask, schedule)
 
     def _reach(self, step: int) -> Planned | None:
         """Plan up to a step; steps before the oldest kept one are planned again from the start."""
@@ -230,7 +233,7 @@ class Planner:
         if step < self._drawer.number:
             self._rewind(step)
         # A few steps more than asked for, as long as nothing has to be waited for: planning several in a row costs less.
-        while self._drawer.number <= step or (self._drawer.number <= step + _STEPS_AHEAD and self._drawer.is_ready):
+        while self._drawer.number <= step or self._is_ready_ahead_of(step):
             drawn = self._drawn()
             if drawn is None:
                 self._end = self._drawer.number
@@ -240,8 +243,14 @@ class Planner:
                 self._planned[drawn.number] = Planned(drawn, self._arranged(drawn))
         return self._planned.get(step)
 
+    def _is_ready_ahead_of(self, step: int) -> bool:
+        number = self._drawer.number
+        return number <= step + _STEPS_AHEAD and self._drawer.is_ready and not self._steering.is_due(number)
+
     def _drawn(self) -> DrawnStep | None:
         number = self._drawer.number
+        if number >= self._reached:
+            self._steering.settle(number)
         self._busy = f"the planner is drawing step {number}"
         try:
             return self._drawer.next_step()
@@ -260,6 +269,8 @@ class Planner:
                 f"step {drawn.number} was drawn again and is not what it was: a source lists or gives other rows than "
                 "before, or a transform is not deterministic; restore the data, or start from a checkpoint"
             )
+        if after > self._reached:
+            count_delays(drawn.samples, self._counts)
         self._reached = max(self._reached, after)
         if self._log is None:
             self._before[after] = drawn.after
@@ -288,18 +299,15 @@ class Planner:
         self._drawer = self._drawer_from(replace(self._before[known](), step=known))
 
     def _arranged(self, step: DrawnStep) -> Plan:
-        graph = DGraph(step.samples, self._batch, self._place, step.rows).mix(step.weights)
+        costs = self._steering.costs_at(step.number)
+        graph = DGraph(step.samples, self._batch, self._place, step.rows, in_force=costs).mix(step.weights)
         try:
             plan = self._strategy(graph)
+            plan.check_groups(self._place)
         except Exception as error:
             error.add_note(f"while the strategy arranged step {step.number}")
             raise
-        groups = self._place.mesh.dp
-        if plan.num_groups != groups or plan.axis != "dp" or plan.group_size != 1:
-            raise SpecError(
-                f"the strategy distributed step {step.number} over {plan.num_groups} groups along {plan.axis}, but Data "
-                f"Constructors serve the {groups} data-parallel groups: use distribute('dp')"
-            )
+        self._steering.arranged(step.number, plan)
         return plan
 
     def _forget(self, asked: int | None = None) -> None:
@@ -320,7 +328,7 @@ class Planner:
     def _expect(self, source: int, chunk: int) -> None:
         if self._expected.get(source) != chunk:
             self._expected[source] = chunk
-            self._routes.prefetch(source, chunk)
+            self._routes.prefetch(source, chunk, self._last_chunk(source))
 
     def _describe(self, source: int, chunk: int) -> ChunkFacts:
         known_chunk, facts = self._facts.get(source, (-1, None))
@@ -336,6 +344,10 @@ class Planner:
             self._counted_to[source] = chunk + 1
             self._counts[self._start.names[source]].update(facts.counts)
         return facts
+
+    def _last_chunk(self, source: int) -> int | None:
+        """The chunk that a source ends before; None when it does not, or begins anew."""
+        return None if self._mixture.stop == "all_exhausted" else self._extents[source].end
 
     def _keep_from(self, source: int, chunk: int) -> int:
         """The first chunk of a source that a step still kept may name."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from overlord.data.chunk import Chunk
 from overlord.errors import BufferTooSmallError, ClosedError
@@ -24,6 +24,28 @@ class _Making:
 
     future: Future[Chunk]
     since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a loader has done so far, in all."""
+
+    num_chunks: int = 0
+    cpu_s: float = 0.0
+    """Of processor time in the threads that made chunks."""
+    wait_s: float = 0.0
+    """The rest of the time that making them took."""
+    rows: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    waited_s: float = 0.0
+    """How long asks had to wait for a chunk."""
+
+    def plus(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def minus(self, other: Work) -> Work:
+        return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +89,13 @@ class SourceLoader:
         self._lock = threading.Lock()
         self._chunks: dict[int, Chunk] = {}
         self._sizes: dict[int, int] = {}
-        self._left: dict[int, int] = {}  # tokens (or rows) of a chunk not given yet
+        self._left: dict[int, int] = {}  # tokens (or rows) and images of a chunk not given yet
         self._facts: dict[int, ChunkFacts] = {}
         self._making: dict[int, _Making] = {}
         self._keep_from = 0
         self._bytes = 0
         self._peak = 0
-        self._made = 0
+        self._made = Work()
         self._seen_ratio = 1.0  # decoded bytes per byte that the unit list promised
         self._closed = False
 
@@ -90,7 +112,7 @@ class SourceLoader:
         return found if found is not None else self._obtain(number, needed=True)
 
     def given(self, number: int, amount: int) -> None:
-        """Note that `amount` tokens of a chunk (or rows, for a source without text) were handed out."""
+        """Note that so many tokens (or rows, for a source without text) and images of a chunk were handed out."""
         left = self._left.get(number)
         if left is None:
             return
@@ -123,7 +145,27 @@ class SourceLoader:
 
     def buffer_use(self) -> BufferUse:
         with self._lock:
-            return BufferUse(len(self._chunks), self._bytes, self._peak, self._limit, self._made)
+            return BufferUse(len(self._chunks), self._bytes, self._peak, self._limit, self._made.num_chunks)
+
+    def work(self) -> Work:
+        with self._lock:
+            return self._made
+
+    def holding(self) -> list[int]:
+        """The chunks that are in the buffer or being made for it."""
+        with self._lock:
+            return sorted({*self._chunks, *self._making})
+
+    def mirror(self, numbers: Collection[int]) -> None:
+        """Hold these chunks, as far as they fit, lowest first, and of others only later ones."""
+        newest = max(numbers, default=-1)
+        with self._lock:
+            for number in [k for k in self._chunks if k not in numbers and k < newest]:
+                self._drop(number)
+            for number in [k for k in self._facts if k not in self._chunks]:
+                del self._facts[number]  # else a chunk that was dropped for room would not be made again
+        for number in sorted(numbers):
+            self.prefetch(number)
 
     def close(self) -> None:
         with self._lock:
@@ -137,6 +179,7 @@ class SourceLoader:
             entry.future.cancel()
 
     def _obtain(self, number: int, needed: bool) -> Chunk:
+        began = self._clock()
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the loader of source {self._name!r} is closed")
@@ -150,8 +193,9 @@ class SourceLoader:
                 here.future.set_running_or_notify_cancel()
                 self._making[number] = here
         chunk = entry.future.result() if here is None else self._made_for_all(number, here.future)
-        if needed:
-            with self._lock:
+        with self._lock:
+            self._made = self._made.plus(Work(waited_s=self._clock() - began))
+            if needed:
                 self._admit(number, chunk, needed=True)
         return chunk
 
@@ -171,6 +215,7 @@ class SourceLoader:
         return entry
 
     def _made_here(self, number: int) -> Chunk:
+        began, began_cpu = self._clock(), time.thread_time()
         try:
             chunk = self._make(number)
         except BaseException:
@@ -179,7 +224,7 @@ class SourceLoader:
             raise
         with self._lock:
             self._making.pop(number, None)
-            self._made += 1
+            self._made = self._made.plus(_work_on(chunk, self._clock() - began, time.thread_time() - began_cpu))
             self._facts[number] = chunk.facts
             self._admit(number, chunk, needed=False)
         return chunk
@@ -205,7 +250,9 @@ class SourceLoader:
             return
         self._chunks[number] = chunk
         self._sizes[number] = size
+        images = chunk.facts.images  # counted too, because others may ask for them than for the text
         self._left[number] = int(chunk.facts.tokens.sum()) or chunk.facts.num_rows
+        self._left[number] += 0 if images is None else int(images.count.sum())
         self._bytes += size
         self._peak = max(self._peak, self._bytes)
 
@@ -225,3 +272,7 @@ class SourceLoader:
 
     def _expected(self, number: int) -> int:
         return int(self._expected_bytes(number) * self._seen_ratio)
+
+
+def _work_on(chunk: Chunk, seconds: float, cpu_s: float) -> Work:
+    return Work(1, cpu_s, max(seconds - cpu_s, 0.0), chunk.facts.num_rows, int(chunk.facts.tokens.sum()), chunk.num_bytes)

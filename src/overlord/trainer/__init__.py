@@ -1,6 +1,6 @@
 """What runs inside the trainer. Needs torch; the rest of Overlord does not.
 
-`attach` brings the loader along and is imported when first used; TempBalance needs torch and numpy alone.
+`attach` brings the loader along and is imported when first used; the rest needs torch and numpy alone.
 """
 
 from typing import TYPE_CHECKING
@@ -10,6 +10,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("overlord.trainer needs torch: pip install 'overlord[torch]'", name="torch") from error
 
+from overlord.trainer.image_exchange import exchange
+from overlord.trainer.ring_attention import Ring, ring_attention
 from overlord.trainer.tempbalance import (
     FixedAspectRatio,
     Linear,
@@ -24,6 +26,7 @@ from overlord.trainer.tempbalance import (
     WholeMatrix,
     usual_interval,
 )
+from overlord.trainer.token_loss import sum_gradients, token_loss
 
 if TYPE_CHECKING:
     from overlord.trainer.service import attach
@@ -36,11 +39,16 @@ __all__ = [
     "PerBlock",
     "PerLayer",
     "Rank",
+    "Ring",
     "Sigmoid",
     "Sqrt",
     "TempBalance",
     "WholeMatrix",
     "attach",
+    "exchange",
+    "ring_attention",
+    "sum_gradients",
+    "token_loss",
     "usual_interval",
 ]
 

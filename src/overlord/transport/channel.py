@@ -22,6 +22,7 @@ import msgspec
 
 from overlord.data.arenas import Arenas
 from overlord.errors import OverlordError, ServiceError
+from overlord.planning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State
@@ -106,7 +107,7 @@ class FlightChannel:
 
     def load_state(self, state: Mapping[str, Any], generation: int) -> int:
         state = dict(state)
-        known = self._generations[generation]
+        known = self._generations[generation] if generation >= 0 else self._generations[0] - 1
         moved = self._ask(lambda job: (Action.LOAD_STATE, wire.LoadState(job, state, known)))
         self._loaded = state
         self._note(moved)
@@ -117,6 +118,15 @@ class FlightChannel:
             return self._asked_once(Action.DOING, wire.Doing(self._welcome.job))
         except (Unreachable, OverlordError):  # it is asked to explain a wait, which must not fail for it
             return []
+
+    def feedback(self, report: StepReport, generation: int) -> list[str]:
+        known = self._generations[generation]
+        losses, tokens = dict(report.losses), dict(report.tokens)
+        told = wire.Feedback(self._welcome.job, known, report.rank, report.step, losses, tokens, list(report.seconds))
+        try:
+            return self._asked_once(Action.FEEDBACK, told)
+        except (Unreachable, OverlordError) as error:  # training goes on without its report
+            return [f"the service did not take it: {error}"]
 
     def close(self) -> None:
         """Wait for nothing any more, and fall silent. A question that needs no waiting is still answered."""
@@ -198,9 +208,9 @@ class FlightChannel:
             return welcome
 
     def _reloaded(self, welcome: wire.Welcome) -> wire.Welcome:
-        """A new service, brought to where this client's run was."""
-        if self._loaded is not None:
-            load = wire.LoadState(welcome.job, self._loaded, 0)
+        """A new service, brought to where this client's run was, unless it was resumed from a later step by itself."""
+        if self._loaded is not None and welcome.start <= self._loaded["step"]:
+            load = wire.LoadState(welcome.job, self._loaded, -1)
             generation = self._asked_once(Action.LOAD_STATE, load)
             welcome = msgspec.structs.replace(self._greeted(), generation=generation)
         self._generations[-1] = welcome.generation

@@ -14,7 +14,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +23,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from overlord.errors import OverlordError, ServiceError, SpecError
+from overlord.planning.recovery import Decision
+from overlord.planning.reports import StepReport, WeightChange
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State
@@ -59,6 +61,9 @@ class Run(Protocol):
     def state_before(self, step: int) -> State: ...
     def load_state(self, state: Mapping[str, Any], generation: int) -> int: ...
     def doing(self) -> list[str]: ...
+    def feedback(self, report: StepReport, generation: int) -> list[str]: ...
+    def change_weights(self, change: WeightChange) -> int: ...
+    def decisions(self) -> Sequence[Decision]: ...
 
 
 class Service:
@@ -190,6 +195,16 @@ class Service:
             case Action.DOING:
                 self._ours(_parsed(body, wire.Doing))
                 return self._of_run().doing()
+            case Action.FEEDBACK:
+                told = self._ours(_parsed(body, wire.Feedback))
+                report = StepReport(told.step, told.rank, told.losses, told.tokens, tuple(told.seconds))
+                return self._of_run().feedback(report, told.generation)
+            case Action.CHANGE_WEIGHTS:
+                change = self._ours(_parsed(body, wire.ChangeWeights))
+                return self._of_run().change_weights(WeightChange(change.weights, change.from_step, change.id))
+            case Action.DECISIONS:
+                self._ours(_parsed(body, wire.Decisions))
+                return [(d.step, d.name, d.value) for d in self._of_run().decisions()]
         raise _refusal(f"there is no action {kind[:64]!r}; there are {', '.join(Action)}")
 
     def _check_job(self, job: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from overlord.engine import Handle
 from overlord.planning.place_tree import ClientPlaceTree
-from overlord.roles.client import Channel
+from overlord.roles.in_process import InProcess
 from overlord.transport.constructor import ServingConstructor
 from overlord.transport.security import Address, Listen
 from overlord.transport.server import Service
@@ -22,7 +22,7 @@ class OneServer:
     """Every rank is served from this process."""
 
     def __init__(
-        self, job: str, channel: Channel, tree: Callable[[], ClientPlaceTree], listen: Listen, leave_after_s: float | None
+        self, job: str, channel: InProcess, tree: Callable[[], ClientPlaceTree], listen: Listen, leave_after_s: float | None
     ) -> None:
         def here(rank: int) -> None:
             tree().coordinates(rank)  # raises for a rank that the mesh does not have
@@ -55,7 +55,7 @@ class ServerPerGroup:
     def __init__(
         self,
         job: str,
-        channel: Channel,
+        channel: InProcess,
         tree: Callable[[], ClientPlaceTree],
         constructors: Sequence[Handle[ServingConstructor]],
         listen: Listen,

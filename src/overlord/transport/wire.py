@@ -28,6 +28,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Session = Annotated[str, Meta(min_length=8, max_length=64)]
 JobId = Annotated[str, Meta(min_length=1, max_length=64)]
+BySource = Annotated[dict[str, float], Meta(max_length=65_536)]
 
 
 class Action(StrEnum):
@@ -37,6 +38,9 @@ class Action(StrEnum):
     STATE_BEFORE = "state_before"
     LOAD_STATE = "load_state"
     DOING = "doing"
+    FEEDBACK = "feedback"
+    CHANGE_WEIGHTS = "change_weights"
+    DECISIONS = "decisions"
 
 
 class Ticket(Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,10 +92,38 @@ class StateBefore(Struct, frozen=True, forbid_unknown_fields=True):
 class LoadState(Struct, frozen=True, forbid_unknown_fields=True):
     job: JobId
     state: dict[str, Any]
-    generation: Count
+    generation: Annotated[int, Meta(ge=-1)]
+    """-1: of a client that has read nothing, where the run was never moved."""
 
 
 class Doing(Struct, frozen=True, forbid_unknown_fields=True):
+    job: JobId
+
+
+class Feedback(Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's report of a step, see `StepReport`."""
+
+    job: JobId
+    generation: Count
+    rank: Count
+    step: Count
+    losses: BySource
+    tokens: BySource
+    seconds: Annotated[list[float], Meta(max_length=65_536)]
+
+
+class ChangeWeights(Struct, frozen=True, forbid_unknown_fields=True):
+    """Draw by other weights, see `WeightChange`."""
+
+    job: JobId
+    weights: BySource | None
+    from_step: Count | None
+    id: Session
+
+
+class Decisions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks what was decided while the run ran: a list of (step, name, value)."""
+
     job: JobId
 
 

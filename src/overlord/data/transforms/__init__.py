@@ -10,6 +10,7 @@ from overlord.data.transforms.columns import Pick
 from overlord.data.transforms.context import Context
 from overlord.data.transforms.in_processes import InProcesses
 from overlord.data.transforms.per_row import per_row
+from overlord.data.transforms.place_images import PlaceImages
 from overlord.data.transforms.tokenize import ByteTokenizer, Tokenize
 
-__all__ = ["ByteTokenizer", "Context", "InProcesses", "Pick", "Tokenize", "per_row"]
+__all__ = ["ByteTokenizer", "Context", "InProcesses", "Pick", "PlaceImages", "Tokenize", "per_row"]

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.engine import Handle, StoreUse
 from overlord.engines.ray.cluster import Cluster
 from overlord.engines.ray.options import ActorOptions
-from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError
+from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.workplace import Workplace, WorkplaceSize
 
 if TYPE_CHECKING:
     from overlord.engines.ray.names import Names, RayAnswer
     from overlord.engines.ray.parcel import Packer
+    from overlord.engines.ray.watch import Watch
 
 R = TypeVar("R")
 
@@ -37,7 +38,9 @@ class Ray:
     `address` None starts a cluster on this machine and ends it with the job; "auto" or a host and port attach to one that
     runs. `loader_hosts` is the number of actors that loaders share, by default one for each share of a source but no more
     than the cluster has CPUs to give. `near` names, for each data-parallel group, the node (its address or Ray id) where its
-    trainers run: its constructor goes there if there is room. A role that died is waited for `patience_s`.
+    trainers run: its constructor goes there if there is room. A role that died is waited for `patience_s`. One that lives
+    and gives no sign of life for `hung_after_s` is killed and made anew; None waits for it for ever. Being busy, however
+    long, is a sign of life.
     `num_cpus` and `object_store_bytes` are for a cluster that is started here.
     """
 
@@ -52,6 +55,7 @@ class Ray:
         others: ActorOptions = PLANNER,
         near: Sequence[str] = (),
         patience_s: float = 60.0,
+        hung_after_s: float | None = 30.0,
         num_cpus: int | None = None,
         object_store_bytes: int | None = None,
         runtime_env: dict[str, Any] | None = None,
@@ -60,12 +64,16 @@ class Ray:
             raise SpecError(f"loader_hosts must be at least 1, got {loader_hosts}")
         if patience_s <= 0:
             raise SpecError(f"patience_s is a positive number of seconds, got {patience_s}")
+        if hung_after_s is not None and hung_after_s <= 0:
+            raise SpecError(f"hung_after_s is a positive number of seconds or None, got {hung_after_s}")
         self._loader_hosts = loader_hosts
         # A role's name begins with its kind: planner, loaders/0, constructor/3, ...
         self._options = {"loaders": loaders, "planner": planner, "constructor": constructors}
         self._others = others
         self._near = tuple(near)
         self._patience_s = patience_s
+        self._hung_after_s = hung_after_s
+        self._watch: Watch | None = None
         self._cluster = Cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, runtime_env=runtime_env
         )
@@ -91,9 +99,12 @@ class Ray:
         # These import Ray, which must wait until it is known how to.
         from overlord.engines.ray.names import Names
         from overlord.engines.ray.parcel import Packer
+        from overlord.engines.ray.watch import Watch
 
         self._names = Names(f"overlord-{uuid.uuid4().hex}", self._patience_s)
         self._packer = Packer(self._names.table)
+        if self._hung_after_s is not None:
+            self._watch = Watch(self._spawned, self._hung_after_s, self._patience_s)
 
     @property
     def num_hosts(self) -> int | None:
@@ -107,7 +118,7 @@ class Ray:
     def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
         import ray
 
-        from overlord.engines.ray.stage import Stage
+        from overlord.engines.ray.stage import PULSE, Stage
 
         with self._lock:
             if self._closed:
@@ -117,33 +128,43 @@ class Ray:
             self._num_spawned += 1
             actor_name = f"{name}#{self._num_spawned}"
             options = self._options_of(name)
-            remote: Any = ray.remote(Stage)
-            actor = remote.options(
-                name=actor_name,
-                namespace=self._names.namespace,
-                max_restarts=-1,
-                scheduling_strategy=self._placement(name, options),
-                **options.for_ray(),
-            ).remote(name, self._packer.packed(make), self._size)
+            remote: Any = ray.remote
+            actor = (
+                remote(concurrency_groups={PULSE: 1})(Stage)
+                .options(
+                    name=actor_name,
+                    namespace=self._names.namespace,
+                    max_restarts=-1,
+                    scheduling_strategy=self._placement(name, options),
+                    **options.for_ray(),
+                )
+                .remote(name, self._packer.packed(make), self._size)
+            )
             self._roles[name] = actor_name, actor
             self._starting[name] = actor.started.remote()
             self._names.bind(name, actor_name)
         return Handle(self, name)
 
-    def started(self) -> None:
+    def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         import ray
+        from ray import exceptions as ray_errors
 
         with self._lock:
-            starting, self._starting = self._starting, {}
-        late = ray.wait(list(starting.values()), num_returns=len(starting), timeout=self._patience_s)[1] if starting else []
+            waited_for = [name for name in self._starting if names is None or name in names]
+            starting = {name: self._starting.pop(name) for name in waited_for}
+        timeout_s = self._patience_s if timeout_s is None else timeout_s
+        late = ray.wait(list(starting.values()), num_returns=len(starting), timeout=timeout_s)[1] if starting else []
         for name, ref in starting.items():
             if ref in late:
                 raise WaitTimeoutError(
-                    f"role {name!r} did not start within {self._patience_s:.0f} s: it needs {self._options_of(name)}, and "
+                    f"role {name!r} did not start within {timeout_s:.0f} s: it needs {self._options_of(name)}, and "
                     f"the cluster has {_shown(ray.available_resources())} free of {_shown(ray.cluster_resources())}; "
                     "add nodes, ask for less (loaders=, loader_hosts=), or wait longer (patience_s=)"
                 )
-            failed: Any = ray.get(ref)
+            try:
+                failed: Any = ray.get(ref)
+            except ray_errors.RayActorError as error:
+                raise WorkerDiedError(f"role {name!r} ended while it was started; see Ray's logs for why") from error
             if failed is not None:
                 raise failed.error()
 
@@ -160,9 +181,16 @@ class Ray:
     def stop(self, name: str) -> None:
         with self._lock:
             role = self._roles.pop(name, None)
+            self._starting.pop(name, None)
             self._names.unbind(name)
         if role is not None:
             _close([role[1]])
+
+    def publish(self, key: str, value: object) -> None:
+        self._names.publish(key, value)
+
+    def published(self, key: str) -> Any:
+        return self._names.published(key)
 
     def store_use(self) -> StoreUse | None:
         import ray
@@ -178,12 +206,18 @@ class Ray:
             roles, self._roles = self._roles, {}
         if self._size is None:
             return
+        if self._watch is not None:
+            self._watch.close()
         self._names.closed.set()
         self._names.table.clear()
         # Last spawned, first stopped: a role is closed before those it asks.
         _close([actor for _, actor in roles.values()][::-1])
         self._names.close(_CLOSE_S)
         self._cluster.leave()
+
+    def _spawned(self) -> dict[str, tuple[str, Any]]:
+        with self._lock:
+            return dict(self._roles)
 
     def _options_of(self, name: str) -> ActorOptions:
         return self._options.get(name.partition("/")[0], self._others)

@@ -7,12 +7,14 @@ answered, the name is unbound, or the role has been gone for longer than `patien
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+import cloudpickle
 import ray
 from ray import exceptions as ray_errors
 
@@ -57,6 +59,15 @@ class Names:
 
     def unbind(self, name: str) -> None:
         self.table.delete(f"role/{name}")
+
+    def publish(self, key: str, value: object) -> None:
+        self.table.put(f"value/{key}", cloudpickle.dumps(value))
+
+    def published(self, key: str) -> Any:
+        found = None if self.closed.is_set() else self.table.get(f"value/{key}")
+        if found is None:
+            raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
+        return pickle.loads(found)
 
     def bound(self, name: str) -> str:
         """The actor that a name means."""

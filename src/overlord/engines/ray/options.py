@@ -38,8 +38,8 @@ class ActorOptions:
     def for_ray(self) -> dict[str, Any]:
         """As options of a Ray actor, placement left out."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus, "max_concurrency": self.max_concurrency}
-        if self.memory_bytes is not None:
-            options["memory"] = self.memory_bytes
+        # At least a byte: an actor that asks for nothing at all is put on any node, whatever its placement says.
+        options["memory"] = self.memory_bytes or 1
         if self.resources:
             options["resources"] = dict(self.resources)
         if self.labels:

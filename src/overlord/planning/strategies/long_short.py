@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from overlord.planning.balancing import Balancer, greedy
 from overlord.planning.dgraph import CostFunction, DGraph
+from overlord.planning.pipeline import Pipeline
 from overlord.planning.plan import Plan
 from overlord.spec import Axis
 
@@ -17,6 +18,7 @@ def long_short(
     max_tokens: int | None = None,
     equal_counts: bool = True,
     method: Balancer = greedy,
+    pipeline: Pipeline | None = None,
     broadcast: tuple[Axis, ...] = (),
 ) -> Callable[[DGraph], Plan]:
     """Balance `cost` over dp groups and then over microbatches of variable length, none over `max_tokens`.
@@ -24,15 +26,23 @@ def long_short(
     `max_tokens` is what fits in memory, one and a half times the batch's mean microbatch unless given; the
     more, the better the balance. `equal_counts` keeps the number of microbatches the same on all ranks, as
     FSDP needs; without it (DDP, ZeRO-1) a rank runs as many as its samples need. Padded batches have rows of
-    one length: there, whole rows are dealt by cost. `broadcast` names the axes along which the trainer
-    broadcasts.
+    one length: there, whole rows are dealt by cost. `pipeline` puts microbatches in the order in which it
+    waits least and, without `equal_counts`, gives groups microbatches of one length level each where that is
+    quicker. `broadcast` names the axes along which the trainer broadcasts.
     """
 
     def strategy(graph: DGraph) -> Plan:
         graph = graph.cost(cost)
         if graph.batch.layout == "padded":
             graph = graph.pack()
-        graph = graph.distribute("dp").balance(method, max_tokens=max_tokens, equal_counts=equal_counts)
-        return (graph.broadcast_at(*broadcast) if broadcast else graph).plan()
+        graph = graph.distribute("dp")
+        balanced = graph.balance(method, max_tokens=max_tokens, equal_counts=equal_counts)
+        if pipeline is not None:
+            may_differ = not equal_counts and graph.rows is None
+            levelled = [graph.level(pipeline, max_tokens=max_tokens)] if may_differ else []
+            found = [candidate.order(pipeline) for candidate in (balanced, *levelled)]
+            times = [candidate.timing(pipeline).step_time for candidate in found]
+            balanced = found[times.index(min(times))]
+        return (balanced.broadcast_at(*broadcast) if broadcast else balanced).plan()
 
     return strategy

@@ -1,0 +1,167 @@
+"""Transformer blocks that run pieces of documents, and a clock for their forward and backward pass."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from bench.gpu.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    causal: bool
+    gated: bool
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+LLAMA_8B = Shape(hidden=4096, heads=32, kv_heads=8, ffn=14336, causal=True, gated=True)
+VIT_2B = Shape(hidden=2048, heads=16, kv_heads=16, ffn=8192, causal=False, gated=False)
+TINY = Shape(hidden=64, heads=4, kv_heads=2, ffn=96, causal=True, gated=True)
+
+
+class _Varlen(torch.autograd.Function):
+    """Flash attention of pieces of unequal length; a piece's last query sees all of its keys."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, bounds: _Bounds, causal: bool) -> Tensor:
+        found = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False)
+        out, lse, seed, unused = found[:4]
+        ctx.save_for_backward(q, k, v, out, lse, seed, unused)
+        ctx.bounds, ctx.causal = bounds, causal  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, seed, unused = ctx.saved_tensors  # type: ignore[attr-defined]
+        bounds, causal = ctx.bounds, ctx.causal  # type: ignore[attr-defined]
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), q, k, v, out, lse, *bounds, 0.0, causal, seed, unused
+        )
+        return (*found, None, None)
+
+
+_Bounds = tuple[Tensor, Tensor, int, int]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, work: Work, causal: bool) -> Tensor:
+    bounds = (_ends(work.queries, q), _ends(work.keys, q), int(work.queries.max()), int(work.keys.max()))
+    if q.is_cuda:
+        return _Varlen.apply(q, k, v, bounds, causal)
+    return _piece_by_piece(q, k, v, work, causal)
+
+
+def _piece_by_piece(q: Tensor, k: Tensor, v: Tensor, work: Work, causal: bool) -> Tensor:
+    """The same in plain operations: what the kernel is checked against, and what runs without a GPU."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    outs, at_q, at_k = [], 0, 0
+    for nq, nk in zip(work.queries.tolist(), work.keys.tolist(), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[at_q : at_q + nq], k[at_k : at_k + nk]) / q.shape[2] ** 0.5
+        if causal:
+            seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device).tril(nk - nq)
+            scores = scores.masked_fill(~seen, float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[at_k : at_k + nk]))
+        at_q, at_k = at_q + nq, at_k + nk
+    return torch.cat(outs)
+
+
+def _ends(lengths: np.ndarray, like: Tensor) -> Tensor:
+    return torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=like.device)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.query, self.key, self.value = (nn.Linear(shape.hidden, n, bias=False) for n in (wide, narrow, narrow))
+        self.output = nn.Linear(wide, shape.hidden, bias=False)
+        self.up, self.down = nn.Linear(shape.hidden, shape.ffn, bias=False), nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False) if shape.gated else None
+        self.first, self.second = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
+
+    def forward(self, x: Tensor, work: Work, remote: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`remote` are the keys and values that a ring would have brought, where documents are shared with other ranks; this
+        rank's own are computed all the same, and given back so that their gradients are too."""
+        hidden = self.first(x)
+        q, k, v = (layer(hidden).unflatten(1, (-1, self.shape.head_dim)) for layer in (self.query, self.key, self.value))
+        keys, values = (k, v) if remote is None else remote
+        x = x + self.output(attention(q, keys, values, work, self.shape.causal).flatten(1))
+        hidden = self.second(x)
+        wide = self.up(hidden)
+        wide = nn.functional.gelu(wide) if self.gate is None else nn.functional.silu(self.gate(hidden)) * wide
+        return x + self.down(wide), () if remote is None else (k, v)
+
+
+class Bench:
+    """Runs microbatches through a stack of blocks and says how long each took."""
+
+    def __init__(self, shape: Shape, device: str, num_blocks: int = 1) -> None:
+        self.device = device
+        self._kind = torch.bfloat16 if device == "cuda" else torch.float32
+        self._shape = shape
+        torch.manual_seed(0)
+        with torch.device(device):
+            self._pool = torch.randn(1, dtype=self._kind)
+            self._blocks = nn.ModuleList(Block(shape) for _ in range(num_blocks)).to(self._kind)
+
+    def run(self, work: Work) -> None:
+        """Forward and backward of one microbatch."""
+        x = self._numbers((work.num_tokens, self._shape.hidden))
+        heads = (int(work.keys.sum()), self._shape.kv_heads, self._shape.head_dim)
+        remote = None if work.is_whole else (self._numbers(heads), self._numbers(heads))
+        out, ends = x, []
+        for block in self._blocks:
+            out, own = block(out, work, remote)
+            ends += own
+        ends.append(out)
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+
+    def timed(self, works: list[Work]) -> list[float]:
+        """Milliseconds of each, run one right after the other."""
+        if self.device != "cuda":
+            found = []
+            for work in works:
+                begun = time.perf_counter()
+                self.run(work)
+                found.append((time.perf_counter() - begun) * 1e3)
+            return found
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
+        events[0].record()
+        for work, event in zip(works, events[1:], strict=True):
+            self.run(work)
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+    def _numbers(self, shape: tuple[int, ...]) -> Tensor:
+        """Random numbers out of one pool: making them anew would be part of what is timed."""
+        size = math.prod(shape)
+        if self._pool.numel() < size:
+            self._pool = torch.randn(size, device=self.device, dtype=self._kind)
+        return self._pool[:size].view(shape).detach().requires_grad_()
+
+
+def kernel_error(device: str) -> float:
+    """How far the kernel's output is from the plain operations', on pieces of documents."""
+    work = Work(np.array([64, 200, 1, 130]), np.array([64, 500, 77, 131]))
+    make = torch.Generator(device).manual_seed(1)
+    sizes = ((work.num_tokens, 8), (int(work.keys.sum()), 2), (int(work.keys.sum()), 2))
+    q, k, v = (torch.randn(n, h, 128, generator=make, device=device, dtype=torch.bfloat16) for n, h in sizes)
+    exact = _piece_by_piece(q.float(), k.float(), v.float(), work, causal=True)
+    return float((attention(q, k, v, work, causal=True).float() - exact).abs().max())

@@ -1,0 +1,92 @@
+"""How long strategies with more to decide than `long_short` take for the largest step, on one core.
+
+python -m bench.planning_strategies [--json] [--repeats N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from bench.length_tables import BYTED
+from bench.multimodal_balance import BACKBONE, ENCODER
+from bench.planning import H200_COST
+from overlord.planning.dgraph import DGraph
+from overlord.planning.facts import Samples
+from overlord.planning.llava_like import LlavaLike
+from overlord.planning.packing import best_fit
+from overlord.planning.pipeline import Pipeline
+from overlord.planning.place_tree import ClientPlaceTree
+from overlord.planning.plan import Plan
+from overlord.planning.strategies import long_short, multimodal
+from overlord.planning.vision import PatchGrid
+from overlord.spec import Batch, Mesh
+
+NUM_SAMPLES, RANKS, LIMIT_MS = 65_536, 4_096, 500.0
+GRID = PatchGrid(14, merge=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """CPU milliseconds from a step's samples to its plan, the median of the repeats."""
+
+    strategy: str
+    samples: int
+    ranks: int
+    microbatches: int
+    total: float
+    limit: float
+
+
+def cases() -> list[tuple[str, DGraph, Callable[[DGraph], Plan]]]:
+    pictures, text, pipeline = _pictures(), _text(), Pipeline(stages=8)
+    return [
+        ("multimodal", pictures, multimodal(BACKBONE, ENCODER, grid=GRID)),
+        ("multimodal, exchange", pictures, multimodal(BACKBONE, ENCODER, grid=GRID, exchange="cp")),
+        ("long_short, pp 8", text, long_short(H200_COST, pipeline=pipeline)),
+        ("long_short, pp 8, unequal", text, long_short(H200_COST, equal_counts=False, pipeline=pipeline)),
+    ]
+
+
+def _pictures() -> DGraph:
+    samples = LlavaLike(GRID).samples(NUM_SAMPLES, 8_192, seed=0)
+    return DGraph(samples, Batch(samples=NUM_SAMPLES, sequence_length=8_192), ClientPlaceTree(Mesh(dp=RANKS)))
+
+
+def _text() -> DGraph:
+    lengths = BYTED.first_documents(NUM_SAMPLES, 131_072, seed=0)
+    batch = Batch(tokens=round(int(lengths.sum()) / 131_072) * 131_072, sequence_length=131_072)
+    rows = best_fit(lengths, batch.num_rows or 1, batch.sequence_length)
+    place = ClientPlaceTree(Mesh(dp=RANKS // 8, pp=8))
+    return DGraph(Samples.of_lengths(lengths[rows >= 0]), batch, place, rows[rows >= 0])
+
+
+def measured(name: str, graph: DGraph, strategy: Callable[[DGraph], Plan], repeats: int) -> Result:
+    times, plan = [], strategy(graph)
+    for _ in range(repeats):
+        begin = time.process_time()
+        plan = strategy(graph)
+        times.append((time.process_time() - begin) * 1e3)
+    return Result(name, len(graph.samples), RANKS, len(plan.offsets) - 1, round(statistics.median(times), 1), LIMIT_MS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    results = [measured(*case, args.repeats) for case in cases()]
+    if args.json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+        return
+    for result in results:
+        held = f"{result.samples:,} samples, {result.ranks:,} ranks, {result.microbatches:,} microbatches"
+        print(f"{result.strategy:>26}: {held}: {result.total:.0f} ms of CPU (limit {result.limit:.0f})")
+
+
+if __name__ == "__main__":
+    main()

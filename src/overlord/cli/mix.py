@@ -1,0 +1,83 @@
+"""`overlord mix`: look at the weights that a served run draws by, or change them while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from overlord.cli.output import console, table, write_json
+from overlord.cli.token_file import read_token
+from overlord.errors import SpecError
+from overlord.planning.recovery import WEIGHTS, Decision
+from overlord.transport.control import Control
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixOptions:
+    """Which run, who asks, and from when on."""
+
+    address: str
+    declared: bool
+    from_step: int | None
+    token: str | None
+    token_file: Path | None
+    tls_root: Path | None
+    timeout_s: float
+
+
+def mix(given: Sequence[str], options: MixOptions, as_json: bool) -> int:
+    weights = _weights(given)
+    if weights and options.declared:
+        raise SpecError("--declared goes back to the mixture that the job declares: give no weights with it")
+    if options.from_step is not None and not (weights or options.declared):
+        raise SpecError("--from-step says from when on weights hold: give some, such as web=6 code=4")
+    token = options.token if options.token_file is None else read_token(options.token_file)
+    with Control(options.address, token=token, tls_root=options.tls_root, timeout=options.timeout_s) as control:
+        if not weights and not options.declared:
+            return _show([d for d in control.decisions() if d.name == WEIGHTS], as_json)
+        step = control.set_weights(weights or None, options.from_step)
+    if as_json:
+        write_json({"from_step": step, "weights": weights or None})
+    else:
+        what = ", ".join(f"{name} {weight:g}" for name, weight in weights.items()) or "what the job declares"
+        console().print(f"From step {step:,} on samples are drawn by: {what}")
+    return 0
+
+
+def _show(decisions: list[Decision], as_json: bool) -> int:
+    if as_json:
+        write_json({"decisions": [{"step": d.step, **d.value} for d in decisions]})
+        return 0
+    out = console()
+    if not decisions:
+        out.print("Samples are drawn by the mixture that the job declares; nothing was changed.")
+        return 0
+    rows = [(f"{d.step:,}", str(d.value["by"]), _shares(d)) for d in decisions]
+    out.print(table("from step", "<by", "<weights", rows=rows))
+    return 0
+
+
+def _shares(decision: Decision) -> str:
+    weights = decision.value["weights"]
+    if weights is None:
+        return "as declared"
+    return ", ".join(f"{name} {share:.2%}" for name, share in weights.items())
+
+
+def _weights(given: Sequence[str]) -> dict[str, float]:
+    """From `web=6 code=4`."""
+    weights: dict[str, float] = {}
+    for text in given:
+        name, equals, number = text.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            equals = ""
+            weight = 0.0
+        if not equals or not name:
+            raise SpecError(f"a weight is written as source=number, such as web=6, got {text!r}")
+        if name in weights:
+            raise SpecError(f"{name!r} has two weights; give one")
+        weights[name] = weight
+    return weights

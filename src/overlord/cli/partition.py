@@ -1,0 +1,142 @@
+"""`overlord partition`: profile the sources of a job and say how many loaders, workers and shadows each needs, and why."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from overlord.cli import FAILED, told
+from overlord.cli.job_file import load_job
+from overlord.cli.output import console, size, table, write_json
+from overlord.cli.partition_options import PartitionOptions
+from overlord.planning.scaling import Budget, told_s
+from overlord.roles.profiling import Effort, Profiled
+from overlord.sizing import Sizing, profiles_of, sized
+from overlord.spec import Job
+
+
+def partition(options: PartitionOptions, as_json: bool) -> int:
+    job = load_job(options.job)
+    budget = _budget(options)
+
+    def begin(name: str) -> None:
+        if sys.stderr.isatty():
+            console(stderr=True).print(f"profiling source {name!r} ...", markup=False)
+
+    found = profiles_of(job, Effort(num_chunks=options.chunks, seconds=options.seconds), begin)
+    if found.failed:
+        return _failed(found, as_json)
+    sizing = sized(job, found.profiles, budget, 1 / options.steps_per_second)
+    if as_json:
+        write_json(_as_json(sizing, budget))
+    else:
+        _print(job, sizing, options)
+    return 0
+
+
+def _budget(options: PartitionOptions) -> Budget:
+    cpus = (os.cpu_count() or 1) if options.cpus is None else options.cpus
+    memory_bytes = _half_of_memory() if options.memory is None else options.memory
+    if options.hosts == 1 and options.workers is None:
+        return Budget.in_one_process(cpus=cpus, memory_bytes=memory_bytes)
+    given = {} if options.workers is None else {"workers_per_host": options.workers}
+    return Budget(cpus=cpus, memory_bytes=memory_bytes, num_hosts=options.hosts, **given)
+
+
+def _failed(found: Profiled, as_json: bool) -> int:
+    errors = {name: told(error) for name, error in found.failed.items()}
+    if as_json:
+        profiles = {name: asdict(profile) for name, profile in found.profiles.items()}
+        write_json({"ok": False, "errors": errors, "profiles": profiles})
+    else:
+        for name, error in errors.items():
+            console(stderr=True).print(f"error: source {name!r}: {error}", soft_wrap=True, markup=False)
+    return FAILED
+
+
+def _as_json(sizing: Sizing, budget: Budget) -> dict[str, Any]:
+    found = sizing.partitioning
+    return {
+        "ok": True,
+        "sources": {
+            name: {
+                **asdict(given),
+                "chunks_per_second": sizing.rates[name],
+                "hosts": list(found.partition.hosts_of(name)),
+                "shadow": _shadow_of(sizing, name),
+                "profile": asdict(sizing.profiles[name]),
+            }
+            for name, given in found.sources.items()
+        },
+        "hosts": [[asdict(share) for share in host] for host in found.partition.hosts],
+        "shadows": [] if sizing.shadowing is None else [asdict(shadow) for shadow in sizing.shadowing.hosts],
+        "workers_per_host": found.num_workers,
+        "cpus": found.cpus,
+        "needed_bytes": found.needed_bytes,
+        "memory_bytes": found.memory_bytes,
+        "budget": asdict(budget),
+        "reasons": list(found.reasons),
+    }
+
+
+def _shadow_of(sizing: Sizing, name: str) -> bool:
+    return sizing.shadowing is not None and name in sizing.shadowing.sources
+
+
+def _print(job: Job, sizing: Sizing, options: PartitionOptions) -> None:
+    out = console()
+    found = sizing.partitioning
+    shares = _largest_shares(job)
+    rows = [
+        (
+            name,
+            f"{shares.get(name, 0.0):.2%}",
+            told_s(sizing.profiles[name].chunk_s),
+            f"{sizing.rates[name]:.3g}",
+            str(given.loaders),
+            f"{given.workers:.2g}",
+            f"{given.cpus:.2g}",
+            size(given.needed_bytes),
+            size(given.buffer_bytes),
+            "yes" if _shadow_of(sizing, name) else "no",
+        )
+        for name, given in found.sources.items()
+    ]
+    columns = (
+        "source",
+        f"share of {job.mix.unit}",
+        "a chunk",
+        "chunks/s",
+        "loaders",
+        "workers",
+        "CPUs",
+        "memory",
+        "buffer",
+        "shadow",
+    )
+    out.print(f"{options.job.name} at {options.steps_per_second:g} steps a second", markup=False)
+    out.print(table(*columns, rows=rows))
+    lines = [f"{name}: {given.reason}" for name, given in found.sources.items()]
+    lines += found.reasons
+    if sizing.shadowing is None:
+        lines.append("no shadows: all loaders are in one process, which is lost as a whole")
+    else:
+        lines += [
+            f"host {shadow.host}: {'a shadow' if shadow.is_kept else 'no shadow'}: {shadow.reason}"
+            for shadow in sizing.shadowing.hosts
+        ]
+    for line in lines:
+        out.print(f"- {line}", soft_wrap=True, markup=False)
+
+
+def _largest_shares(job: Job) -> Mapping[str, float]:
+    """Of the mixture, where the schedule gives a source most."""
+    shares = [job.mix.at(step) for step, _ in job.mix.schedule]
+    return {name: max(share.get(name, 0.0) for share in shares) for name in job.sources}
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,63 @@
+"""What steers a run beside its declaration: decisions about weights and costs, and the reports that the next will follow
+from. It is part of a state, and of the log.
+
+    weights   {"weights": {name: share} or null, "of": digest of the mixture, "by": "user" or "feedback", ...}
+    costs     {"modules": {name: [coefficients]}, "of": digest of the initial cost, "slow": {group: factor}, ...}
+
+Weights hold from their step on until the next such decision, whatever the declared schedule says; null means the schedule.
+A decision was made about a declaration: where that has changed since, the declaration holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlord.planning.recovery import COSTS, WEIGHTS, Decision, in_force
+from overlord.spec import Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class Steered:
+    """How a run stands beside its progress."""
+
+    decisions: tuple[Decision, ...] = ()
+    heard: tuple[Any, ...] = ()
+    """Reported losses that no decision has followed from yet, as `Heard.to_plain` gives them."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return {"decisions": [[d.step, d.name, d.value] for d in self.decisions], "heard": list(self.heard)}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Steered:
+        decisions = (Decision(int(step), str(name), value) for step, name, value in plain["decisions"])
+        return Steered(tuple(decisions), tuple(plain["heard"]))
+
+    def about(self, mixture: Mixture) -> Steered:
+        """Without what was decided about another mixture than this one."""
+        digest = mixture_digest(mixture)
+        kept = tuple(d for d in self.decisions if d.name != WEIGHTS or d.value["of"] == digest)
+        return self if len(kept) == len(self.decisions) else Steered(kept, self.heard)
+
+
+def joined(own: Iterable[Decision], known: Iterable[Decision], step: int) -> tuple[Decision, ...]:
+    """The decisions of a state at `step`, with those from that step on that the run had come to before it went back.
+
+    What was learned of costs is about the machines as they were: only what the state says of it counts.
+    """
+    own = in_force(own, step)
+    later = (d for d in known if d.step >= step and d.name != COSTS and d not in own)
+    return tuple(sorted((*own, *later), key=lambda d: d.step))
+
+
+def mixture_digest(mixture: Mixture) -> str:
+    schedule = [
+        (step, sorted((name, float(weight)) for name, weight in weights.items())) for step, weights in mixture.schedule
+    ]
+    return digest_of(schedule, mixture.unit, mixture.ramp)
+
+
+def digest_of(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,62 @@
+"""The channel of clients that live beside their loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from overlord.engine import Handle
+from overlord.errors import ClosedError
+from overlord.planning.recovery import Decision
+from overlord.planning.reports import StepReport, WeightChange
+from overlord.roles.data_constructor import DataConstructor, Delivery
+from overlord.roles.planner import Later
+from overlord.state import State
+
+C = TypeVar("C", bound=DataConstructor)
+
+
+class Run(Protocol):
+    """What a channel needs of a running job."""
+
+    @property
+    def start_step(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    def state_before(self, step: int) -> State: ...
+    def load_state(self, state: Mapping[str, Any], generation: int) -> int: ...
+    def doing(self) -> list[str]: ...
+    def feedback(self, report: StepReport, generation: int) -> list[str]: ...
+    def change_weights(self, change: WeightChange) -> int: ...
+    def decisions(self) -> tuple[Decision, ...]: ...
+
+
+class InProcess:
+    def __init__(self, run: Run, constructor_of: Callable[[int], Handle[C]]) -> None:
+        """`constructor_of` gives the constructor of a rank; a mesh that is resized deals ranks to other groups."""
+        self._run = run
+        self._constructor_of = constructor_of
+        self.state_before = run.state_before
+        self.load_state = run.load_state
+        self.doing = run.doing
+        self.feedback = run.feedback
+        self.change_weights = run.change_weights
+        self.decisions = run.decisions
+
+    def start(self) -> int:
+        return self._run.start_step
+
+    def generation(self) -> int:
+        return self._run.generation
+
+    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+        generation = self._run.generation
+        try:
+            return self._constructor_of(rank).ask(DataConstructor.fetch, step, rank, wait_s).result()
+        except ClosedError:
+            if generation == self._run.generation:
+                raise
+            return Later("the mesh was changed")
+
+    def leave(self, rank: int) -> None:
+        self._constructor_of(rank).ask(DataConstructor.leaves, rank).result()

@@ -1,0 +1,239 @@
+"""Exact causal attention over documents that are cut over ranks: a small reference, for any device and any precision.
+
+The ranks of a microbatch (`hdp_ranks`) pass keys and values round: in N rounds each has seen those of all N, and has merged
+what its own queries make of them by their log-sum-exp, as flash attention does over blocks. Backward goes round once more,
+with the gradients of keys and values travelling along until they are home. All messages are point-to-point on one group
+that has every rank, so no group is ever made for a document. Rings that ranks share come in one order on all of them
+(`hdp_number`), and a ring's messages follow each other, so a message can only meet its own receive.
+
+Scores are computed for some queries at a time and kept nowhere; a fused kernel does the same in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from overlord.errors import SpecError
+from overlord.planning.zigzag import chunks_of
+
+_QUERIES = 1024
+"""Queries whose scores are computed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The places [begin, end) of a rank's part, which hold a document from its token `offset` on."""
+
+    document: int
+    offset: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The ranks that run a microbatch together, and what each of them has of its documents."""
+
+    ranks: tuple[int, ...]
+    index: int
+    """Which of `ranks` this process is."""
+    pieces: tuple[tuple[Piece, ...], ...]
+    """Of each rank."""
+    group: dist.ProcessGroup | None = None
+    """The group that messages go through, which has all ranks; None is the default one."""
+
+    @staticmethod
+    def of(micro: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> Ring:
+        """From the fields of a microbatch that an HDP plan made."""
+        if "hdp_ranks" not in micro:
+            raise SpecError("the microbatch has no hdp_ranks: ring attention needs the job to use strategies.hdp")
+        ranks, index = tuple(micro["hdp_ranks"].tolist()), int(micro["hdp_index"])
+        wholes = _documents(micro, len(ranks), index)
+        return Ring(ranks, index, tuple(_pieces(wholes, len(ranks), part) for part in range(len(ranks))), group)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def num_tokens(self, part: int) -> int:
+        return self.pieces[part][-1].end if self.pieces[part] else 0
+
+    def passed_on(self, tensors: list[Tensor], part: int) -> list[Tensor]:
+        """Send these to the next rank, and receive the like from the rank before, which has `part`'s."""
+        after, before = self.ranks[(self.index + 1) % self.size], self.ranks[self.index - 1]
+        received = [tensor.new_empty((self.num_tokens(part), *tensor.shape[1:])) for tensor in tensors]
+        sends = [dist.P2POp(dist.isend, tensor, after, self.group) for tensor in tensors]
+        receives = [dist.P2POp(dist.irecv, tensor, before, self.group) for tensor in received]
+        for work in dist.batch_isend_irecv(sends + receives):
+            work.wait()
+        return received
+
+
+def _documents(micro: Mapping[str, Any], num_ranks: int, index: int) -> list[int]:
+    """The whole lengths of a microbatch's documents, having seen that its pieces are what the cut says."""
+    columns = [micro[name].tolist() for name in ("whole_lengths", "piece_offsets", "document_lengths")]
+    wholes, rest = [], list(zip(*columns, strict=True))
+    while rest:
+        whole = rest[0][0]
+        chunks = chunks_of(whole, num_ranks, index)
+        expected = [(whole, chunk.begin, chunk.end - chunk.begin) for chunk in chunks]
+        if rest[: len(chunks)] != expected:
+            raise SpecError(
+                f"a document of {whole} tokens over {num_ranks} ranks has the pieces (whole, offset, length) {expected} on "
+                f"rank {index} of the ring, but the microbatch has {rest[: len(chunks)]}; do not change its fields"
+            )
+        wholes.append(whole)
+        rest = rest[len(chunks) :]
+    return wholes
+
+
+def _pieces(wholes: list[int], num_ranks: int, part: int) -> tuple[Piece, ...]:
+    pieces, at = [], 0
+    for document, whole in enumerate(wholes):
+        for begin, end in chunks_of(whole, num_ranks, part):
+            pieces.append(Piece(document, begin, at, at + end - begin))
+            at += end - begin
+    return tuple(pieces)
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, scale: float | None = None) -> Tensor:
+    """Causal attention of this rank's queries to all keys of their documents, wherever these are.
+
+    `q` is [tokens, heads, dim], `k` and `v` are [tokens, kv heads, dim], where kv heads divides heads; all in the order of
+    the microbatch's tokens. Every rank of the ring must call it, with the same number of heads. The result is like `q`.
+    """
+    tokens = ring.num_tokens(ring.index)
+    if q.shape[0] != tokens or k.shape[0] != tokens or v.shape != k.shape or q.shape[1] % k.shape[1]:
+        raise SpecError(
+            f"ring attention takes q [{tokens}, heads, dim] and k, v [{tokens}, kv heads, dim], kv heads dividing heads, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    return _RingAttention.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float) -> Tensor:
+        grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
+        out = torch.zeros_like(grouped, dtype=_exact(q))
+        lse = torch.full(grouped.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
+        held = [k.contiguous(), v.contiguous()]
+        for turn in range(ring.size):
+            part = (ring.index - turn) % ring.size
+            for block in _blocks(ring, part):
+                _merge(grouped, held[0], held[1], out, lse, block, scale)
+            if turn + 1 < ring.size:
+                held = ring.passed_on(held, (part - 1) % ring.size)
+        ctx.ring, ctx.scale = ring, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out.to(q.dtype).view_as(q)
+
+    @staticmethod
+    @once_differentiable  # its stub forgets the name of ctx
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        grouped = q.view(out.shape)
+        dout = grads[0].reshape(out.shape).to(out.dtype)
+        delta = (dout * out).sum(-1)
+        dq = torch.zeros_like(out)
+        held = [k.contiguous(), v.contiguous()]
+        gradients = [torch.zeros_like(k, dtype=out.dtype), torch.zeros_like(v, dtype=out.dtype)]
+        for turn in range(ring.size):
+            part = (ring.index - turn) % ring.size
+            for block in _blocks(ring, part):
+                _differentiate(grouped, held, dout, delta, lse, dq, gradients, block, ctx.scale)
+            if ring.size > 1:
+                # The gradients go one round further than the keys, to the rank that they belong to.
+                last = turn + 1 == ring.size
+                passed = ring.passed_on(gradients if last else held + gradients, (part - 1) % ring.size)
+                held, gradients = ([], passed) if last else (passed[:2], passed[2:])
+        return dq.view_as(q).to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Queries [begin, end) of this rank that see keys [first, stop) of another; all of them, or in a triangle: query
+    `begin` then sees the first `seen` keys, each later one a key more."""
+
+    begin: int
+    end: int
+    first: int
+    stop: int
+    seen: int | None
+
+    def hidden(self, device: torch.device) -> Tensor | None:
+        """True where a query does not see a key."""
+        if self.seen is None:
+            return None
+        shape = (self.end - self.begin, self.stop - self.first)
+        return torch.ones(shape, dtype=torch.bool, device=device).triu(self.seen)
+
+
+def _blocks(ring: Ring, part: int) -> Iterator[_Block]:
+    """What this rank's queries see of the keys of `part`. Chunks are equal or apart, never in between."""
+    for own in ring.pieces[ring.index]:
+        for other in ring.pieces[part]:
+            if own.document != other.document or other.offset > own.offset:
+                continue
+            for begin in range(own.begin, own.end, _QUERIES):
+                end = min(begin + _QUERIES, own.end)
+                if other.offset < own.offset:
+                    yield _Block(begin, end, other.begin, other.end, None)
+                else:
+                    yield _Block(begin, end, other.begin, other.begin + end - own.begin, begin - own.begin + 1)
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _scores(q: Tensor, k: Tensor, block: _Block, scale: float, dtype: torch.dtype) -> Tensor:
+    """[kv heads, heads each, queries, keys]"""
+    queries, keys = q[block.begin : block.end].to(dtype), k[block.first : block.stop].to(dtype)
+    scores = torch.einsum("qghd,kgd->ghqk", queries, keys) * scale
+    hidden = block.hidden(q.device)
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+
+
+def _merge(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: _Block, scale: float) -> None:
+    """Add what a block of keys means to its queries, to what is there already."""
+    scores = _scores(q, k, block, scale, out.dtype)
+    found_lse = scores.logsumexp(-1)
+    values = v[block.first : block.stop].to(out.dtype)
+    found = torch.einsum("ghqk,kgd->qghd", (scores - found_lse[..., None]).exp_(), values)
+    found_lse = found_lse.permute(2, 0, 1)
+    before = lse[block.begin : block.end]
+    both = torch.logaddexp(before, found_lse)
+    rows = out[block.begin : block.end]
+    rows.mul_((before - both).exp_()[..., None]).add_(found * (found_lse - both).exp_()[..., None])
+    before.copy_(both)
+
+
+def _differentiate(
+    q: Tensor,
+    held: list[Tensor],
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    gradients: list[Tensor],
+    block: _Block,
+    scale: float,
+) -> None:
+    """Add the gradients of a block to those of its queries, keys and values."""
+    rows, columns = slice(block.begin, block.end), slice(block.first, block.stop)
+    weights = _scores(q, held[0], block, scale, dq.dtype).sub_(lse[rows].permute(1, 2, 0)[..., None]).exp_()
+    gradients[1][columns] += torch.einsum("ghqk,qghd->kgd", weights, dout[rows])
+    seen = torch.einsum("qghd,kgd->ghqk", dout[rows], held[1][columns].to(dq.dtype))
+    dscores = weights * (seen - delta[rows].permute(1, 2, 0)[..., None]) * scale
+    dq[rows] += torch.einsum("ghqk,kgd->qghd", dscores, held[0][columns].to(dq.dtype))
+    gradients[0][columns] += torch.einsum("ghqk,qghd->kgd", dscores, q[rows].to(dq.dtype))

@@ -1,0 +1,51 @@
+"""The GPU benchmark runs the work that the plans say, all of it, under every arrangement."""
+
+import numpy as np
+import pytest
+
+from bench.gpu.settings import ARRANGEMENTS, Setting
+from bench.gpu.work import Fit, Ranks, Work, predicted_times
+from overlord.planning.presets import BYTED, GITHUB
+
+LENGTHS = (128, 1024, 8192, 65_536)
+FIT = Fit.of(LENGTHS, [2e-3 * n + 9e-8 * n * n for n in LENGTHS])
+
+
+def total(ranks: Ranks) -> tuple[int, float]:
+    works = [work for rank in ranks for work in rank]
+    return sum(work.num_tokens for work in works), sum(work.area for work in works)
+
+
+@pytest.mark.parametrize("table", [BYTED, GITHUB])
+@pytest.mark.parametrize("name", ["equal", "unequal", "hdp"])
+def test_every_arrangement_computes_each_token_and_each_pair_of_tokens_once(table, name):
+    graph = Setting(table, 32 << 10, 8, rows=2).graph(seed=3)
+    lengths = graph.samples.tokens
+    tokens, area = total(ARRANGEMENTS[name](graph, FIT))
+    assert tokens == lengths.sum()
+    assert area == pytest.approx(float((lengths**2).sum()))
+
+
+def test_the_blind_one_computes_the_padding_of_its_rows_too():
+    setting = Setting(GITHUB, 8 << 10, 4, rows=2)
+    tokens, _ = total(ARRANGEMENTS["blind"](setting.graph(seed=0), FIT))
+    assert tokens == setting.tokens
+
+
+def test_a_rank_that_shares_every_document_has_its_part_of_tokens_and_pairs():
+    setting = Setting(BYTED, 64 << 10, 2, cp=4)
+    graph = setting.graph(seed=1)
+    tokens, area = total(ARRANGEMENTS["blind"](graph, FIT))
+    assert tokens == pytest.approx(setting.tokens / 4, rel=0.01)
+    assert area == pytest.approx(float((graph.samples.tokens**2).sum()) / 4, rel=0.05)
+
+
+def test_what_was_measured_is_what_is_predicted_for_the_same_documents():
+    assert FIT.predicted(Work.of_documents(np.array([1024, 1024]))) == pytest.approx(2 * (2e-3 * 1024 + 9e-8 * 1024**2))
+    assert predicted_times([[Work.of_documents(np.array([8192]))]], FIT)[0] == pytest.approx(2e-3 * 8192 + 9e-8 * 8192**2)
+
+
+def test_hdp_is_even_by_prediction():
+    ranks = ARRANGEMENTS["hdp"](Setting(GITHUB, 256 << 10, 2, cp=8).graph(seed=0), FIT)
+    times = predicted_times(ranks, FIT)
+    assert times.max() / times.mean() < 1.05
