@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from overlord.planning.presets import BYTED, GITHUB, TABLES, LengthTable
+from overlord.planning.what_if.presets import BYTED, GITHUB, TABLES, LengthTable
 
 __all__ = ["BYTED", "GITHUB", "TABLES", "LengthTable"]

@@ -22,11 +22,11 @@ from overlord.planning.balancing import max_over_mean, summed
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Floats
-from overlord.planning.llava_like import LlavaLike
+from overlord.planning.images.vision import PatchGrid, VisionTransformerCost, images_of
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
 from overlord.planning.strategies import long_short, multimodal, plain
-from overlord.planning.vision import PatchGrid, VisionTransformerCost, images_of
+from overlord.planning.what_if.llava_like import LlavaLike
 from overlord.spec import Batch, Mesh
 
 TARGET = 1.05

@@ -21,8 +21,8 @@ from overlord.outlier_delay import OutlierDelay
 from overlord.planning.dgraph import DGraph
 from overlord.planning.outliers import Delay, count_delays
 from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.simulation import drawer_of
 from overlord.planning.strategies import Strategy, long_short, plain
+from overlord.planning.what_if.simulation import drawer_of
 from overlord.spec import Batch, Mesh
 
 DP = 32

@@ -17,13 +17,13 @@ from bench.multimodal_balance import BACKBONE, ENCODER
 from bench.planning import H200_COST
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Samples
-from overlord.planning.llava_like import LlavaLike
+from overlord.planning.images.vision import PatchGrid
 from overlord.planning.packing import best_fit
 from overlord.planning.pipeline import Pipeline
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
 from overlord.planning.strategies import long_short, multimodal
-from overlord.planning.vision import PatchGrid
+from overlord.planning.what_if.llava_like import LlavaLike
 from overlord.spec import Batch, Mesh
 
 NUM_SAMPLES, RANKS, LIMIT_MS = 65_536, 4_096, 500.0

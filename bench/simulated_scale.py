@@ -22,10 +22,10 @@ import numpy as np
 
 from bench.figures import Series, line_chart
 from overlord.planning.cost import TransformerCost
-from overlord.planning.presets import TABLES, LengthTable
-from overlord.planning.simulation import Scenario, Summary, drawer_of, pooled, static_mesh
-from overlord.planning.step_time import Links, Shape, TimeModel
 from overlord.planning.strategies import Strategy, hdp
+from overlord.planning.what_if.presets import TABLES, LengthTable
+from overlord.planning.what_if.simulation import Scenario, Summary, drawer_of, pooled, static_mesh
+from overlord.planning.what_if.step_time import Links, Shape, TimeModel
 from overlord.spec import Batch, Mesh
 
 CAPACITY = 8192

@@ -15,12 +15,12 @@ from bench.gpu.blocks import LLAMA_8B, VIT_2B, Bench
 from bench.gpu.work import Fit, Ranks, Work, of_plan
 from overlord.planning.dgraph import CostFunction, DGraph
 from overlord.planning.facts import Floats
-from overlord.planning.llava_like import LlavaLike
+from overlord.planning.images.vision import ImageCost, images_of
 from overlord.planning.packing import best_fit, in_drawn_order
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
 from overlord.planning.strategies import multimodal, plain
-from overlord.planning.vision import ImageCost, images_of
+from overlord.planning.what_if.llava_like import LlavaLike
 from overlord.spec import Batch, Mesh
 
 ENCODER_BLOCKS, BACKBONE_BLOCKS = 40, 32

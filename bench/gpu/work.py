@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from overlord.planning.facts import Floats, Ints
+from overlord.planning.hdp.zigzag import chunks_of
 from overlord.planning.measured_cost import MeasuredCost
 from overlord.planning.plan import Plan
-from overlord.planning.zigzag import chunks_of
 
 PADDING_SEGMENT = 512  # as collation cuts the padding of a row
 

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     )
     from overlord.outlier_delay import OutlierDelay
     from overlord.planning import strategies
-    from overlord.planning.autoscaling import ScalingPolicy
     from overlord.planning.cost import TransformerCost
-    from overlord.planning.measured_cost import MeasuredCost
     from overlord.planning.dgraph import DGraph
-    from overlord.planning.feedback import Feedback, MultiplicativeWeights
-    from overlord.planning.learned_cost import LearnedCost
-    from overlord.planning.offload import Offload
-    from overlord.planning.partitioning import Partitioning
+    from overlord.planning.hdp.offload import Offload
+    from overlord.planning.images.vision import PatchGrid, VisionTransformerCost
+    from overlord.planning.learning.feedback import Feedback, MultiplicativeWeights
+    from overlord.planning.learning.learned_cost import LearnedCost
+    from overlord.planning.loaders.autoscaling import ScalingPolicy
+    from overlord.planning.loaders.partitioning import Partitioning
+    from overlord.planning.loaders.scaling import Budget, Partition, Share
+    from overlord.planning.measured_cost import MeasuredCost
     from overlord.planning.pipeline import Pipeline
     from overlord.planning.place_tree import ClientPlaceTree
     from overlord.planning.plan import Plan
-    from overlord.planning.scaling import Budget, Partition, Share
-    from overlord.planning.vision import PatchGrid, VisionTransformerCost
     from overlord.roles.autoscaler import Autoscale
     from overlord.roles.client import Client, Step
     from overlord.run import Loader, start
@@ -72,20 +72,20 @@ _HOMES = {
     ],
     "overlord.outlier_delay": ["OutlierDelay"],
     "overlord.planning": ["strategies"],
-    "overlord.planning.autoscaling": ["ScalingPolicy"],
+    "overlord.planning.loaders.autoscaling": ["ScalingPolicy"],
     "overlord.planning.cost": ["TransformerCost"],
     "overlord.planning.measured_cost": ["MeasuredCost"],
     "overlord.planning.dgraph": ["DGraph"],
-    "overlord.planning.feedback": ["Feedback", "MultiplicativeWeights"],
-    "overlord.planning.learned_cost": ["LearnedCost"],
-    "overlord.planning.partitioning": ["Partitioning"],
+    "overlord.planning.learning.feedback": ["Feedback", "MultiplicativeWeights"],
+    "overlord.planning.learning.learned_cost": ["LearnedCost"],
+    "overlord.planning.loaders.partitioning": ["Partitioning"],
     "overlord.planning.pipeline": ["Pipeline"],
-    "overlord.planning.offload": ["Offload"],
+    "overlord.planning.hdp.offload": ["Offload"],
     "overlord.planning.place_tree": ["ClientPlaceTree"],
     "overlord.planning.plan": ["Plan"],
-    "overlord.planning.scaling": ["Budget", "Partition", "Share"],
+    "overlord.planning.loaders.scaling": ["Budget", "Partition", "Share"],
     "overlord.roles.autoscaler": ["Autoscale"],
-    "overlord.planning.vision": ["PatchGrid", "VisionTransformerCost"],
+    "overlord.planning.images.vision": ["PatchGrid", "VisionTransformerCost"],
     "overlord.roles.client": ["Client", "Step"],
     "overlord.run": ["Loader", "start"],
     "overlord.sizing": ["partition"],

@@ -15,13 +15,13 @@ from uuid import uuid4
 from overlord.engine import Engine, Handle
 from overlord.engines.embedded import Embedded
 from overlord.errors import SourceError, SpecError, WaitTimeoutError, WorkerDiedError
-from overlord.planning.autoscaling import Decision
+from overlord.planning.learning.reports import StepReport, WeightChange
+from overlord.planning.learning.steering import Steered
+from overlord.planning.loaders.autoscaling import Decision
+from overlord.planning.loaders.scaling import Budget, Partition
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import Decision as Decided
-from overlord.planning.reports import StepReport, WeightChange
-from overlord.planning.scaling import Budget, Partition
-from overlord.planning.steering import Steered
 from overlord.roles.assembly import is_kept, make_partition, make_planner
 from overlord.roles.autoscaler import Autoscale
 from overlord.roles.client import Client

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from overlord.errors import SourceError, SpecError
-from overlord.planning.partitioning import Partitioning
-from overlord.planning.partitioning import partition as partition_of
-from overlord.planning.scaling import Budget, Profile, chunks_per_step
-from overlord.planning.shadowing import Shadowing, shadows
+from overlord.planning.loaders.partitioning import Partitioning
+from overlord.planning.loaders.partitioning import partition as partition_of
+from overlord.planning.loaders.scaling import Budget, Profile, chunks_per_step
+from overlord.planning.loaders.shadowing import Shadowing, shadows
 from overlord.roles.profiling import Effort, Profiled, profiled
 from overlord.run import list_units
 from overlord.spec import Job, Unit

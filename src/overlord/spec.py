@@ -15,7 +15,7 @@ from overlord.outlier_delay import OutlierDelay
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from overlord.planning.feedback import Feedback
+    from overlord.planning.learning.feedback import Feedback
     from overlord.planning.strategies import Strategy
 
 MIB = 1 << 20
@@ -332,8 +332,8 @@ class Job:
     """How a step's samples are arranged over ranks; `strategies.plain()` unless given."""
     seed: int = 0
     num_workers: int | None = None
-    """Threads that read and transform; one less than cores unless given. With 0 there are none: everything is done by whoever
-    asks for a step, when it asks, which is the least work in all and the easiest to debug, but hides no waiting."""
+    """Threads that read and transform; one less than cores unless given. With 0 there are none: everything is done by
+    whoever asks for a step, when it asks, which is the least work in all and the easiest to debug, but hides no waiting."""
     num_processes: int | None = None
     """Worker processes for transforms wrapped in `ol.InProcesses`; one per core unless given."""
     prefetch: int = 2

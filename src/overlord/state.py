@@ -21,8 +21,8 @@ import numpy as np
 
 from overlord.errors import StateError
 from overlord.outlier_delay import OutlierDelay
+from overlord.planning.learning.steering import Steered
 from overlord.planning.progress import Progress
-from overlord.planning.steering import Steered
 from overlord.spec import Job, Source, Unit
 
 VERSION = 1

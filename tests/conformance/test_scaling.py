@@ -8,7 +8,7 @@ import pytest
 
 import overlord as ol
 from overlord.engine import Handle
-from overlord.planning.scaling import Partition, Share
+from overlord.planning.loaders.scaling import Partition, Share
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.roles.planner import Planner
 from tests.conformance.conftest import Start, on_ray

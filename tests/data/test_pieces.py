@@ -12,8 +12,8 @@ from overlord.data.arenas import Arenas
 from overlord.data.collate import collate
 from overlord.data.pieces import with_pieces
 from overlord.dry_run import steps_of
-from overlord.planning.rings import Ring
-from overlord.planning.zigzag import chunks_of
+from overlord.planning.hdp.rings import Ring
+from overlord.planning.hdp.zigzag import chunks_of
 from overlord.roles.data_constructor import Delivery
 from overlord.transport.steps import packed_step, unpacked_step
 from tests.data.microbatches import microbatch

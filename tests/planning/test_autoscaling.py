@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SpecError
-from overlord.planning.autoscaling import Decision, Observed, Scaling, ScalingPolicy, ScalingState, decide
-from overlord.planning.scaling import Budget, Partition, Profile, Share, by_share, evenly, held_bytes
+from overlord.planning.loaders.autoscaling import Decision, Observed, Scaling, ScalingPolicy, ScalingState, decide
+from overlord.planning.loaders.scaling import Budget, Partition, Profile, Share, by_share, evenly, held_bytes
 from overlord.spec import MIB, Batch, Mixture
 
 BATCH = Batch(samples=100, sequence_length=16)

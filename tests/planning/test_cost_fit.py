@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.planning.balancing import greedy, max_over_mean, summed
-from overlord.planning.cost_fit import CostFit, Fitted, fit_times, summed_features
 from overlord.planning.facts import Floats
+from overlord.planning.learning.cost_fit import CostFit, Fitted, fit_times, summed_features
 from overlord.planning.pacing import paced
 
 TRUE = np.array([2e-6, 1e-10, 5e-5])  # seconds per token, per squared length, per document

@@ -14,12 +14,12 @@ from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.explain import explain
 from overlord.planning.facts import Samples
-from overlord.planning.hdp import Pool, Spread, spread
-from overlord.planning.offload import Offload
+from overlord.planning.hdp.offload import Offload
+from overlord.planning.hdp.spread import Pool, Spread, spread
+from overlord.planning.hdp.zigzag import Chunk, chunks_of
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
 from overlord.planning.strategies import hdp
-from overlord.planning.zigzag import Chunk, chunks_of
 from overlord.spec import Batch, Mesh
 from overlord.testing import assert_strategy_conserves
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ol
+from overlord.planning.learning.mixture_in_force import mixture_in_force
 from overlord.planning.membership import WeightSchedule
-from overlord.planning.mixture_in_force import mixture_in_force
 
 NAMES = ("a", "b")
 WEIGHTS = st.fixed_dictionaries({name: st.integers(1, 9) for name in NAMES})

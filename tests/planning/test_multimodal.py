@@ -9,16 +9,16 @@ from overlord.errors import SpecError
 from overlord.planning.balancing import max_over_mean, summed
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
-from overlord.planning.encoding import places_of_groups, routing
 from overlord.planning.facts import Samples
-from overlord.planning.hybrid import hybrid
-from overlord.planning.image_sizes import ImageSizes
-from overlord.planning.llava_like import LlavaLike
+from overlord.planning.images.encoding import places_of_groups, routing
+from overlord.planning.images.hybrid import hybrid
+from overlord.planning.images.image_sizes import ImageSizes
+from overlord.planning.images.vision import PatchGrid, VisionTransformerCost, fused, images_of
 from overlord.planning.pipeline import Pipeline
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
 from overlord.planning.strategies import long_short, multimodal, plain
-from overlord.planning.vision import PatchGrid, VisionTransformerCost, fused, images_of
+from overlord.planning.what_if.llava_like import LlavaLike
 from overlord.spec import Batch, Mesh
 
 GRID = PatchGrid(patch=14, merge=2)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SpecError
-from overlord.planning.scaling import Partition, Share, by_share, evenly
+from overlord.planning.loaders.scaling import Partition, Share, by_share, evenly
 
 NAMES = st.sampled_from([f"source {i}" for i in range(12)])
 SOURCES = st.dictionaries(NAMES, st.tuples(st.integers(1, 4), st.floats(0, 100)), min_size=1)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.errors import SpecError
-from overlord.planning.partitioning import partition
-from overlord.planning.scaling import Budget, Profile, by_share, chunks_per_step, weights_ahead
+from overlord.planning.loaders.partitioning import partition
+from overlord.planning.loaders.scaling import Budget, Profile, by_share, chunks_per_step, weights_ahead
 from overlord.spec import MIB, Batch, Mixture
 from tests.sources import Numbered, job_of, read_all, same
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SpecError
-from overlord.planning.routing import RoutingTable, Stretch
-from overlord.planning.scaling import Partition, Share
+from overlord.planning.loaders.routing import RoutingTable, Stretch
+from overlord.planning.loaders.scaling import Partition, Share
 
 HOSTS = st.lists(st.sampled_from(["a", "b", "c", "d"]), min_size=1, max_size=4)
 CHANGES = st.lists(st.tuples(HOSTS, st.integers(0, 60), st.integers(1, 5)), max_size=6)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SpecError
-from overlord.planning.scaling import Budget, Partition, Profile, Share, evenly
-from overlord.planning.shadowing import shadows
+from overlord.planning.loaders.scaling import Budget, Partition, Profile, Share, evenly
+from overlord.planning.loaders.shadowing import shadows
 from overlord.spec import MIB
 
 SPARE = Budget(cpus=8, memory_bytes=1 << 30, workers_per_host=2, host_bytes=100 * MIB)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from overlord.errors import SpecError
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Samples
-from overlord.planning.footprint import Bytes, footprint
-from overlord.planning.llava_like import LlavaLike
 from overlord.planning.packing import best_fit, in_drawn_order
 from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.plan_time import plan_time
-from overlord.planning.presets import BYTED, GITHUB
-from overlord.planning.simulation import Scenario, Summary, drawer_of, pooled, quickest, static_mesh
-from overlord.planning.step_time import H200_BLOCK, H200_FLOPS, Encoder, Links, Shape, TimeModel
 from overlord.planning.strategies import hdp, long_short, multimodal, plain
+from overlord.planning.what_if.footprint import Bytes, footprint
+from overlord.planning.what_if.llava_like import LlavaLike
+from overlord.planning.what_if.plan_time import plan_time
+from overlord.planning.what_if.presets import BYTED, GITHUB
+from overlord.planning.what_if.simulation import Scenario, Summary, drawer_of, pooled, quickest, static_mesh
+from overlord.planning.what_if.step_time import H200_BLOCK, H200_FLOPS, Encoder, Links, Shape, TimeModel
 from overlord.spec import Batch, Mesh
 
 K = 1024

@@ -11,13 +11,13 @@ from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.explain import explain
 from overlord.planning.facts import Samples
-from overlord.planning.image_sizes import ImageSizes
+from overlord.planning.images.image_sizes import ImageSizes
+from overlord.planning.images.vision import PatchGrid, VisionTransformerCost
 from overlord.planning.packing import best_fit, padded
 from overlord.planning.pipeline import Pipeline
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
 from overlord.planning.strategies import long_short, multimodal, plain
-from overlord.planning.vision import PatchGrid, VisionTransformerCost
 from overlord.spec import Batch, Mesh
 
 COST = TransformerCost(per_token=0.0046, per_length_squared=1.7e-07)

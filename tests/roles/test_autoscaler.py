@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
-from overlord.planning.autoscaling import Decision
+from overlord.planning.loaders.autoscaling import Decision
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.roles.meter import Meter
 from overlord.roles.pace import Pace, PaceMaker

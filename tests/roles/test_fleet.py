@@ -13,7 +13,7 @@ import overlord as ol
 from overlord.engine import Handle
 from overlord.engines.embedded import Given
 from overlord.errors import WaitTimeoutError
-from overlord.planning.scaling import Partition, Share
+from overlord.planning.loaders.scaling import Partition, Share
 from overlord.roles.fleet import Fleet
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Cursor, Planner

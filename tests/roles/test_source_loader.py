@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlord.data.chunk import Chunk, Lineage
 from overlord.errors import BufferTooSmallError, ClosedError
 from overlord.planning.facts import ChunkFacts
-from overlord.planning.image_sizes import ImageSizes
+from overlord.planning.images.image_sizes import ImageSizes
 from overlord.roles.source_loader import SourceLoader
 from overlord.threads import Threads
 

@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional
 
 import overlord as ol
-from overlord.planning.zigzag import chunks_of
+from overlord.planning.hdp.zigzag import chunks_of
 from overlord.trainer import Ring, attach, ring_attention, sum_gradients, token_loss
 from tests.sources import Numbered, job_of
 

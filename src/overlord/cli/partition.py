@@ -12,7 +12,7 @@ from overlord.cli import FAILED, told
 from overlord.cli.job_file import load_job
 from overlord.cli.output import console, size, table, write_json
 from overlord.cli.partition_options import PartitionOptions
-from overlord.planning.scaling import Budget, told_s
+from overlord.planning.loaders.scaling import Budget, told_s
 from overlord.roles.profiling import Effort, Profiled
 from overlord.sizing import Sizing, profiles_of, sized
 from overlord.spec import Job

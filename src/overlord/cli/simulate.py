@@ -10,9 +10,9 @@ from overlord.cli.output import console, size, table, write_json
 from overlord.cli.simulate_options import SimulateOptions
 from overlord.cli.simulate_page import check_page, write_page
 from overlord.cli.simulate_setting import Setting, setting_of
-from overlord.planning.footprint import Footprint, Role, footprint
-from overlord.planning.plan_time import PlanTime
-from overlord.planning.simulation import Summary
+from overlord.planning.what_if.footprint import Footprint, Role, footprint
+from overlord.planning.what_if.plan_time import PlanTime
+from overlord.planning.what_if.simulation import Summary
 
 
 def simulate(options: SimulateOptions, as_json: bool) -> int:

@@ -11,8 +11,8 @@ import numpy as np
 import orjson
 
 from overlord.errors import SpecError
-from overlord.planning.plan_time import PlanTime
-from overlord.planning.simulation import SimulatedStep, Summary
+from overlord.planning.what_if.plan_time import PlanTime
+from overlord.planning.what_if.simulation import SimulatedStep, Summary
 
 _MOST_BARS = 256  # what a screen shows apart; more ranks share a bar, which then shows the slowest of them
 _MOST_STEPS = 32

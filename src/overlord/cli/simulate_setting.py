@@ -13,14 +13,14 @@ from overlord.cost_file import load_cost
 from overlord.errors import SpecError
 from overlord.planning.cost import TransformerCost
 from overlord.planning.facts import Floats
-from overlord.planning.llava_like import LlavaLike
+from overlord.planning.images.vision import Images
 from overlord.planning.membership import DrawnStep
 from overlord.planning.pipeline import Pipeline
-from overlord.planning.presets import BYTED, GITHUB
-from overlord.planning.simulation import Facts, Scenario, drawer_of, pooled, static_mesh
-from overlord.planning.step_time import H200_FLOPS, Encoder, Links, Shape, TimeModel
 from overlord.planning.strategies import Strategy, long_short, multimodal, plain
-from overlord.planning.vision import Images
+from overlord.planning.what_if.llava_like import LlavaLike
+from overlord.planning.what_if.presets import BYTED, GITHUB
+from overlord.planning.what_if.simulation import Facts, Scenario, drawer_of, pooled, static_mesh
+from overlord.planning.what_if.step_time import H200_FLOPS, Encoder, Links, Shape, TimeModel
 from overlord.run import start
 from overlord.spec import Batch, Job, Mesh
 

@@ -3,7 +3,7 @@ its pipeline stage, or only the shapes of what the trainer will broadcast to it.
 
 Context parallelism cuts every segment (a document with its padding, or a run of row padding; a whole row in
 the padded layout) into 2 x cp chunks. Rank i takes chunks i and 2 x cp - 1 - i, so that under causal
-attention all ranks have the same work. `overlord.planning.zigzag` says where chunks end: nothing is padded,
+attention all ranks have the same work. `overlord.planning.hdp.zigzag` says where chunks end: nothing is padded,
 and ranks differ by at most one place a segment, by none if document_multiple is a multiple of 2 x cp.
 
 Slicing cuts `tokens`, `labels`, `position_ids`, `loss_mask` and `attention_mask`, and `num_tokens` becomes
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from overlord.data.collate import Fields
 from overlord.errors import SpecError
 from overlord.planning.facts import Ints
-from overlord.planning.zigzag import chunk_begins
+from overlord.planning.hdp.zigzag import chunk_begins
 
 PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask", "image_row")
 """Fields with one entry per token place: these are sliced."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from overlord.data.collate import Fields, stacked_images
 from overlord.data.payload import Payload
 from overlord.errors import DataError
-from overlord.planning.encoding import Round, place_of, places_of_groups, routing
+from overlord.planning.images.encoding import Round, place_of, places_of_groups, routing
 from overlord.planning.place_tree import ClientPlaceTree, Place
 
 

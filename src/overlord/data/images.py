@@ -22,7 +22,7 @@ from overlord.data.image_headers import Header, header_of
 from overlord.data.resample import Pixels, Span, resized
 from overlord.errors import DataError, SchemaError, SpecError
 from overlord.planning.facts import Ints
-from overlord.planning.image_sizes import ImageSizes
+from overlord.planning.images.image_sizes import ImageSizes
 
 if TYPE_CHECKING:
     from PIL import Image

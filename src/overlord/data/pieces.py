@@ -1,7 +1,7 @@
 """What a microbatch carries beside its tokens when documents may be cut over ranks.
 
 Its documents are then pieces: a whole document is one piece, a document that is cut is two on each of its ranks, an early
-and a late chunk (`overlord.planning.zigzag`). On top of what `collate` gives, a rank finds
+and a late chunk (`overlord.planning.hdp.zigzag`). On top of what `collate` gives, a rank finds
 
     hdp_ranks        int32 [ranks]          the trainer ranks that run this microbatch together, in the order of the ring;
                                             itself alone where all documents are whole
@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlord.data.collate import Fields
+from overlord.planning.hdp.rings import Ring
 from overlord.planning.place_tree import ClientPlaceTree, Place
 from overlord.planning.plan import GroupPlan
-from overlord.planning.rings import Ring
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,21 +22,21 @@ from overlord.errors import SpecError
 from overlord.planning.arrangement import Arrangement, Rows, cut_samples, dealt_bins, numbered, variable
 from overlord.planning.balancing import Balancer, greedy, summed
 from overlord.planning.cost import CostFunction, costs_of
-from overlord.planning.encoding import Placement, encoding_of, spread
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.hdp import Mode
-from overlord.planning.learned_cost import CostsInForce, LearnedCost, slowness
+from overlord.planning.hdp.offload import Offload
+from overlord.planning.hdp.rings import Rings
+from overlord.planning.hdp.splitting import pool_of, split
+from overlord.planning.hdp.spread import Mode
+from overlord.planning.images.encoding import Placement, encoding_of, spread
+from overlord.planning.images.vision import ImageCost, Images
+from overlord.planning.learning.learned_cost import CostsInForce, LearnedCost, slowness
 from overlord.planning.micro_order import best_orders, levels
-from overlord.planning.offload import Offload
 from overlord.planning.pacing import paced, times
 from overlord.planning.packing import Microbatches, Pieces, best_fit, concat_and_split, even_cost, padded
 from overlord.planning.pipeline import Pipeline, Timing, simulated
 from overlord.planning.place_tree import Bucket, ClientPlaceTree
 from overlord.planning.plan import Plan, Stage
-from overlord.planning.rings import Rings
 from overlord.planning.shares import Shares
-from overlord.planning.splitting import pool_of, split
-from overlord.planning.vision import ImageCost, Images
 from overlord.spec import Batch
 
 RowPacker = Callable[[Ints, int, int], Ints | Pieces]
@@ -165,7 +165,7 @@ class DGraph:
         communication: float = 0.0,
         widen: bool = True,
     ) -> DGraph:
-        """Hand out samples over dp x cp ranks as one pool, long ones over several ranks; see `overlord.planning.hdp`."""
+        """Hand out samples over dp x cp ranks as one pool, long ones over several ranks; see `planning/hdp`."""
         self._check_distributed("split")
         pool = pool_of(self.place, capacity, mode, offload, communication, widen)
         found = split(self.samples, self.extra, self.costs, self.batch, self.axis, self.group_size, pool)

@@ -15,7 +15,7 @@ import numpy as np
 
 from overlord.errors import DataError
 from overlord.planning.facts import ChunkFacts, Floats, Ints, Samples
-from overlord.planning.image_sizes import ImageSizes
+from overlord.planning.images.image_sizes import ImageSizes
 from overlord.planning.progress import Progress
 from overlord.spec import Stop
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from overlord.errors import SpecError
 from overlord.planning.balancing import max_over_mean, summed
-from overlord.planning.encoding import Encoding, Round, round_of_group, text_alone
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.learned_cost import LearnedCost
+from overlord.planning.hdp.rings import Ring, Rings
+from overlord.planning.images.encoding import Encoding, Round, round_of_group, text_alone
+from overlord.planning.learning.learned_cost import LearnedCost
 from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.rings import Ring, Rings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.image_sizes import ImageSizes
+from overlord.planning.images.image_sizes import ImageSizes
 
 COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once")
 _CARRIED = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import StateError
-from overlord.planning.feedback import Heard, plain_sums, sums_from_plain
+from overlord.planning.learning.feedback import Heard, plain_sums, sums_from_plain
 from overlord.planning.progress import COLUMNS, Progress, plain_samples, samples_from_plain
 from overlord.spec import Mesh
 

@@ -10,11 +10,11 @@ from overlord.data.chunk_maker import ChunkMaker
 from overlord.engine import Engine
 from overlord.errors import SpecError
 from overlord.planning.drawing import Extent
+from overlord.planning.learning.steering import Steered
+from overlord.planning.loaders.scaling import Partition, Share, by_share, evenly
 from overlord.planning.order import chunks_per_epoch
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.progress import Progress
-from overlord.planning.scaling import Partition, Share, by_share, evenly
-from overlord.planning.steering import Steered
 from overlord.planning.strategies import plain
 from overlord.roles.loader_host import Held, LoaderHost
 from overlord.roles.plan_log import Era, PlanLog

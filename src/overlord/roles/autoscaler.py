@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from overlord.errors import OverlordError, SpecError
-from overlord.planning.autoscaling import Decision, Observed, Scaling, ScalingPolicy, ScalingState, decide
-from overlord.planning.scaling import Budget, weights_ahead
+from overlord.planning.loaders.autoscaling import Decision, Observed, Scaling, ScalingPolicy, ScalingState, decide
+from overlord.planning.loaders.scaling import Budget, weights_ahead
 from overlord.roles.fleet import Fleet
 from overlord.roles.planner import Cursor
 from overlord.spec import Batch, Mixture

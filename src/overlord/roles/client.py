@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from overlord.data.tensors import to_torch
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
-from overlord.planning.reports import StepReport
+from overlord.planning.learning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State

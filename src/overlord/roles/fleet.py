@@ -19,8 +19,8 @@ from typing import TypeVar
 from overlord.data.bad_rows import BadRow
 from overlord.engine import Answer, Engine, Handle
 from overlord.errors import OverlordError, WaitTimeoutError, WorkerDiedError
-from overlord.planning.routing import RoutingTable
-from overlord.planning.scaling import Partition, Share
+from overlord.planning.loaders.routing import RoutingTable
+from overlord.planning.loaders.scaling import Partition, Share
 from overlord.roles.assembly import make_loader_host, publish_units
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.roles.planner import Cursor

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from overlord.data.arenas import Arenas
 from overlord.planning.facts import ONLY_IMAGE, Ints, Samples
-from overlord.planning.vision import sizes_of
+from overlord.planning.images.vision import sizes_of
 
 
 class ImageRooms:

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 from overlord.engine import Handle
 from overlord.errors import ClosedError
+from overlord.planning.learning.reports import StepReport, WeightChange
 from overlord.planning.recovery import Decision
-from overlord.planning.reports import StepReport, WeightChange
 from overlord.roles.data_constructor import DataConstructor, Delivery
 from overlord.roles.planner import Later
 from overlord.state import State

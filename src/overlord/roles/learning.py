@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from overlord.planning.cost_fit import CostFit, summed_features
 from overlord.planning.facts import Floats, Ints
-from overlord.planning.learned_cost import CostsInForce, LearnedCost
+from overlord.planning.learning.cost_fit import CostFit, summed_features
+from overlord.planning.learning.learned_cost import CostsInForce, LearnedCost
+from overlord.planning.learning.reports import StepReport
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
-from overlord.planning.reports import StepReport
 
 _log = logging.getLogger("overlord.steering")
 

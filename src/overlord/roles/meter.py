@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from overlord.planning.autoscaling import Observed
-from overlord.planning.scaling import Profile
+from overlord.planning.loaders.autoscaling import Observed
+from overlord.planning.loaders.scaling import Profile
 from overlord.roles.loader_host import Standing
 from overlord.roles.pace import Pace
 from overlord.roles.source_loader import Work

@@ -21,7 +21,8 @@ import orjson
 from overlord.data.append_log import AppendLog, Contents, LogPosition, unframed
 from overlord.data.log_segments import Segments, segments_at
 from overlord.errors import SpecError, StateError, StorageError
-from overlord.planning.feedback import Heard
+from overlord.planning.learning.feedback import Heard
+from overlord.planning.learning.steering import Steered, joined
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import (
     COSTS,
@@ -39,7 +40,6 @@ from overlord.planning.recovery import (
     step_record,
     withdrawn_record,
 )
-from overlord.planning.steering import Steered, joined
 from overlord.spec import Job, Log, Mesh
 from overlord.state import Fingerprint, from_state, refuse_differences, steered_of, to_state
 

@@ -22,14 +22,14 @@ from overlord.errors import DataError, OverlordError
 from overlord.planning.dgraph import DGraph
 from overlord.planning.drawing import Extent
 from overlord.planning.facts import ChunkFacts
+from overlord.planning.learning.reports import StepReport, WeightChange
+from overlord.planning.learning.steering import Steered
 from overlord.planning.membership import DrawnStep, StepDrawer
 from overlord.planning.outliers import count_delays
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import GroupPlan, Plan
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import Decision, same
-from overlord.planning.reports import StepReport, WeightChange
-from overlord.planning.steering import Steered
 from overlord.planning.strategies import Strategy
 from overlord.roles.plan_log import PlanLog
 from overlord.roles.planner_status import Cursor, Mix, PlannerStatus
@@ -176,7 +176,7 @@ class Planner:
         }
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Per source, documents split, truncated, dropped or empty in the chunks that this planner, made anew or not, saw."""
+        """Per source, documents split, truncated, dropped or empty in the chunks seen so far."""
         with self._lock:
             return {name: dict(counts) for name, counts in self._counts.items()}
 

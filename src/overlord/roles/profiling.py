@@ -19,8 +19,8 @@ from overlord.data.chunk import Chunk
 from overlord.data.chunk_maker import ChunkMaker
 from overlord.errors import DataError, SpecError, WaitTimeoutError
 from overlord.peak_memory import rss_bytes
+from overlord.planning.loaders.scaling import Profile
 from overlord.planning.order import chunks_per_epoch
-from overlord.planning.scaling import Profile
 from overlord.spec import Job, Source, Unit
 from overlord.threads import Threads
 

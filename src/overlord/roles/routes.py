@@ -17,7 +17,7 @@ from overlord.data.payload import Payload
 from overlord.engine import Answer, Engine, Handle
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
 from overlord.planning.facts import ChunkFacts, Ints, Samples
-from overlord.planning.routing import RoutingTable
+from overlord.planning.loaders.routing import RoutingTable
 from overlord.roles.loader_host import LoaderHost
 
 TABLE = "routing"

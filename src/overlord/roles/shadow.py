@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from overlord.engine import Engine, Handle
 from overlord.errors import OverlordError
-from overlord.planning.autoscaling import Observed
-from overlord.planning.scaling import Budget, chunks_per_step
-from overlord.planning.shadowing import shadows
+from overlord.planning.loaders.autoscaling import Observed
+from overlord.planning.loaders.scaling import Budget, chunks_per_step
+from overlord.planning.loaders.shadowing import shadows
 from overlord.roles.fleet import Fleet
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.spec import Batch, Mixture

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from overlord.errors import SpecError, StorageError
-from overlord.planning.feedback import Heard, loss_sums, moved, shares
-from overlord.planning.learned_cost import CostsInForce
+from overlord.planning.learning.feedback import Heard, loss_sums, moved, shares
+from overlord.planning.learning.learned_cost import CostsInForce
+from overlord.planning.learning.reports import StepReport, WeightChange
+from overlord.planning.learning.steering import Steered, mixture_digest
 from overlord.planning.membership import WeightSchedule
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import COSTS, MESH, WEIGHTS, Decision, in_force
-from overlord.planning.reports import StepReport, WeightChange
-from overlord.planning.steering import Steered, mixture_digest
 from overlord.roles.learning import Learning
 from overlord.roles.plan_log import PlanLog
 from overlord.spec import Mixture

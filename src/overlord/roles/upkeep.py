@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from overlord.engine import Engine, Handle
 from overlord.errors import ClosedError, OverlordError, SpecError
-from overlord.planning.autoscaling import Decision
-from overlord.planning.mixture_in_force import mixture_in_force
+from overlord.planning.learning.mixture_in_force import mixture_in_force
+from overlord.planning.loaders.autoscaling import Decision
+from overlord.planning.loaders.scaling import Budget, Partition
 from overlord.planning.recovery import WEIGHTS
-from overlord.planning.scaling import Budget, Partition
 from overlord.roles.autoscaler import Autoscale, Autoscaler
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.fleet import Fleet

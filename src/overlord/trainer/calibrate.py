@@ -20,8 +20,8 @@ import torch
 
 from overlord.errors import SpecError
 from overlord.planning.cost import TransformerCost
-from overlord.planning.cost_fit import fit_times
 from overlord.planning.facts import Samples
+from overlord.planning.learning.cost_fit import fit_times
 
 Step = Callable[[Sequence[int]], None]
 """Runs forward and backward over packed documents of these lengths, and may return before the device is done."""

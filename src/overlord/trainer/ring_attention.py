@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from overlord.errors import SpecError
-from overlord.planning.zigzag import chunks_of
+from overlord.planning.hdp.zigzag import chunks_of
 
 _QUERIES = 1024
 """Queries whose scores are computed at once."""

@@ -22,7 +22,7 @@ import msgspec
 
 from overlord.data.arenas import Arenas
 from overlord.errors import OverlordError, ServiceError
-from overlord.planning.reports import StepReport
+from overlord.planning.learning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State

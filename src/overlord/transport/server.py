@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from overlord.errors import OverlordError, ServiceError, SpecError
+from overlord.planning.learning.reports import StepReport, WeightChange
 from overlord.planning.recovery import Decision
-from overlord.planning.reports import StepReport, WeightChange
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State

@@ -13,7 +13,7 @@ from overlord.data.images import DecodeImage
 from overlord.data.views import joined
 from overlord.errors import DataError, SchemaError, SpecError
 from overlord.planning.facts import Ints
-from overlord.planning.vision import PatchGrid
+from overlord.planning.images.vision import PatchGrid
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from overlord.planning.dgraph import CostFunction, DGraph
-from overlord.planning.hdp import Mode
-from overlord.planning.offload import Offload
+from overlord.planning.hdp.offload import Offload
+from overlord.planning.hdp.spread import Mode
 from overlord.planning.plan import Plan
 from overlord.spec import Axis
 

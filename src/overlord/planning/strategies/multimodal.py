@@ -12,10 +12,10 @@ from overlord.planning.balancing import greedy
 from overlord.planning.cost import CostFunction, costs_of
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Floats, Samples
-from overlord.planning.hybrid import hybrid
+from overlord.planning.images.hybrid import hybrid
+from overlord.planning.images.vision import ImageCost, PatchGrid, fused, images_of
 from overlord.planning.pipeline import Pipeline
 from overlord.planning.plan import Plan
-from overlord.planning.vision import ImageCost, PatchGrid, fused, images_of
 from overlord.spec import Axis
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from overlord.errors import SpecError
-from overlord.planning.scaling import Partition
+from overlord.planning.loaders.scaling import Partition
 
 
 @dataclass(frozen=True, slots=True)

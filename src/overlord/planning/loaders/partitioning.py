@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from overlord.errors import SpecError
-from overlord.planning.scaling import (
+from overlord.planning.loaders.scaling import (
     Budget,
     Partition,
     Profile,

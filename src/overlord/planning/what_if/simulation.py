@@ -16,15 +16,15 @@ from overlord.errors import SpecError
 from overlord.planning.dgraph import DGraph
 from overlord.planning.drawing import Extent
 from overlord.planning.facts import ChunkFacts, Samples
+from overlord.planning.hdp.offload import Offload
+from overlord.planning.images.vision import sizes_of
 from overlord.planning.membership import DrawnStep, StepDrawer
-from overlord.planning.offload import Offload
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
-from overlord.planning.plan_time import PlanTime, plan_time
 from overlord.planning.progress import Progress
-from overlord.planning.step_time import TimeModel
 from overlord.planning.strategies import Strategy, hdp, plain
-from overlord.planning.vision import sizes_of
+from overlord.planning.what_if.plan_time import PlanTime, plan_time
+from overlord.planning.what_if.step_time import TimeModel
 from overlord.spec import Batch, Mesh, Mixture
 
 _ROWS_OF_CHUNK = 4096

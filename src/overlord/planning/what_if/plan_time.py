@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from overlord.errors import SpecError
 from overlord.planning.balancing import max_over_mean, summed
-from overlord.planning.encoding import Encoding
 from overlord.planning.facts import Floats, Ints
+from overlord.planning.hdp.rings import Rings
+from overlord.planning.images.encoding import Encoding
 from overlord.planning.pipeline import Pipeline, simulated
 from overlord.planning.plan import Plan
-from overlord.planning.rings import Rings
-from overlord.planning.step_time import Encoder, TimeModel
+from overlord.planning.what_if.step_time import Encoder, TimeModel
 from overlord.spec import Mesh
 
 

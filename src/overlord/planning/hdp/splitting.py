@@ -9,12 +9,12 @@ import numpy as np
 from overlord.errors import SpecError
 from overlord.planning.arrangement import Arrangement, cut_samples
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.hdp import Mode, Pool, Spread, spread
-from overlord.planning.offload import Offload
+from overlord.planning.hdp.offload import Offload
+from overlord.planning.hdp.rings import Rings
+from overlord.planning.hdp.spread import Mode, Pool, Spread, spread
 from overlord.planning.packing import Pieces
 from overlord.planning.place_tree import Bucket, ClientPlaceTree
 from overlord.planning.plan import Stage
-from overlord.planning.rings import Rings
 from overlord.spec import Batch
 
 

@@ -26,9 +26,9 @@ from overlord.errors import SpecError
 from overlord.planning.arrangement import Arrangement
 from overlord.planning.balancing import max_over_mean, summed
 from overlord.planning.facts import ONLY_IMAGE, Floats, Ints, Samples
-from overlord.planning.image_sizes import ImageSizes
+from overlord.planning.images.image_sizes import ImageSizes
+from overlord.planning.images.vision import Images, sizes_of
 from overlord.planning.place_tree import Bucket, ClientPlaceTree, Place
-from overlord.planning.vision import Images, sizes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from overlord.errors import SpecError
 from overlord.planning.facts import Floats, Samples
-from overlord.planning.steering import digest_of
+from overlord.planning.learning.steering import digest_of
 
 ALONE = "model"
 """The name of the module where there is one."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from overlord.errors import SpecError
-from overlord.planning.scaling import Budget, Partition, Profile, Share, told_s
+from overlord.planning.loaders.scaling import Budget, Partition, Profile, Share, told_s
 
 _ROUNDING = 1e-9
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from overlord.planning.facts import ChunkFacts, Ints, Samples
-from overlord.planning.image_sizes import ImageSizes
-from overlord.planning.vision import PatchGrid, fused, images_of
+from overlord.planning.images.image_sizes import ImageSizes
+from overlord.planning.images.vision import PatchGrid, fused, images_of
 
 _SHARES = (0.10, 0.40, 0.35, 0.10, 0.05)  # text alone, captions, conversations, interleaved documents, videos
 _MEAN_TEXT = (900.0, 17.0, 320.0, 816.0, 200.0)

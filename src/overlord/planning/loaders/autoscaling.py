@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from overlord.errors import SpecError
-from overlord.planning.demand import Demand, demand_ahead
-from overlord.planning.rearranging import drained, moves, rearranged
-from overlord.planning.scaling import CHUNKS_AT_HAND, Budget, Partition, Profile, held_bytes, loaders_for, told_s
+from overlord.planning.loaders.demand import Demand, demand_ahead
+from overlord.planning.loaders.rearranging import drained, moves, rearranged
+from overlord.planning.loaders.scaling import CHUNKS_AT_HAND, Budget, Partition, Profile, held_bytes, loaders_for, told_s
 from overlord.spec import Batch, Mixture
 
 _BOOST = 1.5  # a source that is waited for is taken to be so much dearer

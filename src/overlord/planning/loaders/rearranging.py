@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from overlord.planning.scaling import Budget, Partition, Share
+from overlord.planning.loaders.scaling import Budget, Partition, Share
 
 _ROUNDING = 1e-9
 

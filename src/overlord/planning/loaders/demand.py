@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from overlord.planning.scaling import Budget, Profile, chunks_per_step, weights_ahead, workers_needed
+from overlord.planning.loaders.scaling import Budget, Profile, chunks_per_step, weights_ahead, workers_needed
 from overlord.spec import Batch, Mixture
 
 

@@ -33,11 +33,11 @@ import numpy as np
 from overlord.errors import SpecError
 from overlord.planning.balancing import summed
 from overlord.planning.facts import Floats, Ints
-from overlord.planning.levels import levelled
-from overlord.planning.offload import Offload
+from overlord.planning.hdp.levels import levelled
+from overlord.planning.hdp.offload import Offload
+from overlord.planning.hdp.pool import Placed, filled
+from overlord.planning.hdp.zigzag import chunk_begins
 from overlord.planning.packing import best_fit, even_cost
-from overlord.planning.pool import Placed, filled
-from overlord.planning.zigzag import chunk_begins
 
 Mode = Literal["dp", "pp"]
 

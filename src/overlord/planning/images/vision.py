@@ -11,7 +11,7 @@ import numpy as np
 from overlord.errors import SpecError
 from overlord.planning.cost import ATTENTION_SLOWDOWN
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.image_sizes import ImageSizes
+from overlord.planning.images.image_sizes import ImageSizes
 
 
 @dataclass(frozen=True, slots=True)

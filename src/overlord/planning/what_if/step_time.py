@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from overlord.errors import SpecError
 from overlord.planning.cost import ATTENTION_SLOWDOWN, TransformerCost
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.offload import Offload
-from overlord.planning.vision import PatchGrid, VisionTransformerCost, images_of
+from overlord.planning.hdp.offload import Offload
+from overlord.planning.images.vision import PatchGrid, VisionTransformerCost, images_of
 
 _BYTES = 2  # bf16
 _PASSES = 3  # keys and values forward; keys, values and their gradients backward

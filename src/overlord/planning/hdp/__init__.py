@@ -1,0 +1,1 @@
+"""Hybrid data parallelism: documents over as many ranks as they need."""

@@ -1,0 +1,1 @@
+"""Images and their encoder: sizes, costs, and where each is encoded."""

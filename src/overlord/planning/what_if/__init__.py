@@ -1,0 +1,1 @@
+"""Steps that never ran: lengths as published, and a model of time and memory."""
