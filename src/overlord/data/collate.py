@@ -41,7 +41,7 @@ piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -74,12 +74,21 @@ class _Layout:
     order: Ints
     bounds: Ints
     """Where segments begin, and the end of the last one."""
-    gaps: Ints
-    """How many places lie uncovered before each document of `order`, and after the last one."""
+    ends: Ints
+    """Where each document of `order` ends."""
+    gaps: Ints | None
+    """How many places lie uncovered before each document of `order`, and after the last one; None when there are none."""
 
     @property
     def num_tokens(self) -> int:
         return int(self.bounds[-1])
+
+    def uncovered(self) -> Iterator[slice]:
+        """The stretches of places that no document covers."""
+        if self.gaps is not None:
+            for begin, gap in zip([0, *self.ends.tolist()], self.gaps.tolist(), strict=True):
+                if gap:
+                    yield slice(begin, begin + gap)
 
 
 def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | None = None) -> Fields:
@@ -90,18 +99,18 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
     _check_payload(micro, payload)
     packed = batch.layout == "packed"
     layout = _packed_layout(micro, batch.document_multiple) if packed else _padded_layout(micro, batch)
+    segments = np.diff(layout.bounds)
     labels, tokens, position_ids, loss_mask = _large_fields(layout.num_tokens, arenas)
-    filler = np.full(layout.gaps.max(), batch.pad_token, np.int32)
-    np.concatenate(_pieces(layout, payload.tokens, filler), out=tokens, casting="same_kind")
+    np.concatenate(_pieces(layout, payload.tokens, batch.pad_token), out=tokens, casting="same_kind")
     _fill_labels(labels, layout, tokens, payload)
-    _fill_positions(position_ids, layout)
+    _fill_positions(position_ids, segments)
     _fill_loss_mask(loss_mask, labels, layout, payload)
     fields: Fields = {
         "tokens": tokens,
         "labels": labels,
         "loss_mask": loss_mask,
         "position_ids": position_ids,
-        "max_seqlen": int(np.diff(layout.bounds).max(initial=0)),
+        "max_seqlen": int(segments.max(initial=0)),
         "num_documents": len(layout.starts),
         "num_rows": micro.num_rows if micro.row_tokens or not packed else 1,
         "num_tokens": layout.num_tokens,
@@ -139,6 +148,9 @@ def _check_payload(micro: MicroPlan, payload: Payload) -> None:
 
 
 def _packed_layout(micro: MicroPlan, multiple: int) -> _Layout:
+    full = _full_layout(micro) if multiple == 1 else None
+    if full is not None:
+        return full
     lengths, row_tokens = micro.samples.tokens, micro.row_tokens
     spans = lengths if multiple == 1 else -(-lengths // multiple) * multiple
     rows = micro.row if row_tokens else np.zeros_like(lengths)
@@ -152,13 +164,31 @@ def _packed_layout(micro: MicroPlan, multiple: int) -> _Layout:
     starts += (row_starts - (np.cumsum(used) - used))[rows]
     total = num_rows * row_tokens if row_tokens else int(used[0])
     order = order[lengths[order] > 0]
-    return _Layout(
-        starts=starts,
-        lengths=lengths,
-        order=order,
-        bounds=_bounds(starts[order], row_starts + used, row_tokens, total, multiple),
-        gaps=_gaps(starts[order], lengths[order], total),
-    )
+    bounds = _bounds(starts[order], row_starts + used, row_tokens, total, multiple)
+    return _laid_out(starts, lengths, order, bounds, total)
+
+
+def _full_layout(micro: MicroPlan) -> _Layout | None:
+    """The layout when documents lie one after the other as the plan lists them, and fill every row. So it mostly is, and
+    then a handful of operations tell."""
+    lengths, row_tokens = micro.samples.tokens, micro.row_tokens
+    if len(lengths) == 0 or not lengths.all():
+        return None
+    bounds = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    starts, ends = bounds[:-1], bounds[1:]
+    if row_tokens:
+        fits = bounds[-1] == micro.num_rows * row_tokens and (starts // row_tokens == micro.row).all()
+        if not fits or not ((ends - 1) // row_tokens == micro.row).all():
+            return None
+    return _Layout(starts, lengths, np.arange(len(lengths)), bounds, ends, gaps=None)
+
+
+def _laid_out(starts: Ints, lengths: Ints, order: Ints, bounds: Ints, total: int) -> _Layout:
+    ends = starts[order] + lengths[order]
+    gaps = np.append(starts[order], total)
+    gaps[1:] -= ends
+    return _Layout(starts, lengths, order, bounds, ends, gaps)
 
 
 def _check_rows(used: Ints, num_rows: int, row_tokens: int) -> None:
@@ -183,12 +213,6 @@ def _bounds(starts: Ints, row_ends: Ints, row_tokens: int, total: int, multiple:
     return np.sort(np.concatenate([starts, np.array([*padding, total], np.int64)]))
 
 
-def _gaps(starts: Ints, lengths: Ints, total: int) -> Ints:
-    gaps = np.append(starts, total)
-    gaps[1:] -= starts + lengths
-    return gaps
-
-
 def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
     lengths, rows = micro.samples.tokens, micro.row
     if len(np.unique(rows)) != len(rows):
@@ -200,17 +224,14 @@ def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
     starts = rows * width
     order = np.argsort(rows, kind="stable")
     order = order[lengths[order] > 0]
-    return _Layout(
-        starts=starts,
-        lengths=lengths,
-        order=order,
-        bounds=np.arange(micro.num_rows + 1) * width,
-        gaps=_gaps(starts[order], lengths[order], micro.num_rows * width),
-    )
+    return _laid_out(starts, lengths, order, np.arange(micro.num_rows + 1) * width, micro.num_rows * width)
 
 
-def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], filler: NDArray[Any]) -> list[NDArray[Any]]:
-    """What to put one after the other: each document at its place, filler in between."""
+def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], fill: int) -> Sequence[NDArray[Any]]:
+    """What to put one after the other: each document at its place, and in between what fills gaps."""
+    if layout.gaps is None:
+        return documents
+    filler = np.full(layout.gaps.max(), fill, np.int32)
     pieces = [filler[:0]]
     # A loop over documents, not tokens: it only collects views for the copy.
     for gap, i in zip(layout.gaps.tolist(), [*layout.order.tolist(), None], strict=True):
@@ -231,13 +252,10 @@ def _large_fields(n: int, arenas: Arenas | None) -> tuple[NDArray[Any], ...]:
 
 def _fill_labels(labels: NDArray[np.int64], layout: _Layout, tokens: NDArray[np.int32], payload: Payload) -> None:
     labels[:-1] = tokens[1:]
-    order = layout.order
-    following = payload.following[order]
-    ends = layout.starts[order] + layout.lengths[order]
-    labels[ends - 1] = np.where(following < 0, NO_LOSS, following)
-    for begin, gap in zip([0, *ends.tolist()], layout.gaps.tolist(), strict=True):
-        if gap:
-            labels[begin : begin + gap] = NO_LOSS
+    following = payload.following[layout.order]
+    labels[layout.ends - 1] = np.where(following < 0, NO_LOSS, following)
+    for places in layout.uncovered():
+        labels[places] = NO_LOSS
     if payload.loss_masks is not None:
         np.copyto(labels, NO_LOSS, where=_unwanted(layout, payload.loss_masks))
     for i in payload.ignored:
@@ -246,17 +264,17 @@ def _fill_labels(labels: NDArray[np.int64], layout: _Layout, tokens: NDArray[np.
 
 def _fill_loss_mask(loss_mask: NDArray[np.bool_], labels: NDArray[np.int64], layout: _Layout, payload: Payload) -> None:
     """True where there is a label."""
-    if payload.loss_masks is not None or payload.ignored or layout.gaps.any():
+    if payload.loss_masks is not None or payload.ignored or layout.gaps is not None:
         np.not_equal(labels, NO_LOSS, out=loss_mask)
         return
     loss_mask.fill(True)  # only the last place of a document may lack a label
-    last = layout.starts[layout.order] + layout.lengths[layout.order] - 1
+    last = layout.ends - 1
     loss_mask[last] = labels[last] != NO_LOSS
 
 
 def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> NDArray[np.bool_]:
     """Where loss masks forbid loss. Entry t of a mask is about predicting token t, so about place t - 1."""
-    ones = np.ones(max(layout.lengths.max(initial=0) + 1, layout.gaps.max()), np.bool_)
+    ones = np.ones(layout.lengths.max(initial=0) + 1, np.bool_)
     shifted = []
     for i, (mask, n) in enumerate(zip(masks, layout.lengths.tolist(), strict=True)):
         if mask is None:
@@ -267,16 +285,15 @@ def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> N
                 f"last for the token that follows), not {len(mask)}"
             )
         shifted.append(mask[1:])
-    return np.concatenate(_pieces(layout, shifted, ones)) == 0
+    return np.concatenate(_pieces(layout, shifted, 1)) == 0
 
 
-def _fill_positions(position_ids: NDArray[np.int32], layout: _Layout) -> None:
-    lengths = np.diff(layout.bounds)
-    if len(lengths) == 0:
+def _fill_positions(position_ids: NDArray[np.int32], segments: Ints) -> None:
+    if len(segments) == 0:
         return
-    ramp = np.arange(lengths.max(), dtype=np.int32)
+    ramp = np.arange(segments.max(), dtype=np.int32)
     # Copying stretches of one ramp: nothing is computed per token.
-    np.concatenate([ramp[:length] for length in lengths.tolist()], out=position_ids)
+    np.concatenate([ramp[:length] for length in segments.tolist()], out=position_ids)
 
 
 def _cu_seqlens(layout: _Layout, multiple: int) -> Fields:
@@ -314,9 +331,8 @@ def stacked_images(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | list[
 def _image_rows(tokens: NDArray[np.int32], layout: _Layout, image_token: int) -> NDArray[np.int32]:
     """Image places numbered in the order they come; padding has none, whatever the pad token is."""
     places = tokens == image_token
-    ends = layout.starts[layout.order] + layout.lengths[layout.order]
-    for begin, gap in zip([0, *ends.tolist()], layout.gaps.tolist(), strict=True):
-        places[begin : begin + gap] = False
+    for gap in layout.uncovered():
+        places[gap] = False
     return np.where(places, np.cumsum(places) - 1, -1).astype(np.int32)
 
 

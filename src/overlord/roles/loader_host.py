@@ -25,7 +25,7 @@ from overlord.data.views import compact, joined, take_rows
 from overlord.errors import ClosedError, DataError
 from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, Samples
 from overlord.roles.image_rooms import ImageRooms
-from overlord.roles.source_loader import BufferUse, SourceLoader, Work
+from overlord.roles.source_loader import BufferUse, Opened, SourceLoader, Work
 from overlord.threads import Threads
 
 
@@ -73,6 +73,7 @@ class LoaderHost:
         self._lock = threading.Lock()
         self._closed = False
         self._held: dict[str, Held] = {}
+        self._some_decode = False
         self._past: dict[str, tuple[Work, frozenset[BadRow]]] = {}  # of sources that were closed
         for name in sources:
             self._of(name)
@@ -86,30 +87,28 @@ class LoaderHost:
             loader.prefetch(chunk)
 
     def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> int:
-        return self._of(source).loader.chunk(chunk).count_loss(row, start, stop)
+        return self._of(source).loader.opened(chunk).chunk.count_loss(row, start, stop)
 
     def give(self, samples: Samples) -> Payload:
         """The payload of planned samples, in their order."""
-        # Those of this call: a source that is closed meanwhile is opened anew for the next.
-        held = {name: self._of(name) for name in {samples.source_names[s] for s in np.unique(samples.source).tolist()}}
-        given = _Given(held, samples)
-        some_deferred = self._columns or any(one.decode is not None for one in held.values())
+        given = _Given(self._of, samples)
         images: dict[int, Sequence[NDArray[np.uint8]]] = {}
         ignored: set[int] = set()
         columns: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]] = []
-        if some_deferred:
+        if self._columns or self._some_decode:
             rooms = ImageRooms(samples, self._arenas)
             for (source, number), places in _places_by_chunk(samples):
-                of, chunk = held[samples.source_names[source]], given.chunks[source, number]
+                of, opened = self._of(samples.source_names[source]), given.opened[source, number]
+                chunk = opened.chunk
                 if of.decode is not None:
                     for decoded in self._decode(of, chunk, samples, places, rooms):
                         images[decoded.place] = decoded.images
-                        given.amounts[source, number] += len(decoded.images)
+                        opened.left -= len(decoded.images)
                         if decoded.is_bad:
                             ignored.add(decoded.place)
                 columns.append((places, chunk, chunk.table_row[samples.row[places]]))
-        for (source, number), amount in given.amounts.items():
-            held[samples.source_names[source]].loader.given(number, amount)
+        for source, number in [key for key, opened in given.opened.items() if opened.left <= 0]:
+            self._of(samples.source_names[source]).loader.let_go(number)
         return Payload(
             tokens=given.tokens,
             following=given.following,
@@ -171,6 +170,7 @@ class LoaderHost:
                 raise ClosedError(f"the loader of source {source!r} is closed")
             if source not in self._held:
                 self._held[source] = self._open_source(source)
+                self._some_decode = self._some_decode or self._held[source].decode is not None
             return self._held[source]
 
     def _now(self) -> dict[str, Held]:
@@ -214,46 +214,36 @@ _MOST_IDLE_ARENAS = 2
 class _Given:
     """The token views of samples, and the chunks they are of."""
 
-    def __init__(self, held: Mapping[str, Held], samples: Samples) -> None:
-        self._held = held
-        self._names = samples.source_names
-        self.chunks: dict[tuple[int, int], Chunk] = {}
-        self.amounts: dict[tuple[int, int], int] = {}
+    def __init__(self, held_of: Callable[[str], Held], samples: Samples) -> None:
+        self.opened: dict[tuple[int, int], Opened] = {}
         self.tokens: list[NDArray[np.integer]] = []
         self.following = np.full(len(samples), -1, np.int64)
         self.masks: list[NDArray[np.integer] | None] = []
         self.some_mask = False
-        opened: dict[tuple[int, int], tuple] = {}
-        images_alone = samples.sizes.get(ONLY_IMAGE, np.zeros(len(samples), np.int64)) > 0
-        columns = (samples.source, samples.chunk, samples.row, samples.start, samples.stop, images_alone)
+        opened, names, only = self.opened, samples.source_names, samples.sizes.get(ONLY_IMAGE)
+        columns = (samples.source, samples.chunk, samples.row, samples.start, samples.stop)
         # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
-        for place, (source, number, row, start, stop, alone) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        for place, (source, number, row, start, stop) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             key = (source, number)
-            parts = opened.get(key)
-            if parts is None:
-                parts = opened[key] = self._open(key)
-            values, begin_of, end_of, mask = parts
+            one = opened.get(key)
+            if one is None:
+                one = opened[key] = held_of(names[source]).loader.opened(number)
+                self.some_mask = self.some_mask or one.chunk.mask is not None
+            values = one.values
             if values is None:
                 self.tokens.append(_NO_TOKENS)
                 self.masks.append(None)
-                self.amounts[key] += not alone
+                one.left -= only is None or only[place] <= 0
                 continue
-            begin = begin_of(row)
+            begin = one.begin_of(row)
             end = begin + stop
             self.tokens.append(values[begin + start : end])
-            self.amounts[key] += stop - start
-            goes_on = end < end_of(row)
+            one.left -= stop - start
+            goes_on = end < one.end_of(row)
             if goes_on:
                 self.following[place] = values[end]
+            mask = one.chunk.mask
             self.masks.append(None if mask is None else _mask(mask, begin + start, end, goes_on))
-
-    def _open(self, key: tuple[int, int]) -> tuple:
-        source, number = key
-        chunk = self._held[self._names[source]].loader.chunk(number)
-        self.chunks[key] = chunk
-        self.amounts[key] = 0
-        self.some_mask = self.some_mask or chunk.mask is not None
-        return chunk.values, chunk.begin.item, chunk.document_end.item, chunk.mask
 
 
 def _mask(mask: NDArray[np.integer], begin: int, end: int, goes_on: bool) -> NDArray[np.integer]:

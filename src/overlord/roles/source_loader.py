@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
 from dataclasses import astuple, dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from overlord.data.chunk import Chunk
 from overlord.errors import BufferTooSmallError, ClosedError
 from overlord.planning.facts import ChunkFacts
@@ -24,6 +27,25 @@ class _Making:
 
     future: Future[Chunk]
     since: float
+
+
+@dataclass(slots=True)
+class Opened:
+    """A chunk whose rows are being handed out: row r is `values[begin_of(r):...]`, of a document up to `end_of(r)`."""
+
+    chunk: Chunk
+    values: NDArray[np.integer] | None
+    begin_of: Callable[[int], int]
+    end_of: Callable[[int], int]
+    left: int
+    """Tokens (or rows, for a source without text) and images that were not handed out yet. Counted down without a lock: a
+    note lost to another thread only keeps the chunk until it is released."""
+
+    @staticmethod
+    def of(chunk: Chunk) -> Opened:
+        images = chunk.facts.images  # counted too, because others may ask for them than for the text
+        left = (int(chunk.facts.tokens.sum()) or chunk.facts.num_rows) + (0 if images is None else int(images.count.sum()))
+        return Opened(chunk, chunk.values, chunk.begin.item, chunk.document_end.item, left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +109,8 @@ class SourceLoader:
         self._threads = threads
         self._clock = clock
         self._lock = threading.Lock()
-        self._chunks: dict[int, Chunk] = {}
+        self._chunks: dict[int, Opened] = {}
         self._sizes: dict[int, int] = {}
-        self._left: dict[int, int] = {}  # tokens (or rows) and images of a chunk not given yet
         self._facts: dict[int, ChunkFacts] = {}
         self._making: dict[int, _Making] = {}
         self._keep_from = 0
@@ -106,20 +127,19 @@ class SourceLoader:
             facts = self._facts.get(chunk)
         return self._obtain(chunk, needed=False).facts if facts is None else facts
 
-    def chunk(self, number: int) -> Chunk:
-        """The chunk itself, for giving its rows."""
+    def opened(self, number: int) -> Opened:
+        """The chunk itself, for handing out its rows."""
         found = self._chunks.get(number)
-        return found if found is not None else self._obtain(number, needed=True)
+        if found is not None:
+            return found
+        chunk = self._obtain(number, needed=True)
+        return self._chunks.get(number) or Opened.of(chunk)
 
-    def given(self, number: int, amount: int) -> None:
-        """Note that so many tokens (or rows, for a source without text) and images of a chunk were handed out."""
-        left = self._left.get(number)
-        if left is None:
-            return
-        # Without the lock: a note lost to another thread only keeps the chunk until it is released.
-        self._left[number] = left - amount
-        if left <= amount:
-            with self._lock:
+    def let_go(self, number: int) -> None:
+        """Drop a chunk if all of it was handed out."""
+        with self._lock:
+            found = self._chunks.get(number)
+            if found is not None and found.left <= 0:
                 self._drop(number)
 
     def prefetch(self, number: int) -> None:
@@ -173,7 +193,6 @@ class SourceLoader:
             making, self._making = list(self._making.values()), {}
             self._chunks.clear()
             self._sizes.clear()
-            self._left.clear()
             self._bytes = 0
         for entry in making:
             entry.future.cancel()
@@ -185,7 +204,7 @@ class SourceLoader:
                 raise ClosedError(f"the loader of source {self._name!r} is closed")
             found = self._chunks.get(number)
             if found is not None:
-                return found
+                return found.chunk
             entry = self._making.get(number) or self._start(number)
             # No thread has begun it: make it here rather than wait, so that asks never wait in a circle.
             here = _Making(Future(), self._clock()) if entry.future.cancel() else None
@@ -248,18 +267,14 @@ class SourceLoader:
             self._drop(other)
         if self._bytes + size > self._limit:
             return
-        self._chunks[number] = chunk
+        self._chunks[number] = Opened.of(chunk)
         self._sizes[number] = size
-        images = chunk.facts.images  # counted too, because others may ask for them than for the text
-        self._left[number] = int(chunk.facts.tokens.sum()) or chunk.facts.num_rows
-        self._left[number] += 0 if images is None else int(images.count.sum())
         self._bytes += size
         self._peak = max(self._peak, self._bytes)
 
     def _drop(self, number: int) -> None:
         if self._chunks.pop(number, None) is not None:
             self._bytes -= self._sizes.pop(number)
-        self._left.pop(number, None)
 
     def _release_before(self, keep_from: int) -> None:
         if keep_from <= self._keep_from:
