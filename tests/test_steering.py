@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.engines.embedded import Embedded
 from overlord.errors import StorageError
+from overlord.planning.learning.reports import WeightChange
 from overlord.planning.recovery import WEIGHTS
 from tests.roles.mortal import Mortal, key_of
 from tests.roles.test_planner_recovery import full_disk
@@ -205,7 +206,7 @@ def test_none_goes_back_to_what_is_declared_schedule_and_all():
 
 
 def test_a_change_that_is_asked_for_twice_is_made_once():
-    change = ol.planning.reports.WeightChange({"a": 1}, None, "x" * 8)
+    change = WeightChange({"a": 1}, None, "x" * 8)
     with ol.start(job_with(feedback=None)) as loader:
         first = loader.change_weights(change)
         client = loader.client(0, timeout=60)

@@ -406,6 +406,7 @@ def test_a_step_that_is_drawn_again_and_differs_is_an_error(tmp_path):
     with ol.start(job_of({"a": source}), engine=engine, log=log_of(tmp_path)) as loader:
         client = loader.client(0)
         next(client)
+        loader.plan(3)  # so that the log knows what the steps before were
         lines = (folder / "a.jsonl").read_bytes().split(b"\n")
         mixed = b"\n".join([*sorted(lines[:-1], key=len), b""])
         assert len(mixed) == size
