@@ -63,7 +63,13 @@ class OnRay:
     name = "ray"
 
     def __init__(
-        self, folder: Path, store: Store, pace_s: float, nodes: Nodes | None = None, shadows: ol.Budget | None = None
+        self,
+        folder: Path,
+        store: Store,
+        pace_s: float,
+        nodes: Nodes | None = None,
+        shadows: ol.Budget | None = None,
+        hung_after_s: float = HUNG_AFTER_S,
     ) -> None:
         self._nodes = nodes
         anywhere = SPREAD if nodes is None else ON_OTHERS
@@ -74,7 +80,7 @@ class OnRay:
             loaders=anywhere,
             planner=anywhere,
             constructors=anywhere,
-            hung_after_s=HUNG_AFTER_S,
+            hung_after_s=hung_after_s,
             patience_s=PATIENCE_S,
         )
         log = ol.Log(str(self._log), snapshot_every=40, sync_s=0.2)

@@ -1,4 +1,4 @@
-"""Faults of most kinds, one of each, and the whole stream compared. `make chaos` does the same with hundreds, at random."""
+"""Faults of several kinds, one of each, and the whole stream compared. `make chaos` does it with hundreds, at random."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,17 +13,17 @@ from tests.faults.schedule import Fault
 from tests.faults.store import Store
 
 PACE_S = 0.02
+HUNG_AFTER_S = 5.0  # so that a loaded machine makes nothing seem to hang
 pytestmark = pytest.mark.timeout(400)  # a loaded machine takes its time to start processes
 
 ON_SERVICE = (
     "log torn",
     "storage shut",
-    "worker killed",
     "disk full",
     "log corrupted",
     "trainers restarted from their state",
 )
-ON_RAY = ("planner killed", "loader stopped", "constructor killed", "storage errors", "trainer killed", "log torn")
+ON_RAY = ("planner killed", "loader stopped", "constructor killed", "trainer killed")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_the_stream_of_a_service_is_the_same_whatever_happens_to_it(tmp_path: Pa
 def test_the_stream_of_a_run_on_ray_is_the_same_whatever_happens_to_it(ray_cluster: None, tmp_path: Path, store: Store):
     from tests.faults.on_ray import OnRay
 
-    run = OnRay(tmp_path, store, PACE_S, nodes=None)
+    run = OnRay(tmp_path, store, PACE_S, hung_after_s=HUNG_AFTER_S)
     try:
         disturb(run, ON_RAY)
     finally:

@@ -57,7 +57,7 @@ class Pulse:
 
     process: int
     born: str
-    """Tells the process from a later one with the same number."""
+    """Tells the process from a later one with the same number; "" where that is not known."""
     node: str
     doing: tuple[str, ...]
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 from ray import exceptions as ray_errors
+from ray._private.state import actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from overlord.engines.ray.stage import PULSE, Pulse, born
@@ -78,20 +79,26 @@ class Watch:
             pulse: Any = ray.get(patient.ref, timeout=0)
         except ray_errors.GetTimeoutError:
             patient.silent_s += awake_s
-            if patient.silent_s >= (self._unheard_after_s if patient.last is None else self._hung_after_s):
-                self._replace(name, patient)
+            if patient.silent_s >= self._hung_after_s:
+                self._deal_with(name, patient)
         except ray_errors.RayError:  # it died, which Ray has noticed and will put right
             patient.ref, patient.last, patient.silent_s = None, None, 0.0
         else:
             patient.ref, patient.last, patient.silent_s = None, pulse, 0.0
 
-    def _replace(self, name: str, patient: _Patient) -> None:
+    def _deal_with(self, name: str, patient: _Patient) -> None:
+        """Have a silent role made anew, unless it is still to be started."""
         last, silent_s = patient.last, patient.silent_s
-        patient.last, patient.silent_s = None, 0.0
         if last is None:
-            _log.warning("role %r was started and has not answered for %.1f s: it is started again", name, silent_s)
-            ray.kill(patient.actor, no_restart=False)
+            patient.last = _seen_by_ray(patient.actor)
+            if patient.last is not None:
+                patient.silent_s = 0.0  # it could not answer before
+            elif silent_s >= self._unheard_after_s:
+                _log.warning("role %r was to be started and has not answered for %.1f s: once more", name, silent_s)
+                patient.silent_s = 0.0
+                ray.kill(patient.actor, no_restart=False)
             return
+        patient.last, patient.silent_s = None, 0.0
         _log.warning(
             "role %r has not answered for %.1f s, though its process %d on node %s lives: the process is killed and the "
             "role is made anew (Ray(hung_after_s=%g))%s",
@@ -104,6 +111,14 @@ class Watch:
         )
         if not _killed(last):
             ray.kill(patient.actor, no_restart=False)  # which can take Ray a few seconds
+
+
+def _seen_by_ray(actor: Any) -> Pulse | None:
+    """Where an actor runs that Ray has started, and that may have stopped before its first pulse; None before that."""
+    known: Any = actors(actor._actor_id.hex())
+    if not known or known["State"] != "ALIVE":
+        return None
+    return Pulse(known["Pid"], "", known["Address"]["NodeID"], ())
 
 
 def _killed(pulse: Pulse) -> bool:
@@ -123,5 +138,5 @@ def _killed(pulse: Pulse) -> bool:
 def kill_process(process: int, birth: str) -> None:
     """Kill a process of this machine, unless its number belongs to another by now."""
     with suppress(ProcessLookupError):
-        if born(process) == birth:
+        if birth in ("", born(process)):
             os.kill(process, signal.SIGKILL)
