@@ -119,7 +119,7 @@ def test_a_pool_does_the_same_work_whatever_is_cut(lengths, sizes):
     plan = hdp(free.in_pool(4096), capacity=4096, communication=free.sent_token_s)(graph)
     found = plan_time(plan, mesh, free)
     assert found.busy_s.sum() == pytest.approx(float(free.cost(graph.samples).sum()), rel=1e-3)
-    assert found.step_s >= found.busy_s.max()
+    assert found.step_s >= found.busy_s.max() * (1 - 1e-9)  # sums of the same times in another order
     assert found.tokens.max() <= 4096
     assert found.padding == 0
 
