@@ -176,7 +176,7 @@ class Planner:
         }
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Per source, documents split, truncated, dropped or empty in the chunks seen so far."""
+        """Per source, documents split, truncated, dropped or empty, in chunks seen since this planner was made."""
         with self._lock:
             return {name: dict(counts) for name, counts in self._counts.items()}
 
