@@ -37,7 +37,7 @@ def carried(draw: st.DrawFn) -> Samples:
     rows = draw(st.lists(st.tuples(st.integers(0, 2), *[st.integers(0, 10**9)] * 6), max_size=3))
     columns = np.array(rows, np.int64).reshape(-1, 7).T
     sizes = {"num_images": columns[1] % 7} if draw(st.booleans()) else {}
-    return Samples(NAMES, *columns, sizes=sizes)
+    return Samples.of_columns(NAMES, *columns, sizes=sizes)
 
 
 @st.composite

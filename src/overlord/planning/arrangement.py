@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -58,8 +57,7 @@ def cut_samples(samples: Samples, pieces: Pieces) -> Samples:
     tokens are counted from the front and the last piece has the rest."""
     taken = samples.take(pieces.sample)
     loss = np.minimum(pieces.stop, taken.loss_tokens) - np.minimum(pieces.start, taken.loss_tokens)
-    return replace(
-        taken,
+    return taken.with_columns(
         start=taken.start + pieces.start,
         stop=taken.start + pieces.stop,
         tokens=pieces.stop - pieces.start,

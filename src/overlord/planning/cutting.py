@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -39,4 +38,4 @@ def in_parts(samples: Samples, limit: int, count_loss: CountLoss | None = None) 
     for i in np.flatnonzero(is_long[sample]).tolist():
         columns = (found.source, found.chunk, found.row, found.start, found.stop)
         loss[i] = count_loss(*(column.item(i) for column in columns))
-    return replace(found, loss_tokens=loss)
+    return found.with_columns(loss_tokens=loss)

@@ -80,9 +80,10 @@ class DrawQueue:
         self._lanes: dict[int, _Lane] = {}
         self._last_times = np.full(len(progress.names), np.inf)  # of each lane's last row
         self._run_out: list[int] = np.flatnonzero(progress.weights > 0).tolist()  # sources whose lane is all drawn
-        self._pool, self._pool_times = Samples.none(progress.names), np.zeros(0)
+        self._pool = _Pool.empty(progress.names)
         self._until = -np.inf
-        self._rows_of_chunk: dict[int, tuple[int, int]] = {}
+        self._lane_chunk = np.full(len(progress.names), -1)
+        self._lane_rows = np.zeros(len(progress.names), np.int64)  # of all of the lane's chunk
         self._start_block(Samples.none(progress.names))
 
     def next_samples(self, count: int) -> Samples:
@@ -127,8 +128,8 @@ class DrawQueue:
 
     def bookmark(self) -> Callable[[], Progress]:
         """A function that gives the progress at this moment, computed when it is called."""
-        at, block, position, rows_of_chunk = self._at, self._block, self._position, self._rows_of_chunk
-        return lambda: _advance(at, block, position, self._by_tokens, rows_of_chunk)
+        at, block, position, lanes = self._at, self._block, self._position, (self._lane_chunk, self._lane_rows)
+        return lambda: _advance(at, block, position, self._by_tokens, *lanes)
 
     def _take_to(self, end: int) -> Samples:
         part = self._block.take(slice(self._position, end))
@@ -145,10 +146,11 @@ class DrawQueue:
         if self._ended:
             return False
         self._at = self.bookmark()()
+        # Bookmarks look into what was: they are changed no more.
+        self._lane_chunk, self._lane_rows = self._lane_chunk.copy(), self._lane_rows.copy()
         entered = [source for source in self._run_out if self._enter(source)]
         self._run_out = []
-        self._at = replace(self._at, read_once=self._read_once.copy())
-        self._rows_of_chunk = {source: (lane.chunk, lane.facts.num_rows) for source, lane in self._lanes.items()}
+        self._at.read_once[:] = self._read_once
         if self._ended or not self._lanes:
             self._ended = True
             self._start_block(Samples.none(self._at.names))
@@ -176,7 +178,7 @@ class DrawQueue:
         while True:
             if extent.end is not None and chunk >= extent.end and self._has_ended(source):
                 self._lanes.pop(source, None)
-                self._last_times[source] = np.inf
+                self._last_times[source], self._lane_chunk[source] = np.inf, -1
                 return False
             facts = self._describe(source, chunk)
             if row < facts.num_rows:
@@ -194,7 +196,7 @@ class DrawQueue:
         middle = int(at.since[source]) + np.cumsum(sizes) - sizes / 2
         times = at.lead[source] + middle / at.weights[source]
         self._lanes[source] = _Lane(chunk, facts, row, times)
-        self._last_times[source] = times[-1]
+        self._last_times[source], self._lane_chunk[source], self._lane_rows[source] = times[-1], chunk, facts.num_rows
         return True
 
     def _has_ended(self, source: int) -> bool:
@@ -210,7 +212,7 @@ class DrawQueue:
     def _fill_pool(self, entered: Sequence[int]) -> None:
         """Put the rows of new lanes that belong into the pool there; when the pool is empty, those of all, further on."""
         self._merge(entered)
-        while len(self._pool) == 0:
+        while len(self._pool.times) == 0:
             soonest = min(lane.times[lane.pooled] for lane in self._lanes.values() if lane.pooled < len(lane.times))
             ahead = sum((lane.times[-1] - lane.times[0]) / len(lane.times) for lane in self._lanes.values()) / len(
                 self._lanes
@@ -221,7 +223,7 @@ class DrawQueue:
 
     def _merge(self, sources: Iterable[int]) -> None:
         """Move the rows of these lanes that lie before `_until` into the pool, by time and, where equal, by source."""
-        spans, times = [], [self._pool_times]
+        spans, times = [], []
         for source in sources:
             lane = self._lanes[source]
             end = int(lane.times.searchsorted(self._until, "right"))
@@ -231,28 +233,58 @@ class DrawQueue:
                 lane.pooled = end
         if not spans:
             return
-        samples = Samples.concatenated([self._pool, _samples_of(self._at.names, spans)])
-        all_times = np.concatenate(times)
-        order = np.argsort(all_times, kind="stable")  # quick on what is a few sorted runs
-        in_order = all_times[order]
-        if (in_order[1:] == in_order[:-1]).any():
-            order = np.lexsort((samples.source, all_times))
-            in_order = all_times[order]
-        self._pool, self._pool_times = samples.take(order), in_order
+        self._pool = self._pool.with_rows(_samples_of(self._at.names, spans), times)
 
     def _settled(self) -> Samples:
         """Take the rows out of the pool that come before anything that is not known yet."""
         bounding = int(self._last_times.argmin())  # of equal times the first source's, which is the one drawn first
         horizon = self._last_times[bounding]
         if horizon > self._until:
-            block, self._pool, self._pool_times = self._pool, Samples.none(self._at.names), np.zeros(0)
+            block, self._pool = self._pool.first(len(self._pool.times)), _Pool.empty(self._at.names)
             return block
-        first, last = self._pool_times.searchsorted(horizon, "left"), self._pool_times.searchsorted(horizon, "right")
-        end = int(first + np.count_nonzero(self._pool.source[first:last] <= bounding))
-        block = self._pool.take(slice(0, end))
-        self._pool, self._pool_times = self._pool.take(slice(end, None)), self._pool_times[end:]
+        end = self._pool.num_before(horizon, bounding)
+        block, self._pool = self._pool.first(end), self._pool.without_first(end)
         self._run_out.append(bounding)
         return block
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Rows waiting for their turn: row `order[i]` of `rows`, which lie as they came, has the time `times[i]`.
+
+    Rows that were taken stay in `rows` until all are: most are moved twice, once in and once out.
+    """
+
+    rows: Samples
+    order: Ints
+    times: Floats
+
+    @staticmethod
+    def empty(names: tuple[str, ...]) -> _Pool:
+        return _Pool(Samples.none(names), np.zeros(0, np.int64), np.zeros(0))
+
+    def with_rows(self, new: Samples, times: Sequence[Floats]) -> _Pool:
+        rows = Samples.concatenated([self.rows, new]) if len(self.times) else new
+        first = len(rows) - len(new)
+        order = np.concatenate([self.order, np.arange(first, len(rows))])
+        all_times = np.concatenate([self.times, *times])
+        by_time = np.argsort(all_times, kind="stable")  # quick on what is a few sorted runs
+        in_order = all_times[by_time]
+        if (in_order[1:] == in_order[:-1]).any():
+            by_time = np.lexsort((rows.source[order], all_times))
+            in_order = all_times[by_time]
+        return _Pool(rows, order[by_time], in_order)
+
+    def num_before(self, time: float, source: int) -> int:
+        """How many rows come before that time, or at it and are of that source or an earlier one."""
+        first, last = self.times.searchsorted(time, "left"), self.times.searchsorted(time, "right")
+        return int(first + np.count_nonzero(self.rows.source[self.order[first:last]] <= source))
+
+    def first(self, count: int) -> Samples:
+        return self.rows.take(self.order[:count])
+
+    def without_first(self, count: int) -> _Pool:
+        return _Pool(self.rows, self.order[count:], self.times[count:])
 
 
 def _samples_of(names: tuple[str, ...], spans: list[tuple[int, _Lane, int, int]]) -> Samples:
@@ -261,15 +293,15 @@ def _samples_of(names: tuple[str, ...], spans: list[tuple[int, _Lane, int, int]]
     rows = [(lane.facts, lane.first + begin, lane.first + end) for _, lane, begin, end in spans]
     tokens = np.concatenate([facts.tokens[begin:end] for facts, begin, end in rows])
     size_names = dict.fromkeys(name for facts, _, _ in rows for name in facts.sizes)
-    return Samples(
-        source_names=names,
-        source=np.repeat(np.array([source for source, _, _, _ in spans], np.int64), counts),
-        chunk=np.repeat(np.array([lane.chunk for _, lane, _, _ in spans], np.int64), counts),
-        row=np.concatenate([np.arange(begin, end) for _, begin, end in rows]),
-        start=np.zeros(len(tokens), np.int64),
-        stop=tokens,
-        tokens=tokens,
-        loss_tokens=np.concatenate([facts.loss_tokens[begin:end] for facts, begin, end in rows]),
+    return Samples.of_columns(
+        names,
+        np.repeat(np.array([source for source, _, _, _ in spans], np.int64), counts),
+        np.repeat(np.array([lane.chunk for _, lane, _, _ in spans], np.int64), counts),
+        np.concatenate([np.arange(begin, end) for _, begin, end in rows]),
+        np.zeros(len(tokens), np.int64),
+        tokens,
+        tokens,
+        np.concatenate([facts.loss_tokens[begin:end] for facts, begin, end in rows]),
         sizes={
             name: np.concatenate(
                 [
@@ -285,20 +317,18 @@ def _samples_of(names: tuple[str, ...], spans: list[tuple[int, _Lane, int, int]]
     )
 
 
-def _advance(
-    at: Progress, block: Samples, position: int, by_tokens: bool, rows_of_chunk: dict[int, tuple[int, int]]
-) -> Progress:
-    """The progress after the first `position` draws of a block that begins at `at`."""
+def _advance(at: Progress, block: Samples, position: int, by_tokens: bool, lane_chunk: Ints, lane_rows: Ints) -> Progress:
+    """The progress after the first `position` draws of a block that begins at `at`. A source that has drawn all
+    `lane_rows` of its chunk comes to stand before the next one."""
     n = len(at.names)
     drawn = np.bincount(block.source[:position], minlength=n)
     tokens = np.bincount(block.source[:position], weights=block.tokens[:position], minlength=n).astype(np.int64)
-    chunk, row = at.chunk.copy(), at.row + drawn
-    for source, (lane_chunk, num_rows) in rows_of_chunk.items():
-        if lane_chunk == chunk[source] and row[source] >= num_rows:
-            chunk[source], row[source] = lane_chunk + 1, 0
+    row = at.row + drawn
+    all_drawn = (lane_chunk == at.chunk) & (row >= lane_rows)
+    row[all_drawn] = 0
     return replace(
         at,
-        chunk=chunk,
+        chunk=at.chunk + all_drawn,
         row=row,
         samples=at.samples + drawn,
         tokens=at.tokens + tokens,

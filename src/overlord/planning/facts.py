@@ -37,43 +37,73 @@ class ChunkFacts:
         return len(self.tokens)
 
 
+COLUMNS = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
+"""The columns that every table of samples has, in the order in which they lie in it."""
+
+_SOURCE, _CHUNK, _ROW, _START, _STOP, _TOKENS, _LOSS_TOKENS = range(len(COLUMNS))
+
+
 @dataclass(frozen=True, slots=True)
 class Samples:
     """The samples of one step, in the order they were drawn. One entry of each column per sample.
 
     A sample is the tokens [start, stop) of row `row` of chunk `chunk` of source `source` (an index into
-    `source_names`). `tokens` is stop - start, or 0 for sources without text.
+    `source_names`). `tokens` is stop - start, or 0 for sources without text. `table` holds these columns as its rows: a
+    step of ordinary size has some dozens of samples, so what counts is how few calls it takes to handle all of them.
     """
 
     source_names: tuple[str, ...]
-    source: Ints
-    chunk: Ints
-    row: Ints
-    start: Ints
-    stop: Ints
-    tokens: Ints
-    loss_tokens: Ints
+    table: Ints
     sizes: Mapping[str, Ints] = field(default_factory=dict)
     images: ImageSizes | None = None
     """The size of every image, where samples have any."""
 
     def __len__(self) -> int:
-        return len(self.source)
+        return self.table.shape[1]
+
+    @property
+    def source(self) -> Ints:
+        return self.table[_SOURCE]
+
+    @property
+    def chunk(self) -> Ints:
+        return self.table[_CHUNK]
+
+    @property
+    def row(self) -> Ints:
+        return self.table[_ROW]
+
+    @property
+    def start(self) -> Ints:
+        return self.table[_START]
+
+    @property
+    def stop(self) -> Ints:
+        return self.table[_STOP]
+
+    @property
+    def tokens(self) -> Ints:
+        return self.table[_TOKENS]
+
+    @property
+    def loss_tokens(self) -> Ints:
+        return self.table[_LOSS_TOKENS]
 
     def take(self, index: NDArray[np.integer] | slice) -> Samples:
         """The samples at these places; views where `index` is a slice."""
         return Samples(
             self.source_names,
-            self.source[index],
-            self.chunk[index],
-            self.row[index],
-            self.start[index],
-            self.stop[index],
-            self.tokens[index],
-            self.loss_tokens[index],
+            self.table[:, index] if isinstance(index, slice) else self.table.take(index, axis=1),
             {name: column[index] for name, column in self.sizes.items()} if self.sizes else {},
             None if self.images is None else self.images.take(index),
         )
+
+    def with_columns(self, **columns: NDArray[np.integer] | int) -> Samples:
+        """The same samples with other values in some of COLUMNS."""
+        table = self.table.copy()
+        for name, values in columns.items():
+            table[COLUMNS.index(name)] = values
+        return Samples(self.source_names, table, self.sizes, self.images)
 
     def for_sources(self, names: tuple[str, ...]) -> Samples:
         """The same samples under another list of source names, without those of sources that are not in it."""
@@ -81,24 +111,36 @@ class Samples:
         renumbered = np.array([index_of.get(name, -1) for name in self.source_names] or [-1], np.int64)
         source = renumbered[self.source]
         kept = np.flatnonzero(source >= 0)
-        return replace(self.take(kept), source_names=names, source=source[kept])
+        return replace(self.take(kept).with_columns(source=source[kept]), source_names=names)
 
     @staticmethod
     def none(source_names: tuple[str, ...]) -> Samples:
-        return replace(Samples.of_lengths(np.zeros(0, np.int64)), source_names=source_names)
+        return Samples(source_names, np.zeros((len(COLUMNS), 0), np.int64))
+
+    @staticmethod
+    def of_columns(
+        source_names: tuple[str, ...],
+        *columns: NDArray[np.integer],
+        sizes: Mapping[str, Ints] | None = None,
+        images: ImageSizes | None = None,
+    ) -> Samples:
+        """From the columns, in the order of COLUMNS."""
+        if len(columns) != len(COLUMNS):
+            raise ValueError(f"samples have the columns {', '.join(COLUMNS)}; got {len(columns)}")
+        return Samples(source_names, np.array(columns, np.int64), sizes or {}, images)
 
     @staticmethod
     def concatenated(parts: Sequence[Samples]) -> Samples:
         """The samples of several tables of the same sources, one after the other; sizes that a part lacks are 0."""
         if len(parts) == 1:
             return parts[0]
+        table = np.concatenate([part.table for part in parts], axis=1)
         size_names = dict.fromkeys(name for part in parts for name in part.sizes)
+        if not size_names and all(part.images is None for part in parts):
+            return Samples(parts[0].source_names, table)
         return Samples(
             parts[0].source_names,
-            *(
-                np.concatenate([getattr(part, column) for part in parts])
-                for column in ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
-            ),
+            table,
             sizes={
                 name: np.concatenate(
                     [part.sizes[name] if name in part.sizes else np.zeros(len(part), np.int64) for part in parts]
@@ -114,17 +156,7 @@ class Samples:
     ) -> Samples:
         """Samples of one nameless source from lengths alone: for simulation, benchmarks and tests."""
         lengths = np.asarray(tokens, np.int64)
-        n = len(lengths)
-        zeros = np.zeros(n, np.int64)
-        return Samples(
-            source_names=("samples",),
-            source=zeros,
-            chunk=zeros,
-            row=np.arange(n, dtype=np.int64),
-            start=zeros,
-            stop=lengths,
-            tokens=lengths,
-            loss_tokens=np.maximum(lengths - 1, 0),
-            sizes=dict(sizes or {}),
-            images=images,
-        )
+        zeros = np.zeros(len(lengths), np.int64)
+        row, loss_tokens = np.arange(len(lengths)), np.maximum(lengths - 1, 0)
+        columns = (zeros, zeros, row, zeros, lengths, lengths, loss_tokens)
+        return Samples.of_columns(("samples",), *columns, sizes=dict(sizes or {}), images=images)

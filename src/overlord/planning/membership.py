@@ -187,21 +187,12 @@ class StepDrawer:
         if self._count_loss is not None:
             source, chunk, row = (column.item(last) for column in (samples.source, samples.chunk, samples.row))
             loss = self._count_loss(source, chunk, row, start, cut)
-        stop, tokens, loss_tokens = samples.stop.copy(), samples.tokens.copy(), samples.loss_tokens.copy()
-        rest = Samples(
-            samples.source_names,
-            samples.source[last:],
-            samples.chunk[last:],
-            samples.row[last:],
-            np.array([cut]),
-            samples.stop[last:],
-            np.array([surplus]),
-            loss_tokens[last:] - loss,
-            {name: column[last:] for name, column in samples.sizes.items()},
-            None if samples.images is None else samples.images.take(slice(last, None)),
-        )
-        stop[last], tokens[last], loss_tokens[last] = cut, cut - start, loss
-        return replace(samples, stop=stop, tokens=tokens, loss_tokens=loss_tokens), rest
+        whole = samples.take(slice(last, None))
+        rest = whole.with_columns(start=cut, tokens=surplus, loss_tokens=whole.loss_tokens - loss)
+        first = whole.with_columns(stop=cut, tokens=cut - start, loss_tokens=loss)
+        table = samples.table.copy()
+        table[:, last:] = first.table
+        return replace(samples, table=table), rest
 
     def _whole_documents(self, tokens: int) -> tuple[Samples, Ints] | None:
         """As many whole documents as can be packed into the step's rows; those that do not fit are carried to the next

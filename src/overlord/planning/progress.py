@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from overlord.planning.facts import COLUMNS as SAMPLE_COLUMNS
 from overlord.planning.facts import Floats, Ints, Samples
 from overlord.planning.images.image_sizes import ImageSizes
 
 COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once")
-_CARRIED = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,7 @@ def plain_samples(samples: Samples) -> dict[str, Any] | None:
     """Samples as numbers and strings; None where there are none."""
     if len(samples) == 0:
         return None
-    columns = [getattr(samples, column).tolist() for column in _CARRIED]
-    columns += [column.tolist() for column in samples.sizes.values()]
+    columns = [*samples.table.tolist(), *(column.tolist() for column in samples.sizes.values())]
     plain = {
         "names": list(samples.source_names),
         "sizes": list(samples.sizes),
@@ -112,9 +111,8 @@ def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) 
     if plain is None:
         return Samples.none(names)
     columns = np.array(plain["rows"], np.int64).T
-    fixed = dict(zip(_CARRIED, columns, strict=False))
-    sizes = dict(zip(plain["sizes"], columns[len(_CARRIED) :], strict=True))
+    n = len(SAMPLE_COLUMNS)
+    sizes = dict(zip(plain["sizes"], columns[n:], strict=True))
     images = plain.get("images")
-    return Samples(
-        tuple(plain["names"]), **fixed, sizes=sizes, images=None if images is None else ImageSizes.of(images)
-    ).for_sources(names)
+    images = None if images is None else ImageSizes.of(images)
+    return Samples.of_columns(tuple(plain["names"]), *columns[:n], sizes=sizes, images=images).for_sources(names)

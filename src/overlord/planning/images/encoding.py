@@ -197,11 +197,10 @@ def round_of_group(encoding: Encoding, samples: Samples, counts: Ints, group: in
 
 def images_alone(samples: Samples, number: Ints) -> Samples:
     """One image of each sample, and nothing of its text."""
-    none = np.zeros(len(samples), np.int64)
     sizes = sizes_of(samples)
-    one = ImageSizes(sizes.first + number, none + 1, sizes.height, sizes.width)
+    one = ImageSizes(sizes.first + number, np.ones(len(samples), np.int64), sizes.height, sizes.width)
     wanted = {**samples.sizes, ONLY_IMAGE: number + 1}
-    return replace(samples, start=none, stop=none, tokens=none, loss_tokens=none, sizes=wanted, images=one)
+    return replace(samples.with_columns(start=0, stop=0, tokens=0, loss_tokens=0), sizes=wanted, images=one)
 
 
 def text_alone(samples: Samples) -> Samples:

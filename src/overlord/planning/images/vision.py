@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def images_of(samples: Samples, grid: PatchGrid) -> Images:
 def fused(samples: Samples, images: Images) -> Samples:
     """The samples as long as the backbone sees them, for texts that have no places for their images."""
     places = np.bincount(images.sample, images.tokens, len(samples)).astype(np.int64)
-    return replace(samples, tokens=samples.tokens + places)
+    return samples.with_columns(tokens=samples.tokens + places)
 
 
 @dataclass(frozen=True, slots=True)

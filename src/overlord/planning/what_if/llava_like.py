@@ -7,7 +7,7 @@ image, a tenth of text alone, and some short videos.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class LlavaLike:
         samples = Samples.of_lengths(np.clip(text, 3, context).astype(np.int64), images=images)
         whole = fused(samples, images_of(samples, self.grid))
         tokens = np.minimum(whole.tokens, context)
-        return replace(samples, stop=tokens, tokens=tokens, loss_tokens=np.minimum(samples.loss_tokens, tokens))
+        return samples.with_columns(stop=tokens, tokens=tokens, loss_tokens=np.minimum(samples.loss_tokens, tokens))
 
     def facts(self, num_documents: int, context: int, seed: tuple[int, ...]) -> ChunkFacts:
         """A chunk of such samples, as a Source Loader would describe it."""
