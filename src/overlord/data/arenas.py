@@ -6,10 +6,8 @@ back by itself when the last array (or tensor) that looks into it is gone, so a 
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from collections import deque
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +30,10 @@ class Arenas:
         size = max(-(-num_bytes // _STEP), 1) * _STEP
         memory = self._idle_of(size)
         if memory is None:
-            memory = np.empty(size, np.uint8)
-        # Typed as Any: the checkers' idea of what is a buffer leaves out ctypes.
-        owner: Any = (ctypes.c_char * len(memory)).from_buffer(cast(Any, memory))
-        weakref.finalize(owner, self._take_back, memory).atexit = False
-        return np.frombuffer(owner, np.uint8, num_bytes)
+            memory = np.empty(size, np.uint8).view(_Arena)
+        lease = memory.view(_Lease)
+        lease.idle, lease.most = self._idle, self._most
+        return lease.view(np.ndarray)[:num_bytes]
 
     @property
     def num_idle(self) -> int:
@@ -53,6 +50,19 @@ class Arenas:
             # One of another size goes: what is asked for now is the best guess of what will be.
         return None
 
-    def _take_back(self, memory: NDArray[np.uint8]) -> None:
-        if len(self._idle) < self._most:
-            self._idle.append(memory)
+
+class _Arena(np.ndarray):
+    """An arena. Of a class of its own, because an array made from a view holds what the view holds instead, where that is
+    of the array's own class: a lease would be passed over."""
+
+
+class _Lease(np.ndarray):
+    """Stands between an arena and the arrays that look into it: it lives as long as any of them, and gives the arena back
+    when it goes."""
+
+    idle: deque[NDArray[np.uint8]]
+    most: int
+
+    def __del__(self) -> None:
+        if len(self.idle) < self.most:
+            self.idle.append(cast(NDArray[np.uint8], self.base))

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -67,11 +68,11 @@ PADDING_SEGMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where everything lies. `order` lists the documents that have text, by place."""
+    """Where everything lies. `order` lists the documents that have text, by place; None when all have, and lie in turn."""
 
     starts: Ints
     lengths: Ints
-    order: Ints
+    order: Ints | None
     bounds: Ints
     """Where segments begin, and the end of the last one."""
     ends: Ints
@@ -102,9 +103,8 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
     segments = np.diff(layout.bounds)
     labels, tokens, position_ids, loss_mask = _large_fields(layout.num_tokens, arenas)
     np.concatenate(_pieces(layout, payload.tokens, batch.pad_token), out=tokens, casting="same_kind")
-    _fill_labels(labels, layout, tokens, payload)
+    _fill_labels(labels, loss_mask, layout, tokens, payload)
     _fill_positions(position_ids, segments)
-    _fill_loss_mask(loss_mask, labels, layout, payload)
     fields: Fields = {
         "tokens": tokens,
         "labels": labels,
@@ -123,6 +123,8 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
     fields |= _cu_seqlens(layout, batch.document_multiple) if packed else _folded(layout, fields, micro.row)
     if payload.images is not None:
         fields |= _images(payload.images)
+    if not payload.columns:
+        return fields
     taken = fields.keys() & payload.columns.keys()
     if taken:
         raise SpecError(
@@ -133,7 +135,7 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
 
 def _check_payload(micro: MicroPlan, payload: Payload) -> None:
     samples = micro.samples
-    given = [len(document) for document in payload.tokens]
+    given = list(map(len, payload.tokens))
     planned = samples.tokens.tolist()
     if len(given) != len(planned):
         raise DataError(f"the plan has {len(planned)} samples, the payload {len(given)}")
@@ -181,7 +183,7 @@ def _full_layout(micro: MicroPlan) -> _Layout | None:
         fits = bounds[-1] == micro.num_rows * row_tokens and (starts // row_tokens == micro.row).all()
         if not fits or not ((ends - 1) // row_tokens == micro.row).all():
             return None
-    return _Layout(starts, lengths, np.arange(len(lengths)), bounds, ends, gaps=None)
+    return _Layout(starts, lengths, None, bounds, ends, gaps=None)
 
 
 def _laid_out(starts: Ints, lengths: Ints, order: Ints, bounds: Ints, total: int) -> _Layout:
@@ -229,7 +231,7 @@ def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
 
 def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], fill: int) -> Sequence[NDArray[Any]]:
     """What to put one after the other: each document at its place, and in between what fills gaps."""
-    if layout.gaps is None:
+    if layout.gaps is None or layout.order is None:
         return documents
     filler = np.full(layout.gaps.max(), fill, np.int32)
     pieces = [filler[:0]]
@@ -244,32 +246,35 @@ def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], fill: int) -> Se
 
 def _large_fields(n: int, arenas: Arenas | None) -> tuple[NDArray[Any], ...]:
     """Uninitialised labels, tokens, position_ids and loss_mask, side by side in one piece of memory."""
-    kinds = (np.int64, np.int32, np.int32, np.bool_)
-    ends = np.cumsum([n * np.dtype(kind).itemsize for kind in kinds]).tolist()
-    memory = np.empty(ends[-1], np.uint8) if arenas is None else arenas.lease(ends[-1])
-    return tuple(memory[begin:end].view(kind) for begin, end, kind in zip([0, *ends], ends, kinds, strict=False))
+    memory = np.empty(17 * n, np.uint8) if arenas is None else arenas.lease(17 * n)
+    labels, rest = memory[: 8 * n].view(np.int64), memory[8 * n :]
+    return labels, rest[: 4 * n].view(np.int32), rest[4 * n : 8 * n].view(np.int32), rest[8 * n :].view(np.bool_)
 
 
-def _fill_labels(labels: NDArray[np.int64], layout: _Layout, tokens: NDArray[np.int32], payload: Payload) -> None:
+def _fill_labels(
+    labels: NDArray[np.int64],
+    loss_mask: NDArray[np.bool_],
+    layout: _Layout,
+    tokens: NDArray[np.int32],
+    payload: Payload,
+) -> None:
+    """Each place's next token, where there is loss on it; `loss_mask` says where that is."""
     labels[:-1] = tokens[1:]
-    following = payload.following[layout.order]
-    labels[layout.ends - 1] = np.where(following < 0, NO_LOSS, following)
+    last = layout.ends - 1
+    following = payload.following if layout.order is None else payload.following[layout.order]
+    goes_on = following >= 0
+    labels[last] = np.where(goes_on, following, NO_LOSS)
+    if payload.loss_masks is None and not payload.ignored and layout.gaps is None:
+        loss_mask.fill(True)  # only the last place of a document may lack a label
+        loss_mask[last] = goes_on
+        return
     for places in layout.uncovered():
         labels[places] = NO_LOSS
     if payload.loss_masks is not None:
         np.copyto(labels, NO_LOSS, where=_unwanted(layout, payload.loss_masks))
     for i in payload.ignored:
         labels[layout.starts[i] : layout.starts[i] + layout.lengths[i]] = NO_LOSS
-
-
-def _fill_loss_mask(loss_mask: NDArray[np.bool_], labels: NDArray[np.int64], layout: _Layout, payload: Payload) -> None:
-    """True where there is a label."""
-    if payload.loss_masks is not None or payload.ignored or layout.gaps is not None:
-        np.not_equal(labels, NO_LOSS, out=loss_mask)
-        return
-    loss_mask.fill(True)  # only the last place of a document may lack a label
-    last = layout.ends - 1
-    loss_mask[last] = labels[last] != NO_LOSS
+    np.not_equal(labels, NO_LOSS, out=loss_mask)
 
 
 def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> NDArray[np.bool_]:
@@ -291,9 +296,22 @@ def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> N
 def _fill_positions(position_ids: NDArray[np.int32], segments: Ints) -> None:
     if len(segments) == 0:
         return
-    ramp = np.arange(segments.max(), dtype=np.int32)
+    lengths = segments.tolist()
+    ramp = _ramp(max(lengths))
     # Copying stretches of one ramp: nothing is computed per token.
-    np.concatenate([ramp[:length] for length in segments.tolist()], out=position_ids)
+    np.concatenate([ramp[:length] for length in lengths], out=position_ids)
+
+
+@lru_cache(maxsize=4)
+def _ramp_up_to(n: int) -> NDArray[np.int32]:
+    ramp = np.arange(n, dtype=np.int32)
+    ramp.setflags(write=False)
+    return ramp
+
+
+def _ramp(n: int) -> NDArray[np.int32]:
+    """0, 1, 2, ...: at least `n` of them, made anew only where the lengths asked for differ by much."""
+    return _ramp_up_to(1 << (n - 1).bit_length())
 
 
 def _cu_seqlens(layout: _Layout, multiple: int) -> Fields:
@@ -301,7 +319,8 @@ def _cu_seqlens(layout: _Layout, multiple: int) -> Fields:
     if multiple == 1:
         return {"cu_seqlens": bounds}
     real = np.zeros(len(bounds), np.int32)
-    real[np.searchsorted(layout.bounds, layout.starts[layout.order]) + 1] = layout.lengths[layout.order]
+    with_text = slice(None) if layout.order is None else layout.order
+    real[np.searchsorted(layout.bounds, layout.starts[with_text]) + 1] = layout.lengths[with_text]
     return {"cu_seqlens": np.cumsum(real, dtype=np.int32), "cu_seqlens_padded": bounds}
 
 

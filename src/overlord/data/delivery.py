@@ -74,6 +74,8 @@ def fields_for(batch: Fields, stage: int, num_stages: int) -> Fields:
     """
     if not 0 <= stage < num_stages:
         raise SpecError(f"a pipeline of {num_stages} stages has stages 0 to {num_stages - 1}, not {stage}")
+    if num_stages == 1:
+        return batch
     first, last = stage == 0, stage == num_stages - 1
     return {
         name: value

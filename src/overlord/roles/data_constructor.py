@@ -129,7 +129,9 @@ class DataConstructor:
             slowest = min(self._taken, key=lambda r: self._taken[r])
             if step > self._taken[slowest] + self._prefetch:
                 return Later(f"rank {slowest} of the same data-parallel group has not taken step {self._taken[slowest]} yet")
-            for number in range(step, max(step, oldest + self._prefetch) + 1):
+            # With no threads nothing is built before it is asked for.
+            last = max(step, oldest + self._prefetch) if self._threads.num_threads else step
+            for number in range(step, last + 1):
                 if number not in self._steps or _came_to_nothing(self._steps[number]):
                     self._steps[number] = self._threads.submit(self._build, number)
             future = self._steps[step]
@@ -225,23 +227,19 @@ class DataConstructor:
 
     def _built_here(self, step: int, future: Future[_Built | Later | None]) -> _Built | Later | None:
         """The step, built by the rank that asks for it first: there are no threads to build it."""
-        here: Future[_Built | Later | None] = Future()
         with self._lock:
-            is_mine = self._steps.get(step) is future and future.cancel()
+            is_mine = not future.running() and not future.done()
             if is_mine:
-                here.set_running_or_notify_cancel()
-                self._steps[step] = here
-            else:
-                here = self._steps.get(step, future)
+                future.set_running_or_notify_cancel()
         if not is_mine:
-            return here.result()
+            return future.result()
         try:
             built = self._build(step)
         except BaseException as error:
-            self._forget(step, here)
-            here.set_exception(error)
+            self._forget(step, future)
+            future.set_exception(error)
             raise
-        here.set_result(built)
+        future.set_result(built)
         return built
 
     def _build(self, step: int) -> _Built | Later | None:

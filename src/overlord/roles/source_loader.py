@@ -25,7 +25,7 @@ from overlord.planning.facts import ChunkFacts
 class _Making:
     """A chunk that is being made, or waits for a thread."""
 
-    future: Future[Chunk]
+    future: Future[Opened]
     since: float
 
 
@@ -40,12 +40,15 @@ class Opened:
     left: int
     """Tokens (or rows, for a source without text) and images that were not handed out yet. Counted down without a lock: a
     note lost to another thread only keeps the chunk until it is released."""
+    tokens: int
+    num_bytes: int
 
     @staticmethod
     def of(chunk: Chunk) -> Opened:
-        images = chunk.facts.images  # counted too, because others may ask for them than for the text
-        left = (int(chunk.facts.tokens.sum()) or chunk.facts.num_rows) + (0 if images is None else int(images.count.sum()))
-        return Opened(chunk, chunk.values, chunk.begin.item, chunk.document_end.item, left)
+        tokens, images = int(chunk.facts.tokens.sum()), chunk.facts.images
+        # Images are counted too, because others may ask for them than for the text.
+        left = (tokens or chunk.facts.num_rows) + (0 if images is None else int(images.count.sum()))
+        return Opened(chunk, chunk.values, chunk.begin.item, chunk.document_end.item, left, tokens, chunk.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,18 @@ class Work:
     """How long asks had to wait for a chunk."""
 
     def plus(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Work(
+            self.num_chunks + other.num_chunks,
+            self.cpu_s + other.cpu_s,
+            self.wait_s + other.wait_s,
+            self.rows + other.rows,
+            self.tokens + other.tokens,
+            self.num_bytes + other.num_bytes,
+            self.waited_s + other.waited_s,
+        )
 
     def minus(self, other: Work) -> Work:
-        return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return self.plus(Work(*(-value for value in astuple(other))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,6 @@ class SourceLoader:
         self._clock = clock
         self._lock = threading.Lock()
         self._chunks: dict[int, Opened] = {}
-        self._sizes: dict[int, int] = {}
         self._facts: dict[int, ChunkFacts] = {}
         self._making: dict[int, _Making] = {}
         self._keep_from = 0
@@ -125,15 +135,14 @@ class SourceLoader:
         with self._lock:
             self._release_before(keep_from)
             facts = self._facts.get(chunk)
-        return self._obtain(chunk, needed=False).facts if facts is None else facts
+        return self._obtain(chunk, needed=False).chunk.facts if facts is None else facts
 
     def opened(self, number: int) -> Opened:
         """The chunk itself, for handing out its rows."""
         found = self._chunks.get(number)
         if found is not None:
             return found
-        chunk = self._obtain(number, needed=True)
-        return self._chunks.get(number) or Opened.of(chunk)
+        return self._obtain(number, needed=True)
 
     def let_go(self, number: int) -> None:
         """Drop a chunk if all of it was handed out."""
@@ -192,67 +201,64 @@ class SourceLoader:
             self._closed = True
             making, self._making = list(self._making.values()), {}
             self._chunks.clear()
-            self._sizes.clear()
             self._bytes = 0
         for entry in making:
             entry.future.cancel()
 
-    def _obtain(self, number: int, needed: bool) -> Chunk:
+    def _obtain(self, number: int, needed: bool) -> Opened:
         began = self._clock()
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the loader of source {self._name!r} is closed")
             found = self._chunks.get(number)
             if found is not None:
-                return found.chunk
+                return found
             entry = self._making.get(number) or self._start(number)
             # No thread has begun it: make it here rather than wait, so that asks never wait in a circle.
             here = _Making(Future(), self._clock()) if entry.future.cancel() else None
             if here is not None:
                 here.future.set_running_or_notify_cancel()
                 self._making[number] = here
-        chunk = entry.future.result() if here is None else self._made_for_all(number, here.future)
+        opened = entry.future.result() if here is None else self._made_for_all(number, here.future)
         with self._lock:
             self._made = self._made.plus(Work(waited_s=self._clock() - began))
-            if needed:
-                self._admit(number, chunk, needed=True)
-        return chunk
+            return self._admit(number, opened, needed=True) if needed else opened
 
-    def _made_for_all(self, number: int, future: Future[Chunk]) -> Chunk:
+    def _made_for_all(self, number: int, future: Future[Opened]) -> Opened:
         """Make a chunk in this thread, for whoever else waits for it too."""
         try:
-            chunk = self._made_here(number)
+            opened = self._made_here(number)
         except BaseException as error:
             future.set_exception(error)
             raise
-        future.set_result(chunk)
-        return chunk
+        future.set_result(opened)
+        return opened
 
     def _start(self, number: int) -> _Making:
         entry = _Making(self._threads.submit(self._made_here, number), self._clock())
         self._making[number] = entry
         return entry
 
-    def _made_here(self, number: int) -> Chunk:
+    def _made_here(self, number: int) -> Opened:
         began, began_cpu = self._clock(), time.thread_time()
         try:
-            chunk = self._make(number)
+            opened = Opened.of(self._make(number))
         except BaseException:
             with self._lock:
                 self._making.pop(number, None)
             raise
         with self._lock:
             self._making.pop(number, None)
-            self._made = self._made.plus(_work_on(chunk, self._clock() - began, time.thread_time() - began_cpu))
-            self._facts[number] = chunk.facts
-            self._admit(number, chunk, needed=False)
-        return chunk
+            self._made = self._made.plus(_work_on(opened, self._clock() - began, time.thread_time() - began_cpu))
+            self._facts[number] = opened.chunk.facts
+            return self._admit(number, opened, needed=False)
 
-    def _admit(self, number: int, chunk: Chunk, needed: bool) -> None:
-        """Keep the chunk if there is room; when it is needed now, make room by dropping others, lowest first."""
+    def _admit(self, number: int, opened: Opened, needed: bool) -> Opened:
+        """Keep the chunk if there is room; when it is needed now, make room by dropping others, lowest first. Gives the one
+        that is kept, where there was one already."""
         if self._closed or number in self._chunks:
-            return
-        size = chunk.num_bytes
+            return self._chunks.get(number, opened)
+        size = opened.num_bytes
         expected = self._expected_bytes(number)
         if expected:
             self._seen_ratio = max(self._seen_ratio, size / expected)
@@ -265,16 +271,16 @@ class SourceLoader:
             if self._bytes + size <= self._limit:
                 break
             self._drop(other)
-        if self._bytes + size > self._limit:
-            return
-        self._chunks[number] = Opened.of(chunk)
-        self._sizes[number] = size
-        self._bytes += size
-        self._peak = max(self._peak, self._bytes)
+        if self._bytes + size <= self._limit:
+            self._chunks[number] = opened
+            self._bytes += size
+            self._peak = max(self._peak, self._bytes)
+        return opened
 
     def _drop(self, number: int) -> None:
-        if self._chunks.pop(number, None) is not None:
-            self._bytes -= self._sizes.pop(number)
+        dropped = self._chunks.pop(number, None)
+        if dropped is not None:
+            self._bytes -= dropped.num_bytes
 
     def _release_before(self, keep_from: int) -> None:
         if keep_from <= self._keep_from:
@@ -289,5 +295,5 @@ class SourceLoader:
         return int(self._expected_bytes(number) * self._seen_ratio)
 
 
-def _work_on(chunk: Chunk, seconds: float, cpu_s: float) -> Work:
-    return Work(1, cpu_s, max(seconds - cpu_s, 0.0), chunk.facts.num_rows, int(chunk.facts.tokens.sum()), chunk.num_bytes)
+def _work_on(made: Opened, seconds: float, cpu_s: float) -> Work:
+    return Work(1, cpu_s, max(seconds - cpu_s, 0.0), made.chunk.facts.num_rows, made.tokens, made.num_bytes)
