@@ -65,4 +65,4 @@ class _Lease(np.ndarray):
 
     def __del__(self) -> None:
         if len(self.idle) < self.most:
-            self.idle.append(cast(NDArray[np.uint8], self.base))
+            self.idle.append(cast("NDArray[np.uint8]", self.base))

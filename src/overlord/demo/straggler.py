@@ -64,6 +64,6 @@ def measured_straggler(job: Job, cost: TransformerCost) -> Straggler:
 def _both_ways(planned: Planned, batch: Batch, tree: ClientPlaceTree, cost: TransformerCost) -> tuple[Floats, Floats]:
     """What each rank has to do in a step, dealt blindly and balanced."""
     drawn = planned.step
-    graph = DGraph(drawn.samples, batch, tree, drawn.rows)
+    graph = DGraph(drawn.samples, batch, tree, drawn.rows, drawn.in_rows)
     blindly, balanced = plain()(graph), long_short(cost)(graph)
     return blindly.group_costs(cost(blindly.samples)), balanced.group_costs(cost(balanced.samples))

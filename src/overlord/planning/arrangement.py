@@ -19,6 +19,13 @@ class Rows(NamedTuple):
     row_tokens: int
 
 
+class SamplesInRows(NamedTuple):
+    """Samples, some of them cut at the ends of rows of sequence_length, and the row of each."""
+
+    samples: Samples
+    row: Ints
+
+
 class Arrangement(NamedTuple):
     """Where each sample goes: its group, its microbatch in the group, its row in the microbatch."""
 

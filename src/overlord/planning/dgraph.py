@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 
 from overlord.errors import SpecError
-from overlord.planning.arrangement import Arrangement, Rows, cut_samples, dealt_bins, numbered, variable
+from overlord.planning.arrangement import Arrangement, Rows, SamplesInRows, cut_samples, dealt_bins, numbered, variable
 from overlord.planning.balancing import Balancer, greedy, summed
 from overlord.planning.cost import CostFunction, costs_of
 from overlord.planning.facts import Floats, Ints, Samples
@@ -52,13 +52,15 @@ class DGraph:
     """A step's samples with what has been decided about them so far. Immutable.
 
     `reference_rows[i]` is the row in which sample i was placed when the step's samples were chosen, a packing
-    that is known to fit; None for steps counted in samples or filled by cutting documents.
+    that is known to fit; None for steps counted in samples or filled by cutting documents. For the latter `in_rows` may
+    have the samples as `pack` would cut them.
     """
 
     samples: Samples
     batch: Batch
     place: ClientPlaceTree
     reference_rows: Ints | None = None
+    in_rows: SamplesInRows | None = None
     cost_function: CostFunction | None = None
     costs: Floats | None = None
     num_groups: int = 0
@@ -106,6 +108,12 @@ class DGraph:
             return self._in_rows("one sample a row", np.arange(len(self.samples)), len(self.samples), tokens)
         if method is None and self.reference_rows is not None and tokens == self.batch.sequence_length:
             return self._in_rows("as drawn", self.reference_rows, self.batch.num_rows or 1, tokens)
+        as_cut = self.in_rows is not None and self.extra is None and self.batch.document_multiple == 1
+        if method is None and self.in_rows is not None and as_cut and tokens == self.batch.sequence_length:
+            samples, row = self.in_rows
+            costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
+            rows = Rows(row, self.batch.num_rows or 1, tokens)
+            return self._with(_packed("concat and split", rows), samples=samples, costs=costs, rows=rows)
         if method is None:
             method = concat_and_split if self.batch.cut_documents else best_fit
         return self._packed_by(method, tokens)
@@ -127,6 +135,8 @@ class DGraph:
         self._check_distributed("deal")
         if self.rows is not None:
             row = self.rows.row
+            if self.num_groups == 1:
+                return self._arranged(self._rows_to(np.zeros_like(row), row), "deal", "rows in turn")
             return self._arranged(self._rows_to(row % self.num_groups, row // self.num_groups), "deal", "rows in turn")
         n, groups = len(self.samples), self.num_groups
         number = np.arange(n)
@@ -169,7 +179,9 @@ class DGraph:
         self._check_distributed("split")
         pool = pool_of(self.place, capacity, mode, offload, communication, widen)
         found = split(self.samples, self.extra, self.costs, self.batch, self.axis, self.group_size, pool)
-        graph = self._with(found.stage, samples=found.samples, costs=found.costs, rings=found.rings, reference_rows=None)
+        graph = self._with(
+            found.stage, samples=found.samples, costs=found.costs, rings=found.rings, reference_rows=None, in_rows=None
+        )
         return graph._arranged(found.arrangement, "balance", found.text, *found.values)
 
     def level(self, pipeline: Pipeline, *, max_tokens: int | None = None) -> DGraph:
@@ -244,16 +256,20 @@ class DGraph:
         a = self.arrangement
         if a is None:
             raise SpecError("nothing is handed out yet: call distribute(...) and then deal() or balance(...) before plan()")
-        first = np.cumsum(a.counts) - a.counts
-        micro = first[a.group] + a.micro
-        order = np.argsort(micro * a.rows_per_microbatch + a.row, kind="stable")
-        sizes = np.bincount(micro, minlength=int(a.counts.sum()))
+        num_micros = int(a.counts.sum())
+        micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro if num_micros > 1 else a.micro
+        place = micro * a.rows_per_microbatch + a.row if num_micros > 1 else a.row
+        in_order = bool((place[1:] >= place[:-1]).all())  # as rows that were filled in turn are, in a single group
+        order = np.arange(len(place)) if in_order else place.argsort(kind="stable")
+        offsets = np.zeros(num_micros + 1, np.int64)
+        np.cumsum(np.bincount(micro, minlength=num_micros), out=offsets[1:])
         return Plan(
             samples=self.samples,
             counts=a.counts,
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            offsets=offsets,
             order=order,
-            row=a.row[order],
+            row=a.row if in_order else a.row[order],
+            in_order=in_order,
             rows_per_microbatch=a.rows_per_microbatch,
             row_tokens=a.row_tokens,
             broadcast=self.broadcast,
@@ -287,7 +303,8 @@ class DGraph:
         if isinstance(found, Pieces):
             samples = cut_samples(self.samples, found)
             costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
-            graph, found = replace(self, samples=samples, costs=costs, reference_rows=None), found.row
+            graph = replace(self, samples=samples, costs=costs, reference_rows=None, in_rows=None)
+            found = found.row
         if (found < 0).any():
             raise SpecError(
                 f"{(found < 0).sum()} of {len(found)} samples find no room in {num_rows} rows of {tokens} tokens "
@@ -298,8 +315,8 @@ class DGraph:
         return graph._in_rows(_name(method), found, num_rows, tokens)
 
     def _in_rows(self, how: str, row: Ints, num_rows: int, tokens: int) -> DGraph:
-        stage = Stage("pack", "{}: {} samples in {} rows of {} tokens", (how, len(row), num_rows, tokens))
-        return self._with(stage, rows=Rows(row, num_rows, tokens))
+        rows = Rows(row, num_rows, tokens)
+        return self._with(_packed(how, rows), rows=rows)
 
     def _rows_to(self, group: Ints, turn: Ints) -> Arrangement:
         """An arrangement of rows, given the group of each sample and its row's number within the group."""
@@ -310,6 +327,8 @@ class DGraph:
             per_micro = max(1, (self.batch.micro_tokens or self.batch.sequence_length) // rows.row_tokens)
         count = max(1, -(-rows.num_rows // (self.num_groups * per_micro)))
         counts = np.full(self.num_groups, count)
+        if count == 1:
+            return Arrangement(group, np.zeros_like(turn), turn, counts, per_micro, rows.row_tokens)
         return Arrangement(group, turn // per_micro, turn % per_micro, counts, per_micro, rows.row_tokens)
 
     def _balanced_rows(self, method: Balancer, rows: Rows, costs: Floats) -> DGraph:
@@ -385,6 +404,10 @@ class DGraph:
         if self.costs is not None:
             bucket_costs, micro_costs = self._group_costs(arrangement.group), self._micro_costs(arrangement)
         return self._with(Stage(name, text, values, bucket_costs, micro_costs), arrangement=arrangement)
+
+
+def _packed(how: str, rows: Rows) -> Stage:
+    return Stage("pack", "{}: {} samples in {} rows of {} tokens", (how, len(rows.row), rows.num_rows, rows.row_tokens))
 
 
 def _name(function: object) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -126,10 +127,11 @@ class DrawQueue:
             return 0
         return int(self._block_tokens[-1] - (self._block_tokens[self._position - 1] if self._position else 0))
 
-    def bookmark(self) -> Callable[[], Progress]:
-        """A function that gives the progress at this moment, computed when it is called."""
-        at, block, position, lanes = self._at, self._block, self._position, (self._lane_chunk, self._lane_rows)
-        return lambda: _advance(at, block, position, self._by_tokens, *lanes)
+    def bookmark(self, draws_ago: int = 0) -> Callable[[], Progress]:
+        """A function that gives the progress at this moment, or some draws ago (no more than were settled together with the
+        last one), computed when it is called."""
+        lanes = self._lane_chunk, self._lane_rows
+        return partial(_advance, self._at, self._block, self._position - draws_ago, self._by_tokens, *lanes)
 
     def _take_to(self, end: int) -> Samples:
         part = self._block.take(slice(self._position, end))

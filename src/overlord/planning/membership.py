@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,29 +11,35 @@ from functools import partial
 import numpy as np
 
 from overlord.curriculum import limit_at
+from overlord.planning.arrangement import SamplesInRows, cut_samples
 from overlord.planning.cutting import CountLoss, in_parts
 from overlord.planning.drawing import Describe, DrawQueue, Expect, Extent, reweighted
 from overlord.planning.facts import Floats, Ints, Samples
 from overlord.planning.outliers import all_now, not_placed, released, set_aside
-from overlord.planning.packing import best_fit, in_drawn_order
+from overlord.planning.packing import best_fit, concat_and_split, in_drawn_order
 from overlord.planning.progress import Progress
 from overlord.spec import Batch, Mixture
+
+_STEPS_TOGETHER = 8  # drawn at once where they can be: a call costs the same for some dozens of samples and for hundreds
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnStep:
-    """The samples of one step, the row that membership packing gave each (None for steps counted in samples), and the
-    progress after the step, computed when asked for."""
+    """The samples of one step, the row that membership packing gave each (None for steps counted in samples and for those
+    that cut documents), and the progress after the step, computed when asked for."""
 
     number: int
     samples: Samples
     rows: Ints | None
     weights: Floats
     after: Callable[[], Progress]
+    in_rows: SamplesInRows | None = None
+    """The samples cut at the ends of rows, where documents are cut and that was worked out for several steps at once."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # `after` looks into what the planner has drawn: only what it gives may travel.
-        return DrawnStep, (self.number, self.samples, self.rows, self.weights, partial(_same, self.after()))
+        after = partial(_same, self.after())
+        return DrawnStep, (self.number, self.samples, self.rows, self.weights, after, self.in_rows)
 
 
 def _same(progress: Progress) -> Progress:
@@ -105,6 +112,8 @@ class StepDrawer:
         self._num_first = 0  # candidates of a step that are placed before all others
         self._weights = progress.weights
         self._queue = self._new_queue(progress)
+        self._drawn: deque[DrawnStep] = deque()  # together with the step before
+        self._here: Callable[[], Progress] = partial(_same, progress)  # before the next step
 
     @property
     def number(self) -> int:
@@ -116,6 +125,8 @@ class StepDrawer:
         """Whether the next step can be drawn from what is known: no loader has to be asked."""
         if self._schedule.at(self._number) is not self._weights:
             return False
+        if self._drawn:
+            return True
         if self._batch.samples is not None:
             return self._queue.samples_at_hand >= self._batch.samples
         return self._queue.tokens_at_hand >= (self._batch.tokens or 0)
@@ -124,25 +135,36 @@ class StepDrawer:
         """The next step, or None when the run has ended; once ended it stays so."""
         weights = self._schedule.at(self._number)
         if weights is not self._weights:
-            progress = self._queue.bookmark()()
+            progress = self._here()
+            self._drawn.clear()  # these steps were drawn by the weights that held until now
+            self._carried = progress.carried
             ended = (self._ends >= 0) & (progress.chunk >= self._ends) & (self._mixture.stop == "drop_exhausted")
             self._queue = self._new_queue(reweighted(progress, weights, ended))
             self._weights = weights
-        if self._batch.samples is not None:
-            drawn = self._by_samples(self._batch.samples)
-        elif self._batch.cut_documents:
-            drawn = self._cut(self._batch.tokens or 0)
-        else:
-            drawn = self._whole_documents(self._batch.tokens or 0)
-        if drawn is None:
+        if not self._drawn:
+            self._drawn.extend(self._draw())
+        if not self._drawn:
             return None
-        samples, rows = drawn
-        self._number += 1
-        return DrawnStep(self._number - 1, samples, rows, weights, self._bookmark())
+        step = self._drawn.popleft()
+        self._number, self._here = step.number + 1, step.after
+        return step
 
-    def _bookmark(self) -> Callable[[], Progress]:
-        at, number, carried = self._queue.bookmark(), self._number, self._carried
-        return lambda: replace(at(), step=number, carried=carried)
+    def _draw(self) -> list[DrawnStep]:
+        """The next step, with some after it where they can be had at once; nothing when the run has ended."""
+        batch, number = self._batch, self._number
+        if batch.samples is not None:
+            drawn = self._by_samples(batch.samples)
+        elif batch.cut_documents and self._count_loss is None and batch.document_limits is None and len(self._carried) <= 1:
+            return self._cut_together(batch.tokens or 0)
+        elif batch.cut_documents:
+            drawn = self._cut(batch.tokens or 0)
+        else:
+            drawn = self._whole_documents(batch.tokens or 0)
+        if drawn is None:
+            return []
+        at, carried = self._queue.bookmark(), self._carried
+        after = partial(_progress, number + 1, at, lambda: carried)
+        return [DrawnStep(number, *drawn, self._weights, after)]
 
     def _new_queue(self, progress: Progress) -> DrawQueue:
         mixture = self._mixture
@@ -160,6 +182,44 @@ class StepDrawer:
             waiting = Samples.concatenated([left, waiting])
         self._carried = waiting
         return samples, None
+
+    def _cut_together(self, tokens: int) -> list[DrawnStep]:
+        """Steps of exactly `tokens` tokens, as many as are at hand: what `_cut` gives one after the other."""
+        carried, number = self._carried, self._number
+        parts = [carried, self._queue.next_tokens(tokens - int(carried.tokens.sum()))]
+        surplus = int(parts[0].tokens.sum()) + int(parts[1].tokens.sum()) - tokens
+        if surplus < 0 and (self._batch.drop_last or surplus == -tokens):
+            return []
+        at_most = self._num_alike(_STEPS_TOGETHER) - 1
+        more = max(0, min(at_most, (surplus + self._queue.tokens_at_hand) // tokens))
+        parts.append(self._queue.next_tokens(more * tokens - surplus) if more else Samples.none(carried.source_names))
+        samples = Samples.concatenated([part for part in parts if len(part)])
+        ends = np.cumsum(samples.tokens)
+        steps, row_tokens, count = _cut_every(samples, ends, tokens, more + 1), self._batch.sequence_length, more + 1
+        # A step ends where a row does, so that the ends of all rows are as easy to find as those of the steps.
+        per_step = tokens // row_tokens
+        rows = _cut_every(samples, ends, row_tokens, count * per_step)
+        bounds = range(tokens, count * tokens + 1, tokens)
+        num_used = np.minimum(ends.searchsorted(bounds) + 1, len(samples)).tolist()
+        first_of_step = steps.bin.searchsorted(range(count + 1)).tolist()
+        first_of_rows = rows.bin.searchsorted(range(0, count * per_step + 1, per_step)).tolist()
+        drawn = []
+        for i, (used, bound) in enumerate(zip(num_used, bounds, strict=True)):
+            of_step = steps.samples.take(slice(first_of_step[i], first_of_step[i + 1]))
+            in_rows = slice(first_of_rows[i], first_of_rows[i + 1])
+            cut = SamplesInRows(rows.samples.take(in_rows), rows.bin[in_rows] - i * per_step)
+            at = self._queue.bookmark(draws_ago=len(samples) - max(used, len(carried)))
+            after = partial(_progress, number + i + 1, at, partial(_rest, samples, ends, used - 1, bound))
+            drawn.append(DrawnStep(number + i, of_step, None, self._weights, after, cut))
+        self._carried = _rest(samples, ends, num_used[-1] - 1, bounds[-1])
+        return drawn
+
+    def _num_alike(self, most: int) -> int:
+        """How many steps from the next one on are drawn by the same weights, up to `most`."""
+        count = 1
+        while count < most and self._schedule.at(self._number + count) is self._weights:
+            count += 1
+        return count
 
     def _cut(self, tokens: int) -> tuple[Samples, None] | None:
         """Exactly `tokens` tokens: the last document is cut and its rest carried to the next step."""
@@ -249,6 +309,34 @@ class StepDrawer:
         samples = Samples.concatenated([self._carried, samples])
         self._carried = Samples.none(samples.source_names)
         return samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Samples cut into bins, and the bin of each."""
+
+    samples: Samples
+    bin: Ints
+
+
+def _cut_every(samples: Samples, ends: Ints, tokens: int, num_bins: int) -> _Cut:
+    pieces = concat_and_split(samples.tokens, num_bins, tokens, ends)
+    return _Cut(cut_samples(samples, pieces), pieces.row)
+
+
+def _rest(samples: Samples, ends: Ints, last: int, bound: int) -> Samples:
+    """What is left of the sample at place `last` after `bound` tokens of all samples."""
+    surplus = ends.item(last) - bound
+    if surplus <= 0:
+        return Samples.none(samples.source_names)
+    whole = samples.take(slice(last, last + 1))
+    given = whole.tokens - surplus
+    loss = whole.loss_tokens - np.minimum(given, whole.loss_tokens)
+    return whole.with_columns(start=whole.start + given, tokens=surplus, loss_tokens=loss)
+
+
+def _progress(step: int, at: Callable[[], Progress], carried: Callable[[], Samples]) -> Progress:
+    return replace(at(), step=step, carried=carried())
 
 
 def _padded(tokens: Ints, multiple: int) -> Ints:

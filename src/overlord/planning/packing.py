@@ -73,10 +73,10 @@ class Pieces:
     row: Ints
 
 
-def concat_and_split(lengths: Ints, num_rows: int, capacity: int) -> Pieces:
+def concat_and_split(lengths: Ints, num_rows: int, capacity: int, ends: Ints | None = None) -> Pieces:
     """The documents one after the other, cut at every multiple of `capacity`; what is past the last row is
-    left out."""
-    ends = np.cumsum(lengths)
+    left out. `ends` are the sums of the lengths, where they are known."""
+    ends = np.cumsum(lengths) if ends is None else ends
     total = min(int(ends[-1]) if len(ends) else 0, num_rows * capacity)
     cuts = np.concatenate([ends, np.arange(capacity, total + capacity, capacity)])
     np.minimum(cuts, total, out=cuts)

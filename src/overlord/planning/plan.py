@@ -94,6 +94,8 @@ class Plan:
     """Which ranks run which microbatches together, where documents are cut over ranks."""
     learned: LearnedCost | None = None
     """The cost that it was arranged by, where that is learned from times."""
+    in_order: bool = False
+    """Whether `order` is known to list the samples as they come."""
 
     @property
     def num_groups(self) -> int:
@@ -126,7 +128,7 @@ class Plan:
         for m in range(first, first + int(self.counts[group])):
             begin, end = self.offsets[m], self.offsets[m + 1]
             documents = self.order[begin:end]
-            samples, encode = self.samples.take(documents), None
+            samples, encode = self.samples.take(slice(begin, end) if self.in_order else documents), None
             if self.encoding is not None:
                 encode = round_of_group(self.encoding, self.samples, self.counts, group, m - first, documents)
                 samples = text_alone(samples)

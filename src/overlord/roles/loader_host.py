@@ -217,33 +217,34 @@ class _Given:
     def __init__(self, held_of: Callable[[str], Held], samples: Samples) -> None:
         self.opened: dict[tuple[int, int], Opened] = {}
         self.tokens: list[NDArray[np.integer]] = []
-        self.following = np.full(len(samples), -1, np.int64)
         self.masks: list[NDArray[np.integer] | None] = []
-        self.some_mask = False
+        following = [-1] * len(samples)
         opened, names, only = self.opened, samples.source_names, samples.sizes.get(ONLY_IMAGE)
-        columns = (samples.source, samples.chunk, samples.row, samples.start, samples.stop)
+        tokens, masks = self.tokens, self.masks
         # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
-        for place, (source, number, row, start, stop) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        for place, (source, number, row, start, stop) in enumerate(zip(*samples.table[:5].tolist(), strict=True)):
             key = (source, number)
             one = opened.get(key)
             if one is None:
                 one = opened[key] = held_of(names[source]).loader.opened(number)
-                self.some_mask = self.some_mask or one.chunk.mask is not None
             values = one.values
             if values is None:
-                self.tokens.append(_NO_TOKENS)
-                self.masks.append(None)
+                tokens.append(_NO_TOKENS)
                 one.left -= only is None or only[place] <= 0
                 continue
             begin = one.begin_of(row)
             end = begin + stop
-            self.tokens.append(values[begin + start : end])
+            tokens.append(values[begin + start : end])
             one.left -= stop - start
             goes_on = end < one.end_of(row)
             if goes_on:
-                self.following[place] = values[end]
-            mask = one.chunk.mask
-            self.masks.append(None if mask is None else _mask(mask, begin + start, end, goes_on))
+                following[place] = values.item(end)
+            if one.mask is not None:
+                masks += [None] * (place - len(masks))
+                masks.append(_mask(one.mask, begin + start, end, goes_on))
+        self.following = np.array(following, np.int64)
+        self.some_mask = bool(masks)
+        masks += [None] * (len(samples) - len(masks))
 
 
 def _mask(mask: NDArray[np.integer], begin: int, end: int, goes_on: bool) -> NDArray[np.integer]:

@@ -300,7 +300,7 @@ class Planner:
 
     def _arranged(self, step: DrawnStep) -> Plan:
         costs = self._steering.costs_at(step.number)
-        graph = DGraph(step.samples, self._batch, self._place, step.rows, in_force=costs).mix(step.weights)
+        graph = DGraph(step.samples, self._batch, self._place, step.rows, step.in_rows, in_force=costs).mix(step.weights)
         try:
             plan = self._strategy(graph)
             plan.check_groups(self._place)

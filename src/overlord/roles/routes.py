@@ -70,6 +70,8 @@ class Routes:
     def give_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
         """The payloads of several microbatches, in their order. All are asked for before any is waited for, and small ones
         together: on a cluster an ask costs as much as moving half a megabyte."""
+        if len(parts) == 1:
+            return iter([self._giving(parts[0])()])
         together = _batches(parts)
         giving = [self._giving(Samples.concatenated(batch)) for batch in together]
         return (payload for batch, given in zip(together, giving, strict=True) for payload in given().parts(map(len, batch)))
@@ -88,6 +90,9 @@ class Routes:
     def _giving(self, samples: Samples, tries: int = 0) -> Callable[[], Payload]:
         """Asks for the payload of samples; the call that is returned waits for it."""
         lookup = self._lookup()
+        if len(lookup.hosts) == 1:
+            wait = self._asked(lookup, lookup.hosts[0], LoaderHost.give, samples)
+            return lambda: self._given(wait, samples, tries)
         host_of = lookup.host_of(samples)
         used = np.unique(host_of).tolist() or [0]
         places = [np.flatnonzero(host_of == host) for host in used] if len(used) > 1 else []
@@ -190,8 +195,6 @@ class _Lookup:
     def host_of(self, samples: Samples) -> Ints:
         """The place in `hosts` of each sample's host."""
         found = np.zeros(len(samples), np.int64)
-        if len(self.hosts) == 1:
-            return found
         for source in np.unique(samples.source).tolist():
             where = np.flatnonzero(samples.source == source)
             chunks = samples.chunk[where]

@@ -42,13 +42,15 @@ class Opened:
     note lost to another thread only keeps the chunk until it is released."""
     tokens: int
     num_bytes: int
+    mask: NDArray[np.integer] | None
 
     @staticmethod
     def of(chunk: Chunk) -> Opened:
         tokens, images = int(chunk.facts.tokens.sum()), chunk.facts.images
         # Images are counted too, because others may ask for them than for the text.
         left = (tokens or chunk.facts.num_rows) + (0 if images is None else int(images.count.sum()))
-        return Opened(chunk, chunk.values, chunk.begin.item, chunk.document_end.item, left, tokens, chunk.num_bytes)
+        rows = chunk.begin.item, chunk.document_end.item
+        return Opened(chunk, chunk.values, *rows, left, tokens, chunk.num_bytes, chunk.mask)
 
 
 @dataclass(frozen=True, slots=True)
