@@ -85,45 +85,54 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How documents were turned into rows by the long-document policy, in reading order."""
+    """How documents were turned into rows by the long-document policy, in reading order: row r is the tokens from `begin`
+    to `end` of the document that counts as ended at `document_end` (its end, or the cut where it was truncated)."""
 
     document: Ints
-    start: Ints
-    stop: Ints
+    begin: Ints
+    end: Ints
     document_end: Ints
-    """Where the document counts as ended, relative to its beginning: its length, or the cut where it was truncated."""
     counts: Mapping[str, int]
+    are_documents: bool = False
+    """Whether every document is a row, as it is."""
 
 
-def rows_of(lengths: Ints, policy: str, most: int) -> Rows:
+def rows_of(documents: Documents, policy: str, most: int) -> Rows:
     """Documents as rows of at most `most` tokens. Empty documents are left out and counted; `fail` is the caller's."""
+    offsets, lengths = documents.offsets, documents.lengths
+    num_long = int(np.count_nonzero(lengths > most))
+    if num_long == 0 and lengths.all():
+        ends = offsets + lengths
+        return Rows(np.arange(len(lengths)), offsets, ends, ends, {}, are_documents=True)
     index = np.flatnonzero(lengths > 0)
     counts = {"empty": len(lengths) - len(index)}
-    long = lengths > most
-    num_long = int(np.count_nonzero(long))
     if num_long == 0:
-        kept = lengths[index]
-        return Rows(index, np.zeros(len(index), np.int64), kept, kept, counts)
+        return _whole(documents, index, counts)
     if policy == "split":
         counts["split"] = num_long
         pieces = -(-lengths[index] // most)
         document = np.repeat(index, pieces)
         first = np.cumsum(pieces) - pieces
         start = (np.arange(len(document)) - np.repeat(first, pieces)) * most
-        end = lengths[document]
-        return Rows(document, start, np.minimum(start + most, end), end, counts)
+        base, length = offsets[document], lengths[document]
+        return Rows(document, base + start, base + np.minimum(start + most, length), base + length, counts)
     if policy == "truncate":
         counts["truncated"] = num_long
-        stop = np.minimum(lengths[index], most)
-        return Rows(index, np.zeros(len(index), np.int64), stop, stop, counts)
+        ends = offsets[index] + np.minimum(lengths[index], most)
+        return Rows(index, offsets[index], ends, ends, counts)
     counts["dropped"] = num_long
-    index = index[~long[index]]
-    kept = lengths[index]
-    return Rows(index, np.zeros(len(index), np.int64), kept, kept, counts)
+    return _whole(documents, index[lengths[index] <= most], counts)
+
+
+def _whole(documents: Documents, index: Ints, counts: Mapping[str, int]) -> Rows:
+    ends = documents.offsets[index] + documents.lengths[index]
+    return Rows(index, documents.offsets[index], ends, ends, counts)
 
 
 def loss_tokens(begin: Ints, end: Ints, document_end: Ints, mask: NDArray[np.integer] | None) -> Ints:
     """Loss tokens of each row: tokens that have a successor in their document, less those whose successor is masked."""
+    if mask is None and end is document_end:
+        return np.maximum(end - begin - 1, 0)
     last = np.minimum(end + 1, document_end)
     if mask is None:
         return np.maximum(last - begin - 1, 0)

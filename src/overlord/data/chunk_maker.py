@@ -115,7 +115,7 @@ class ChunkMaker:
         mask = None if source.loss_mask is None else self._mask(table, documents, source.loss_mask)
         if batch.long_documents == "fail":
             self._refuse_long(documents, origin, lineage)
-        rows = rows_of(documents.lengths, batch.long_documents, batch.sequence_length)
+        rows = rows_of(documents, batch.long_documents, batch.sequence_length)
         return self._with_text(number, table, origin, lineage, images, documents, mask, rows)
 
     def _with_text(
@@ -129,11 +129,10 @@ class ChunkMaker:
         mask: NDArray[np.integer] | None,
         rows: Rows,
     ) -> Chunk:
-        order = self._order(number, len(rows.document))
-        document = rows.document[order]
-        base = documents.offsets[document]
-        begin, end = base + rows.start[order], base + rows.stop[order]
-        document_end = base + rows.document_end[order]
+        order = self._order(number, len(rows.begin))
+        document = order if rows.are_documents else rows.document[order]
+        begin, end = rows.begin[order], rows.end[order]
+        document_end = end if rows.document_end is rows.end else rows.document_end[order]
         counts = {name: count for name, count in rows.counts.items() if count}
         found = None if images is None else images.take(document)
         facts = ChunkFacts(
@@ -156,7 +155,8 @@ class ChunkMaker:
         source = self._source
         decode = getattr(source.decode, "column", None)
         wanted = {source.tokens, source.loss_mask, decode, *self._batch.columns}
-        return table.select([name for name in table.column_names if name in wanted])
+        kept = [name for name in table.column_names if name in wanted]
+        return table if len(kept) == table.num_columns else table.select(kept)
 
     def _with_sizes(self, table: pa.Table, origin: Ints, lineage: Lineage) -> tuple[pa.Table, Ints, ImageFacts | None]:
         """The facts of deferred columns, without the rows whose header already shows that they are broken."""

@@ -75,6 +75,7 @@ class LoaderHost:
         self._held: dict[str, Held] = {}
         self._some_decode = False
         self._past: dict[str, tuple[Work, frozenset[BadRow]]] = {}  # of sources that were closed
+        self._found_by: tuple[tuple[str, ...], Sequence[Find]] = (), ()
         for name in sources:
             self._of(name)
 
@@ -82,6 +83,8 @@ class LoaderHost:
         return self._of(source).loader.describe(chunk, keep_from)
 
     def prefetch(self, source: str, chunks: Sequence[int]) -> None:
+        if self._threads.num_threads == 0:
+            return  # nothing would be begun
         loader = self._of(source).loader
         for chunk in chunks:
             loader.prefetch(chunk)
@@ -91,11 +94,12 @@ class LoaderHost:
 
     def give(self, samples: Samples) -> Payload:
         """The payload of planned samples, in their order."""
-        given = _Given(self._of, samples)
+        keep_all = bool(self._columns) or self._some_decode
+        given = _Given(self._finders(samples.source_names), self._of, samples, keep_all)
         images: dict[int, Sequence[NDArray[np.uint8]]] = {}
         ignored: set[int] = set()
         columns: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]] = []
-        if self._columns or self._some_decode:
+        if keep_all:
             rooms = ImageRooms(samples, self._arenas)
             for (source, number), places in _places_by_chunk(samples):
                 of, opened = self._of(samples.source_names[source]), given.opened[source, number]
@@ -148,6 +152,7 @@ class LoaderHost:
         """Close every other source, and so give its memory back."""
         with self._lock:
             gone = {name: self._held.pop(name) for name in list(self._held) if name not in sources}
+            self._found_by = (), ()
             for name, held in gone.items():
                 work, rows = self._past.get(name, (Work(), frozenset[BadRow]()))
                 self._past[name] = work.plus(held.loader.work()), rows | held.bad_rows.dropped
@@ -170,8 +175,18 @@ class LoaderHost:
                 raise ClosedError(f"the loader of source {source!r} is closed")
             if source not in self._held:
                 self._held[source] = self._open_source(source)
+                self._found_by = (), ()
                 self._some_decode = self._some_decode or self._held[source].decode is not None
             return self._held[source]
+
+    def _finders(self, names: tuple[str, ...]) -> Sequence[Find]:
+        """For each of these sources, what finds a chunk in its buffer."""
+        known, finders = self._found_by
+        if known is not names and known != names:
+            with self._lock:
+                finders = [self._held[name].loader.find if name in self._held else _nothing for name in names]
+                self._found_by = names, finders
+        return finders
 
     def _now(self) -> dict[str, Held]:
         return dict(self._held)
@@ -207,14 +222,17 @@ class _Decoded:
     is_bad: bool = False
 
 
+Find = Callable[[int], Opened | None]
+"""From the number of a chunk to the chunk, if it is there."""
+
 _NO_TOKENS = np.zeros(0, np.int32)
 _MOST_IDLE_ARENAS = 2
 
 
 class _Given:
-    """The token views of samples, and the chunks they are of."""
+    """The token views of samples, and the chunks they are of: all of them, or those that are handed out to their end."""
 
-    def __init__(self, held_of: Callable[[str], Held], samples: Samples) -> None:
+    def __init__(self, finders: Sequence[Find], held_of: Callable[[str], Held], samples: Samples, keep_all: bool) -> None:
         self.opened: dict[tuple[int, int], Opened] = {}
         self.tokens: list[NDArray[np.integer]] = []
         self.masks: list[NDArray[np.integer] | None] = []
@@ -223,19 +241,23 @@ class _Given:
         tokens, masks = self.tokens, self.masks
         # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
         for place, (source, number, row, start, stop) in enumerate(zip(*samples.table[:5].tolist(), strict=True)):
-            key = (source, number)
-            one = opened.get(key)
+            one = finders[source](number)
             if one is None:
-                one = opened[key] = held_of(names[source]).loader.opened(number)
+                one = opened.get((source, number)) or held_of(names[source]).loader.opened(number)
+                opened[source, number] = one  # there may be no room for it in the buffer
             values = one.values
             if values is None:
                 tokens.append(_NO_TOKENS)
                 one.left -= only is None or only[place] <= 0
+                opened[source, number] = one
                 continue
             begin = one.begin_of(row)
             end = begin + stop
             tokens.append(values[begin + start : end])
-            one.left -= stop - start
+            left = one.left - stop + start
+            one.left = left
+            if keep_all or left <= 0:
+                opened[source, number] = one
             goes_on = end < one.end_of(row)
             if goes_on:
                 following[place] = values.item(end)
@@ -245,6 +267,10 @@ class _Given:
         self.following = np.array(following, np.int64)
         self.some_mask = bool(masks)
         masks += [None] * (len(samples) - len(masks))
+
+
+def _nothing(number: int) -> None:
+    return None
 
 
 def _mask(mask: NDArray[np.integer], begin: int, end: int, goes_on: bool) -> NDArray[np.integer]:

@@ -123,6 +123,8 @@ class SourceLoader:
         self._clock = clock
         self._lock = threading.Lock()
         self._chunks: dict[int, Opened] = {}
+        self.find = self._chunks.get
+        """The chunk of a number if it is in the buffer, without asking for it."""
         self._facts: dict[int, ChunkFacts] = {}
         self._making: dict[int, _Making] = {}
         self._keep_from = 0

@@ -87,7 +87,9 @@ class Parquet(FileSource):
             raise SourceError(
                 f"row group {unit.index} of {unit.path} gave {table.num_rows} rows, its footer says {unit.num_rows}"
             )
-        return table.select(detail.schema.names).replace_schema_metadata(None)
+        if table.column_names != detail.schema.names:
+            table = table.select(detail.schema.names)
+        return table if table.schema.metadata is None else table.replace_schema_metadata(None)
 
     def identity(self) -> str:
         return f"Parquet({list(self.patterns)!r}, columns={self.columns and list(self.columns)!r})"
