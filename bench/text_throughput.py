@@ -25,6 +25,7 @@ COMPETITORS = (
     Competitor("spdl", "spdl"),
     Competitor("grain", "grain"),
     Competitor("grain processes", "grain", {"workers": 2}),
+    Competitor("grain, own packing", "grain", {"packing": "grain"}),
 )
 TABLE = Table("units_per_cpu_s", 1e6, "M tokens / CPU s", baseline="overlord")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import overlord as ol
@@ -60,6 +61,6 @@ def _name(index: int) -> str:
 def _in_turn(job: ol.Job, ranks: int) -> Iterator[dict[str, Any]]:
     with ol.start(job) as loader:
         clients = [loader.client(rank) for rank in range(ranks)]
-        for steps in zip(*clients, strict=True):
-            for step in steps:
-                yield from step
+        # In turn and one at a time: no rank holds a batch while another reads, as none does elsewhere.
+        for client in cycle(clients):
+            yield from next(client)

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 from spdl.pipeline import Pipeline, PipelineBuilder
 
 from bench import corpus
-from bench.peers.documents import mixed_parquet, mixing_weights
+from bench.peers.documents import Document, choices, documents, mixed_parquet, mixing_weights
 from bench.peers.packing import Batch, batches
 from bench.peers.pictures import BATCH, PictureBatch, TarPairs, collate
 from bench.run_one import Work
 
 
 def text(work: Work, rank: int) -> Iterator[Batch]:
-    """Settings: `threads`, each of which reads its share of the row groups, mixes and packs.
+    """Settings: `threads`, each of which reads its share of the row groups, mixes and packs; `stages`, see `in_stages`.
 
     Only whole batches pass through the pipeline's queues. Tried with 8 sources: 1 thread, and 2 (more CPU in three
     runs of four); documents passing through the queues one by one into a packing stage took five to nine times the CPU.
     """
+    if work.settings.get("stages"):
+        return _forever(in_stages(work, rank))
     paths = corpus.text_of(work.benchmark, work.sources).paths
     weights = mixing_weights(len(paths))
     threads = work.settings.get("threads", 1)
@@ -29,6 +33,58 @@ def text(work: Work, rank: int) -> Iterator[Batch]:
 
     builder = PipelineBuilder().add_source(range(threads)).pipe(share, concurrency=threads)
     return _forever(builder.add_sink(4).build(num_threads=threads))
+
+
+def in_stages(work: Work, rank: int) -> Pipeline:
+    """A stage that decodes row groups, drawn by the sources' weights, on `threads` threads (2 unless given), and one that
+    mixes and packs their documents: what the library is made for, where the other way hides all work in one call."""
+    paths = corpus.text_of(work.benchmark, work.sources).paths
+    threads = work.settings.get("threads", 2)
+    mixing = Mixing(len(paths), rank)
+    drawn = _row_groups(paths, mixing_weights(len(paths)), rank, work.ranks)
+    builder = PipelineBuilder().add_source(drawn).pipe(_decoded, concurrency=threads).pipe(mixing)
+    return builder.add_sink(4).build(num_threads=threads + 1)
+
+
+def _row_groups(paths: list[str], weights: list[float], rank: int, ranks: int) -> Iterator[tuple[str, int]]:
+    sizes = [pq.read_metadata(path).num_row_groups for path in paths]
+    rng = np.random.default_rng(rank)
+    for source in choices(weights, rng):
+        yield paths[source], int(rng.integers(sizes[source]) // ranks * ranks + rank) % sizes[source]
+
+
+def _decoded(row_group: tuple[str, int]) -> list[Document]:
+    path, number = row_group
+    with pq.ParquetFile(path) as file:
+        return list(documents(file, number, np.random.default_rng(number)))
+
+
+class Mixing:
+    """Documents of the last row groups, one of each source on average, in random order and packed."""
+
+    def __init__(self, num_open: int, seed: int) -> None:
+        self._num_open = num_open
+        self._rng = np.random.default_rng(seed)
+        self._open: list[list[Document]] = []
+        self._packed = batches(iter(self._next, None))
+        self._ready: list[Document] = []
+
+    def __call__(self, row_group: list[Document]) -> Iterator[Batch]:
+        self._open.append(row_group)
+        if len(self._open) < self._num_open:
+            return
+        while len(self._open) >= self._num_open:
+            yield next(self._packed)
+
+    def _next(self) -> Document:
+        if not self._ready:
+            # By blocks, because one draw costs as much as a thousand.
+            for place in self._rng.integers(len(self._open), size=64).tolist():
+                self._ready.append(self._open[place].pop())
+                if not self._open[place]:
+                    del self._open[place]
+                    break
+        return self._ready.pop()
 
 
 def images(work: Work, rank: int) -> Iterator[PictureBatch]:
