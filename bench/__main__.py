@@ -2,6 +2,8 @@
 
 python -m bench [text] [images] [memory] [planning] [ray] [balance] [scale] [multimodal] [pipeline] [outliers] [strategies]
     [flight] [--quick] [--json]
+
+With one name, other options are that benchmark's own: python -m bench text --rounds 5
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)}; all unless given")
     parser.add_argument("--quick", action="store_true", help="under two minutes in all")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(argv)
+    given, own = parser.parse_known_args(argv)
     unknown = [name for name in given.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"no benchmark is called {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}")
+    if own and len(given.names) != 1:
+        parser.error(f"{' '.join(own)}: options of one benchmark's own, so name that one alone")
     status = 0
     for name in given.names or BENCHMARKS:
         benchmark = BENCHMARKS[name]
-        flags = [*(benchmark.quick if given.quick else ()), *(("--json",) if given.json else ())]
+        flags = [*(benchmark.quick if given.quick else ()), *(("--json",) if given.json else ()), *own]
         print(f"\n== {name} ==", file=sys.stderr if given.json else sys.stdout, flush=True)
         # Each in a process of its own: what one imports must not weigh on the next.
         status |= subprocess.run([sys.executable, "-m", benchmark.module, *flags], check=False).returncode

@@ -24,7 +24,7 @@ COMPETITORS = (
     Competitor("webdataset", "webdataset"),
     Competitor("spdl", "spdl"),
 )
-TABLE = Table("units_per_cpu_s", 1.0, "images / CPU s", baseline="overlord")
+TABLE = Table("units_per_cpu_s", 1.0, "images / CPU s", baselines=("overlord",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -132,28 +132,30 @@ def run(setting: Setting, competitor: Competitor) -> dict[str, Any] | str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """How results are shown: one figure in a unit, and the baseline's ratio to every competitor."""
+    """How results are shown: one figure in a unit, and the ratio of every baseline to every competitor."""
 
     figure: str
     scale: float
     unit: str
-    baseline: str
+    baselines: tuple[str, ...]
 
     def show(self, result: Rounds) -> None:
         print(f"\n{result.setting.title}")
-        print(f"  {'':<18}{self.unit:>26}   {self.baseline + ' / it':>22}   first batch s")
+        ratios = "".join(f"   {name + ' / it':>26}" for name in self.baselines if name in result.outcomes)
+        print(f"  {'':<22}{self.unit:>22}{ratios}   first batch s")
         for name in result.outcomes:
-            print(f"  {name:<18}{self._line(result, name)}", flush=True)
+            print(f"  {name:<22}{self._line(result, name)}", flush=True)
 
     def _line(self, result: Rounds, name: str) -> str:
         found, first = result.spread(name, self.figure), result.spread(name, "first_batch_s")
         if found is None or first is None:
             return f"failed: {result.error(name)}"
         shown = Spread(found.median / self.scale, found.low / self.scale, found.high / self.scale)
-        ratio = result.ratio(self.baseline, name, self.figure) if self.baseline in result.outcomes else None
+        ratios = [result.ratio(baseline, name, self.figure) for baseline in self.baselines if baseline in result.outcomes]
         failures = sum(isinstance(outcome, str) for outcome in result.outcomes[name])
         note = f"   {failures} of {len(result.outcomes[name])} runs failed: {result.error(name)}" if failures else ""
-        return f"{shown!s:>26}   {ratio or ''!s:>22}   {first.median:.2f}{note}"
+        columns = "".join(f"   {ratio!s:>26}" for ratio in ratios)
+        return f"{shown!s:>22}{columns}   {first.median:.2f}{note}"
 
 
 def compare(settings: Iterable[Setting], competitors: Sequence[Competitor], table: Table, given: Options) -> int:

@@ -23,11 +23,12 @@ COMPETITORS = (
     Competitor("bare loop", "bare"),
     Competitor("torch", "torch"),
     Competitor("spdl", "spdl"),
+    Competitor("spdl, in stages", "spdl", {"stages": True}),
     Competitor("grain", "grain"),
     Competitor("grain processes", "grain", {"workers": 2}),
-    Competitor("grain, own packing", "grain", {"packing": "grain"}),
+    Competitor("grain, own packing", "grain", {"packing": "grain", "workers": 1}),
 )
-TABLE = Table("units_per_cpu_s", 1e6, "M tokens / CPU s", baseline="overlord")
+TABLE = Table("units_per_cpu_s", 1e6, "M tokens / CPU s", baselines=("overlord", "overlord, no threads"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

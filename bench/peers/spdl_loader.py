@@ -66,25 +66,21 @@ class Mixing:
         self._num_open = num_open
         self._rng = np.random.default_rng(seed)
         self._open: list[list[Document]] = []
-        self._packed = batches(iter(self._next, None))
-        self._ready: list[Document] = []
+        self._packed = batches(self._documents())
 
     def __call__(self, row_group: list[Document]) -> Iterator[Batch]:
         self._open.append(row_group)
-        if len(self._open) < self._num_open:
-            return
         while len(self._open) >= self._num_open:
             yield next(self._packed)
 
-    def _next(self) -> Document:
-        if not self._ready:
+    def _documents(self) -> Iterator[Document]:
+        while True:
             # By blocks, because one draw costs as much as a thousand.
-            for place in self._rng.integers(len(self._open), size=64).tolist():
-                self._ready.append(self._open[place].pop())
+            for place in self._rng.integers(len(self._open), size=1024).tolist():
+                yield self._open[place].pop()
                 if not self._open[place]:
                     del self._open[place]
                     break
-        return self._ready.pop()
 
 
 def images(work: Work, rank: int) -> Iterator[PictureBatch]:

@@ -94,6 +94,10 @@ class Source:
     def read(self, unit: Unit) -> pa.Table:
         raise NotImplementedError(f"{type(self).__name__} must define read(unit)")
 
+    def close(self) -> None:
+        """Called when a loader that read the source stops: let go of files that `read` left open. Another loader may still
+        be reading."""
+
     def identity(self) -> str:
         """What the stream of this source depends on, for the fingerprint of a saved state."""
         return type(self).__name__

@@ -65,7 +65,7 @@ def make_loader_host(
         # chunks no longer fit.
         part = source.buffer_bytes * num_held[name] // num_shares.get(name, 1)
         buffer_bytes = max(part, source.buffer_bytes // source.loaders)
-        loader = SourceLoader(name, maker.make, maker.expected_bytes, buffer_bytes, threads)
+        loader = SourceLoader(name, maker.make, maker.expected_bytes, buffer_bytes, threads, at_close=source.close)
         return Held(loader, bad_rows, source.decode, maker.bad_decode)
 
     return LoaderHost(opened, tuple(num_held), job.batch.columns, threads, own_threads=num_threads is not None)

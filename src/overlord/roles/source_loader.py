@@ -114,7 +114,9 @@ class SourceLoader:
         buffer_bytes: int,
         threads: Executor,
         clock: Callable[[], float] = time.monotonic,
+        at_close: Callable[[], None] | None = None,
     ) -> None:
+        self._at_close = at_close
         self._name = name
         self._make = make
         self._expected_bytes = expected_bytes
@@ -208,6 +210,11 @@ class SourceLoader:
             self._bytes = 0
         for entry in making:
             entry.future.cancel()
+        self._let_go_of_source()
+
+    def _let_go_of_source(self) -> None:
+        if self._at_close is not None:
+            self._at_close()
 
     def _obtain(self, number: int, needed: bool) -> Opened:
         began = self._clock()
@@ -255,7 +262,10 @@ class SourceLoader:
             self._making.pop(number, None)
             self._made = self._made.plus(_work_on(opened, self._clock() - began, time.thread_time() - began_cpu))
             self._facts[number] = opened.chunk.facts
-            return self._admit(number, opened, needed=False)
+            opened = self._admit(number, opened, needed=False)
+        if self._closed:
+            self._let_go_of_source()  # once more: this read may have been under way then
+        return opened
 
     def _admit(self, number: int, opened: Opened, needed: bool) -> Opened:
         """Keep the chunk if there is room; when it is needed now, make room by dropping others, lowest first. Gives the one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from overlord.errors import SourceError
 from overlord.spec import Unit
 
 if TYPE_CHECKING:
-    from pyarrow.parquet import ColumnChunkMetaData, FileMetaData
+    from pyarrow.parquet import ColumnChunkMetaData, FileMetaData, ParquetFile
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
@@ -48,6 +50,11 @@ class Parquet(FileSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "columns", checked_columns(self.columns))
+        object.__setattr__(self, "_kept", KeptOpen())
+
+    @property
+    def _files(self) -> KeptOpen:
+        return self.__dict__["_kept"]
 
     def units(self) -> list[Unit]:
         files = self.files()
@@ -64,6 +71,7 @@ class Parquet(FileSource):
         import pyarrow.parquet as pq
 
         detail: RowGroup = unit.detail
+        options = {"metadata": detail.footer, "pre_buffer": False, "page_checksum_verification": True}
         remote, ranges = is_remote(unit.path), {}
         if remote:
             # Fetched before decoding, in as few requests as there are stretches of wanted columns.
@@ -72,11 +80,18 @@ class Parquet(FileSource):
                 for start, stop in _stretches(map(_extent, detail.chunks(unit.index)))
             }
         try:
-            # An open file rather than a path: for a path the filesystem would be worked out again each time.
-            file = pa.PythonFile(SparseFile(detail.num_bytes, ranges), mode="r") if remote else pa.OSFile(unit.path, "rb")
-            options = {"metadata": detail.footer, "pre_buffer": False, "page_checksum_verification": True}
-            with file, pq.ParquetFile(file, **options) as parquet:
-                table = parquet.read_row_group(unit.index, columns=detail.schema.names, use_threads=False)
+            if remote:
+                file = pa.PythonFile(SparseFile(detail.num_bytes, ranges), mode="r")
+                with file, pq.ParquetFile(file, **options) as parquet:
+                    table = _row_group(parquet, unit)
+            else:
+                # An open file rather than a path: for a path the filesystem would be worked out again each time.
+                opened = self._files.take(unit.path, detail.footer)
+                if opened is None:
+                    file = pa.OSFile(unit.path, "rb")
+                    opened = OpenFile(unit.path, detail.footer, file, pq.ParquetFile(file, **options))
+                table = _row_group(opened.parquet, unit)
+                self._files.put_back(opened)
         except FileNotFoundError as error:
             raise SourceError(f"{unit.path} was there when the source was listed and is gone now; put it back") from error
         except (pa.ArrowException, OSError) as error:
@@ -91,8 +106,62 @@ class Parquet(FileSource):
             table = table.select(detail.schema.names)
         return table if table.schema.metadata is None else table.replace_schema_metadata(None)
 
+    def close(self) -> None:
+        self._files.close()
+
     def identity(self) -> str:
         return f"Parquet({list(self.patterns)!r}, columns={self.columns and list(self.columns)!r})"
+
+
+def _row_group(parquet: ParquetFile, unit: Unit) -> pa.Table:
+    return parquet.read_row_group(unit.index, columns=unit.detail.schema.names, use_threads=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    path: str
+    footer: FileMetaData
+    file: pa.NativeFile
+    parquet: ParquetFile
+
+
+class KeptOpen:
+    """The local file that was read last, left open for its next row group. Pickles, and copies, without it."""
+
+    _room = threading.Semaphore(256)  # for the files that all sources of a process together keep open
+
+    def __init__(self) -> None:
+        self._last: deque[OpenFile] = deque()  # each operation of a deque is atomic
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return KeptOpen, ()
+
+    def take(self, path: str, footer: FileMetaData) -> OpenFile | None:
+        """The file if it is the one; nobody else gets it until it is put back."""
+        found = self._pop()
+        if found is None or (found.path == path and found.footer is footer):
+            return found
+        found.file.close()
+        return None
+
+    def put_back(self, opened: OpenFile) -> None:
+        self.close()
+        if self._room.acquire(blocking=False):
+            self._last.append(opened)
+        else:
+            opened.file.close()
+
+    def close(self) -> None:
+        while (found := self._pop()) is not None:
+            found.file.close()
+
+    def _pop(self) -> OpenFile | None:
+        try:
+            found = self._last.pop()
+        except IndexError:
+            return None
+        self._room.release()
+        return found
 
 
 def _row_groups(file: StoredFile, detail: RowGroup) -> list[Unit]:
