@@ -18,8 +18,8 @@ from overlord.engines.embedded import Embedded
 from overlord.errors import StorageError
 from overlord.planning.learning.reports import WeightChange
 from overlord.planning.recovery import WEIGHTS
+from tests.full_disk import full_disk
 from tests.roles.mortal import Mortal, key_of
-from tests.roles.test_planner_recovery import full_disk
 from tests.sources import Numbered, job_of, read_all, same, tokens_of
 
 A = Numbered(rows=40, first=1)

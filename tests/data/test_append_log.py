@@ -1,12 +1,9 @@
 """The append-only log: what was written comes back, damage is told apart, and storage that fails stops nobody."""
 
 import errno
-import resource
-import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from moto.server import ThreadedMotoServer
 from overlord.data.append_log import AppendLog, framed, unframed
 from overlord.data.log_segments import FileSegments, Segment, segments_at
 from overlord.errors import SourceError, SpecError, StorageError
+from tests.full_disk import full_disk
 
 BODIES = st.lists(st.binary(max_size=60), min_size=1, max_size=6)
 NEVER_S = 1000.0  # the background does not come: what is safe is decided by the test
@@ -137,25 +135,12 @@ def test_a_writer_that_was_replaced_stops_for_good(tmp_path):
     old.close()
 
 
-@contextmanager
-def files_no_longer_than(num_bytes: int) -> Iterator[None]:
-    """A disk that is full, as far as a process can have one without being root."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
 def test_a_full_disk_leaves_no_half_record_and_nothing_is_missing_when_there_is_room_again(tmp_path):
     segments = FileSegments(str(tmp_path))
     log = AppendLog(segments, sync_s=NEVER_S)
     log.begin([b"snapshot"])
     log.append(b"first")
-    with files_no_longer_than(100):
+    with full_disk(100):
         log.append(b"x" * 80)  # fits in part
         assert log.error is not None
         assert "large" in log.error
