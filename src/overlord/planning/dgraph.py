@@ -108,8 +108,8 @@ class DGraph:
             return self._in_rows("one sample a row", np.arange(len(self.samples)), len(self.samples), tokens)
         if method is None and self.reference_rows is not None and tokens == self.batch.sequence_length:
             return self._in_rows("as drawn", self.reference_rows, self.batch.num_rows or 1, tokens)
-        as_cut = self.in_rows is not None and self.extra is None and self.batch.document_multiple == 1
-        if method is None and self.in_rows is not None and as_cut and tokens == self.batch.sequence_length:
+        is_known = tokens == self.batch.sequence_length and self.batch.document_multiple == 1 and self.extra is None
+        if method is None and is_known and self.in_rows is not None:
             samples, row = self.in_rows
             costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
             rows = Rows(row, self.batch.num_rows or 1, tokens)

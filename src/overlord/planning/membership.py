@@ -184,7 +184,8 @@ class StepDrawer:
         return samples, None
 
     def _cut_together(self, tokens: int) -> list[DrawnStep]:
-        """Steps of exactly `tokens` tokens, as many as are at hand: what `_cut` gives one after the other."""
+        """Steps of exactly `tokens` tokens, as many as are at hand: what `_cut` gives one after the other. Every sample has
+        tokens: a job whose steps are counted in them takes no source without."""
         carried, number = self._carried, self._number
         parts = [carried, self._queue.next_tokens(tokens - int(carried.tokens.sum()))]
         surplus = int(parts[0].tokens.sum()) + int(parts[1].tokens.sum()) - tokens
