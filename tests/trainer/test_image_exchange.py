@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import cross_entropy
 
 import overlord as ol
 from overlord.trainer import exchange
 from tests.pictures import encoded, picture_documents, picture_job
+from tests.trainer.ranks import join_world, run_ranks
 
 _RANKS = 2
 _WIDTH = 8
@@ -76,10 +73,9 @@ def _trained(client: ol.Client, together: bool) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "num_foreign": num_foreign}
 
 
-def _one_rank(rank: int, port: int, address: str, folder: Path) -> None:
+def _one_rank(rank: int, address: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", rank=rank, world_size=_RANKS)
+    join_world(rank, _RANKS, folder)
     with ol.connect(address, rank=rank, timeout=60, torch=True) as client:
         torch.save(_trained(client, together=True), folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -89,21 +85,8 @@ def test_loss_and_gradients_are_those_of_one_process(tmp_path):
     path = picture_documents(tmp_path / "pictures.parquet", 80)
     with ol.start(picture_job(path, ol.Mesh(), None)) as loader:
         alone = _trained(loader.client(0, timeout=60, torch=True), together=False)
-    multiprocessing.set_forkserver_preload([__name__])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with ol.start(picture_job(path, ol.Mesh(dp=_RANKS), "cp")) as loader:
-        args = (port, loader.serve(), tmp_path)
-        running = start_processes(_one_rank, args, _RANKS, join=False, start_method="forkserver")
-        assert running is not None
-        try:
-            while not running.join(timeout=90):
-                assert any(process.is_alive() for process in running.processes)
-        finally:
-            for process in running.processes:
-                if process.is_alive():
-                    process.kill()
+        run_ranks(_one_rank, _RANKS, loader.serve(), tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(_RANKS)]
     assert sum(rank["num_foreign"] for rank in found) > 0
     for rank in found:

@@ -3,10 +3,7 @@ of one that saw it whole."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import queue
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,13 +16,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional
 
 import overlord as ol
 from overlord.planning.hdp.zigzag import chunks_of
 from overlord.trainer import Ring, attach, ring_attention, sum_gradients, token_loss
 from tests.sources import Numbered, job_of
+from tests.trainer.ranks import join_world, run_ranks
 
 _RANKS = 4
 _STEPS = 2
@@ -185,8 +182,7 @@ def _gradients(model: Model) -> dict[str, Tensor]:
 
 def _one_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
+    join_world(rank, _RANKS, folder)
     job = _job(mesh=ol.Mesh(dp=2, cp=2), strategy=ol.strategies.hdp(_COST, capacity=72))
     model, found = Model(), []
     with attach(job, timeout=60) as client:
@@ -209,21 +205,8 @@ def _one_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     """What each rank of a gloo world over loopback found."""
-    multiprocessing.set_forkserver_preload([__name__])
     folder = tmp_path_factory.mktemp("ranks")
-    running = start_processes(_one_rank, (folder,), _RANKS, join=False, start_method="forkserver")
-    assert running is not None
-    out_of_time = threading.Event()
-    timer = threading.Timer(100, out_of_time.set)
-    timer.start()
-    try:
-        while not running.join(timeout=5):
-            assert not out_of_time.is_set(), "the ranks wait for each other"
-    finally:
-        timer.cancel()
-        for process in running.processes:
-            if process.is_alive():
-                process.kill()
+    run_ranks(_one_rank, _RANKS, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(_RANKS)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 from pathlib import Path
@@ -13,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import start_processes
 
 import overlord as ol
 from overlord.trainer import attach
 from tests.sources import Numbered, job_of
+from tests.trainer.ranks import join_world, run_ranks
 from tests.transport.served import served
 
 FINITE = {"a": Numbered(rows=40, first=1, repeat=False), "b": Numbered(rows=23, unit_rows=4, first=100, repeat=False)}
@@ -38,8 +37,7 @@ def _rank(rank: int, size: int, folder: Path, store: int, address: str) -> None:
     # As under torchrun, before there is a process group.
     _read(folder, "environment", rank, job_of(FINITE, mesh=ol.Mesh(dp=2, cp=2)))
     # And with one.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    join_world(rank, size, folder)
     mesh = init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
     _read(folder, "device-mesh", rank, job_of(FINITE), device_mesh=mesh)
     _read(folder, "address", rank, None, address=address)
@@ -53,9 +51,8 @@ def _rank(rank: int, size: int, folder: Path, store: int, address: str) -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks found, forked from a server that has imported torch already."""
+    """What four ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.set_forkserver_preload([__name__])
     with socket.socket() as listening:  # the store that torchrun would have, on loopback
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -64,15 +61,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=False
         )
         with served(job_of(FINITE, mesh=ol.Mesh(dp=2, cp=2))) as (_, address):
-            running = start_processes(_rank, (4, folder, port, address), 4, join=False, start_method="forkserver")
-            assert running is not None
-            try:
-                while not running.join(timeout=90):
-                    assert any(process.is_alive() for process in running.processes)
-            finally:
-                for process in running.processes:
-                    if process.is_alive():
-                        process.kill()
+            run_ranks(_rank, 4, 4, folder, port, address)
         del store
     return folder
 

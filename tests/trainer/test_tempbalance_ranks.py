@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.multiprocessing.spawn import start_processes
 
 import overlord as ol
 from overlord.trainer import TempBalance
 from overlord.trainer.tempbalance import distributed
 from overlord.trainer.tempbalance.weights import Matrix
 from tests.trainer.models import loss_of, tiny
+from tests.trainer.ranks import join_world, run_ranks
 
 _RANKS = 3
 _MATRICES = 9
@@ -76,10 +73,9 @@ def _refusal(model: nn.Module) -> str:
     return "was taken"
 
 
-def _one_rank(rank: int, port: int, folder: Path) -> None:
+def _one_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", rank=rank, world_size=_RANKS)
+    join_world(rank, _RANKS, folder)
     pair = dist.new_group([0, 1])
     found = {
         "replicated": _train(tiny()),
@@ -103,22 +99,9 @@ def _refusal_of_group(group: Any) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a gloo world over loopback found. All in one world, forked from a server that has imported torch
-    (seconds each otherwise) and has no threads yet."""
-    multiprocessing.set_forkserver_preload([__name__])
+    """What each rank of a gloo world over loopback found, all in one world."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    running = start_processes(_one_rank, (port, folder), _RANKS, join=False, start_method="forkserver")
-    assert running is not None
-    try:
-        while not running.join(timeout=90):
-            assert any(process.is_alive() for process in running.processes)
-    finally:
-        for process in running.processes:
-            if process.is_alive():
-                process.kill()
+    run_ranks(_one_rank, _RANKS, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(_RANKS)]
 
 
