@@ -3,8 +3,6 @@ that the stream is the same after every loss, cut and move."""
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,16 +18,9 @@ from overlord.planning.learning.reports import WeightChange
 from overlord.planning.recovery import WEIGHTS
 from tests.full_disk import full_disk
 from tests.roles.mortal import Mortal, key_of
-from tests.sources import Numbered, job_of, read_all, same, tokens_of
+from tests.sources import job_of, read_all, same, tokens_of
+from tests.steered import HISTORIES, SOURCES, STEPS, History, job_with, lived
 
-A = Numbered(rows=40, first=1)
-B = Numbered(rows=23, unit_rows=4, first=100, longest=16)
-C = Numbered(rows=30, unit_rows=3, first=300, longest=5)
-SOURCES = {"a": A, "b": B, "c": C}
-NAMES = tuple(SOURCES)
-STEPS = 30
-FEEDBACK = ol.Feedback(rule=ol.MultiplicativeWeights(rate=1.0, bound=3.0), every=5, lag=4)
-EQUAL = {"a": 1.0, "b": 1.0, "c": 1.0}
 BATCHES = st.sampled_from(
     [
         ol.Batch(tokens=64, sequence_length=16),
@@ -37,42 +28,6 @@ BATCHES = st.sampled_from(
         ol.Batch(samples=9, sequence_length=16),
     ]
 )
-WEIGHTS_OF_ALL = st.fixed_dictionaries({name: st.floats(0.1, 10) for name in NAMES})
-
-
-@dataclass(frozen=True)
-class History:
-    """What happens before the step of each number is taken: weights that are set, and losses reported after it."""
-
-    changes: Mapping[int, tuple[Mapping[str, float] | None, int]] = field(default_factory=dict)
-    losses: Mapping[int, Sequence[Mapping[str, float]]] = field(default_factory=dict)
-
-
-CHANGES = st.dictionaries(st.integers(0, 20), st.tuples(st.none() | WEIGHTS_OF_ALL, st.integers(0, 6)), max_size=3)
-LOSSES = st.fixed_dictionaries({name: st.floats(0, 10) for name in NAMES})
-HISTORIES = st.builds(
-    History, CHANGES, st.dictionaries(st.integers(0, STEPS), st.tuples(LOSSES, LOSSES), min_size=5, max_size=STEPS)
-)
-
-
-def job_with(batch: ol.Batch | None = None, feedback: ol.Feedback | None = FEEDBACK, **fields: Any) -> ol.Job:
-    return job_of(SOURCES, batch, mixture=ol.Mixture(EQUAL, unit="tokens", feedback=feedback), **fields)
-
-
-def lived(loader: ol.Loader, history: History, until: int, made: dict[int, int]) -> list[np.ndarray]:
-    """Read up to a step on two ranks while a history happens. `made` has the changes that were made before, with the step
-    that each took effect at: they are not made again."""
-    clients = [loader.client(rank, timeout=60) for rank in range(loader.tree.world_size)]
-    found = []
-    for number in range(clients[0].step, until):
-        if number in history.changes and number not in made:
-            weights, later = history.changes[number]
-            made[number] = loader.set_weights(weights, from_step=number + 12 + later)
-        parts = [tokens_of(next(client)) for client in clients]
-        found.append(np.sort(np.concatenate(parts)))
-        for client, losses in zip(clients, history.losses.get(number, ()), strict=False):
-            client.feedback(losses=losses, tokens=dict.fromkeys(losses, 7 + client.rank))
-    return found
 
 
 @settings(max_examples=6)
@@ -282,168 +237,6 @@ def test_where_a_planner_can_be_lost_nothing_is_decided_without_a_log(tmp_path):
         ol.start(job_with(), engine=Cluster())
     with ol.start(job_with(), engine=Cluster(), log=str(tmp_path / "log")) as loader:
         assert loader.set_weights({"a": 1}) == 0
-
-
-# Feedback
-
-
-def test_reports_of_all_ranks_make_one_decision_whatever_their_order():
-    def decided(order: Sequence[int]) -> list[Any]:
-        with ol.start(job_with(mesh=ol.Mesh(dp=4))) as loader:
-            clients = [loader.client(rank, timeout=60) for rank in range(4)]
-            for _ in range(12):
-                for client in clients:
-                    next(client)
-                for rank in order:
-                    clients[rank].feedback(
-                        losses={"a": 2.0 + rank / 7, "b": 1.0, "c": 3.0 / (1 + rank)}, tokens={"a": 3 + rank}
-                    )
-            return [(d.step, d.value) for d in loader.decisions()]
-
-    first = decided([0, 1, 2, 3])
-    assert first == decided([3, 1, 0, 2])
-    assert first[0][0] == FEEDBACK.every + FEEDBACK.lag
-    assert first[0][1]["reports"] == 4 * FEEDBACK.every
-    assert sum(first[0][1]["weights"].values()) == pytest.approx(1)
-
-
-def test_losses_move_the_weights_towards_what_is_hard():
-    with ol.start(job_with()) as loader:
-        client = loader.client(0, timeout=60)
-        for _ in range(30):
-            next(client)
-            client.feedback(losses={"a": 1.0, "b": 2.0, "c": 3.0})
-        shares = [d.value["weights"] for d in loader.decisions()]
-        assert len(shares) >= 4
-        assert shares[-1]["c"] > shares[0]["c"] > 1 / 3
-        assert shares[-1]["a"] < shares[0]["a"] < 1 / 3
-        assert min(shares[-1].values()) >= 0.01
-        assert {name: mix.weight for name, mix in loader.report().mix.items()} == shares[-1]
-
-
-def swapped(weights: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
-    """A rule of a user's own: all weight to the source of the highest loss, however little weight it had."""
-    return {max(losses, key=lambda name: losses[name]): 1.0}
-
-
-def test_a_rule_of_ones_own_is_a_function_of_weights_and_losses():
-    with ol.start(job_with(feedback=ol.Feedback(rule=swapped, every=5, lag=3))) as loader:
-        client = loader.client(0, timeout=60)
-        for number in range(20):
-            next(client)
-            client.feedback(losses={"a": 1.0, "b": 9.0 if number < 5 else 0.0, "c": 2.0})
-        assert [d.value["weights"] for d in loader.decisions()][:2] == [{"b": 1.0}, {"c": 1.0}]
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (lambda weights, losses: {"a": math.nan}, "must give numbers >= 0"),
-        (lambda weights, losses: {"a": 0}, "must give numbers >= 0"),
-        (lambda weights, losses: {"z": 1}, "there is no such source"),
-        (lambda weights, losses: 1 / 0, "the rule raised ZeroDivisionError"),
-        (lambda weights, losses: None, "the rule raised AttributeError"),
-    ],
-)
-def test_a_rule_that_goes_wrong_changes_nothing_and_is_told_of(caplog, rule, message):
-    with ol.start(job_with(feedback=ol.Feedback(rule=rule, every=5, lag=3))) as loader:
-        client = loader.client(0, timeout=60)
-        with caplog.at_level(logging.WARNING, "overlord.steering"):
-            found = []
-            for _ in range(12):
-                found.append(np.sort(tokens_of(next(client))))
-                client.feedback(losses={"a": 1.0})
-        assert message in loader.decisions()[0].value["note"]
-    assert message in caplog.text
-    assert same(found, read_all(job_with(feedback=None), 12)[0])
-
-
-def test_reports_that_make_no_sense_are_told_once_and_break_nothing(caplog):
-    bad: list[dict[str, Any]] = [
-        {"losses": {"a": math.nan}},
-        {"losses": {"a": math.inf, "b": 1e300}},
-        {"losses": {"nothing": 1.0}},
-        {"losses": {"a": 1.0}, "tokens": {"a": -5}},
-        {"losses": {"a": 1.0}, "tokens": {"a": math.nan}},
-        {"losses": {"a": 1.0}, "step": 10_000},
-        {"losses": {"a": 1.0}, "step": -1},
-        {"seconds": 1.0},
-        {},
-    ]
-    with ol.start(job_with()) as loader, caplog.at_level(logging.WARNING, "overlord.roles.client"):
-        client = loader.client(0, timeout=60)
-        found = []
-        for _ in range(14):
-            found.append(np.sort(tokens_of(next(client))))
-            for report in bad:
-                client.feedback(**report)
-        assert loader.decisions()[0].value["note"] == "no losses were reported"
-    assert same(found, read_all(job_with(feedback=None), 14)[0])
-    for text in ("the loss of 'a' is nan", "there is no source 'nothing'", "it is for step 10000", "times are not used"):
-        assert caplog.text.count(text) == 1
-
-
-def test_a_report_that_comes_twice_or_late_is_counted_once_or_not(caplog):
-    with ol.start(job_with()) as loader, caplog.at_level(logging.WARNING, "overlord.roles.client"):
-        client = loader.client(0, timeout=60)
-        for _ in range(14):
-            next(client)
-            client.feedback(losses={"a": 1.0, "b": 2.0})
-            client.feedback(losses={"a": 100.0})
-        client.feedback(losses={"a": 100.0}, step=1)
-        value = loader.decisions()[0].value
-    assert value["losses"] == {"a": 1.0, "b": 2.0}
-    assert value["reports"] == FEEDBACK.every
-    assert "rank 0 had reported step 0 before" in caplog.text
-    assert "for step 1 is not used: it is late: steps before 10 were decided on" in caplog.text
-
-
-def test_what_is_not_a_number_is_an_error_at_once():
-    with ol.start(job_with()) as loader:
-        client = loader.client(0, timeout=60)
-        next(client)
-        with pytest.raises(ol.SpecError, match=r"losses\['a'\] must be a number, got 'high'"):
-            client.feedback(losses={"a": "high"})  # type: ignore[dict-item] - that is the point
-
-
-def test_a_run_whose_trainers_never_report_keeps_its_weights_and_says_so_in_its_decisions():
-    found, _ = read_all(job_with(), 20)
-    assert same(found, read_all(job_with(feedback=None), 20)[0])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ol.Feedback(every=0), "every is a number of steps"),
-        (lambda: ol.Feedback(lag=0), "lag is a number of steps"),
-        (lambda: ol.Feedback(rule="up"), "a feedback rule is a function"),
-        (lambda: ol.MultiplicativeWeights(rate=-1), "rate is a number >= 0"),
-        (lambda: ol.MultiplicativeWeights(bound=0.5), "bound is the largest factor"),
-        (lambda: ol.MultiplicativeWeights(floor=1.0), "floor is a share"),
-        (lambda: ol.Mixture({0: {"a": 1}, 5: {"b": 1}}, feedback=ol.Feedback()), "by its schedule or by feedback"),
-        (lambda: job_with(feedback=ol.Feedback(lag=2), prefetch=2), "a lag of more than prefetch=2"),
-    ],
-)
-def test_a_feedback_that_cannot_work_is_refused(make, message):
-    with pytest.raises(ol.SpecError, match=message):
-        make()
-
-
-@given(
-    st.dictionaries(st.text(min_size=1, max_size=3), st.floats(1e-6, 1e6), min_size=1, max_size=8),
-    st.data(),
-    st.floats(0, 50),
-    st.floats(1, 10),
-    st.floats(0, 0.5),
-)
-def test_multiplicative_weights_are_shares_within_their_bounds(weights, data, rate, bound, floor):
-    losses = data.draw(st.dictionaries(st.sampled_from(sorted(weights)), st.floats(-1e6, 1e6)))
-    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-    found = ol.MultiplicativeWeights(rate=rate, bound=bound, floor=floor)(shares, losses)
-    assert found.keys() == shares.keys()
-    assert sum(found.values()) == pytest.approx(1)
-    if losses:
-        assert min(found.values()) >= min(floor, 1 / len(weights)) * (1 - 1e-9)
 
 
 def test_decisions_about_weights_are_all_kept_in_the_log(tmp_path):

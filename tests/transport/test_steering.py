@@ -9,7 +9,7 @@ import overlord as ol
 from overlord.cli import main
 from overlord.transport.control import Control
 from tests.sources import job_of
-from tests.test_steering import NAMES, SOURCES, job_with
+from tests.steered import NAMES, SOURCES, job_with
 from tests.transport.served import served, streams
 
 
