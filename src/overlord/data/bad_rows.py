@@ -64,13 +64,13 @@ class BadRowLog:
             )
         with self._lock:
             key = (where, row if row >= 0 else error)
-            if key in self._seen:
-                return
-            self._seen.add(key)
-            self._num_dropped += 1
-            self._last_error = f"{place}: {error}"
-            if self._policy.policy == "quarantine" and key not in self._listed:
-                self._append({"source": self._source, "file": where, "row": row, "error": error})
+            if key not in self._seen:
+                self._seen.add(key)
+                self._num_dropped += 1
+                self._last_error = f"{place}: {error}"
+                if self._policy.policy == "quarantine" and key not in self._listed:
+                    self._append({"source": self._source, "file": where, "row": row, "error": error})
+            # Said again for a row that is known: a chunk may have been made ahead, with nobody there to be told.
             if self._num_dropped > self._policy.budget:
                 raise BadRowError(
                     f"source {self._source!r}: {self._num_dropped} bad rows are more than its budget of "
