@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.errors import StateError
 from overlord.planning.facts import Samples
+from overlord.planning.images.image_sizes import ImageSizes
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import (
     Decision,
@@ -146,3 +147,14 @@ def test_a_header_of_another_version_is_refused():
         Header.from_record({**record, "version": 7})
     with pytest.raises(StateError, match="begins with a header, this one with 'step'"):
         Header.from_record({"kind": "step"})
+
+
+def test_sizes_that_are_nought_make_no_difference():
+    """Whether carried samples have such columns depends on what else was at hand when they were drawn."""
+    samples = Samples.of_columns(NAMES, *np.arange(14).reshape(7, 2) % 3)
+    zeros = np.zeros(2, np.int64)
+    other = replace(samples, sizes={"num_images": zeros}, images=ImageSizes.none(2))
+    start = Progress.start(NAMES)
+    assert same(replace(start, carried=samples), replace(start, carried=other))
+    moved = replace(samples, sizes={"num_images": zeros + 1})
+    assert not same(replace(start, carried=samples), replace(start, carried=moved))

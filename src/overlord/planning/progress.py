@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from overlord.planning.facts import COLUMNS as SAMPLE_COLUMNS
 from overlord.planning.facts import Floats, Ints, Samples
 from overlord.planning.images.image_sizes import ImageSizes
+from overlord.records import record
 
 COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Progress:
     """Where a run stands before `step`. Arrays have one entry per source, in the order of `names`.
 
@@ -95,16 +96,18 @@ class Progress:
 
 
 def plain_samples(samples: Samples) -> dict[str, Any] | None:
-    """Samples as numbers and strings; None where there are none."""
+    """Samples as numbers and strings; None where there are none. Sizes that are all 0 are left out: whether samples have
+    such a column depends on which others they were once in a table with."""
     if len(samples) == 0:
         return None
-    columns = [*samples.table.tolist(), *(column.tolist() for column in samples.sizes.values())]
+    sizes = {name: column.tolist() for name, column in sorted(samples.sizes.items()) if column.any()}
     plain = {
         "names": list(samples.source_names),
-        "sizes": list(samples.sizes),
-        "rows": [list(row) for row in zip(*columns, strict=True)],
+        "sizes": list(sizes),
+        "rows": [list(row) for row in zip(*samples.table.tolist(), *sizes.values(), strict=True)],
     }
-    return plain if samples.images is None else {**plain, "images": samples.images.to_lists()}
+    images = samples.images
+    return plain if images is None or not images.count.any() else {**plain, "images": images.to_lists()}
 
 
 def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) -> Samples:
