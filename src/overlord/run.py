@@ -144,7 +144,7 @@ class Loader:
         job, engine = self.job, self._engine
         partition = make_partition(job, units, engine.num_hosts, loaders.partition)
         self._fleet = loaders.fleet(engine, job, units, partition)
-        self._routes = Routes(engine, tuple(job.sources))
+        self._routes = Routes(engine, tuple(job.sources), are_here=engine.num_hosts is None)
         self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(job, progress, self._era))
         self._constructors: list[Handle[ServingConstructor]] = [
             self._spawn_constructor(job, group) for group in range(job.mesh.dp)

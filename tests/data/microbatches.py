@@ -33,7 +33,7 @@ def documents(lengths, first_token: int = 1000) -> list[np.ndarray]:
 def microbatch(lengths, *, rows=None, num_rows: int = 1, row_tokens: int = 0, **batch) -> Microbatch:
     samples = Samples.of_lengths(np.asarray(lengths, np.int64))
     row = np.asarray(rows if rows is not None else [0] * len(lengths), np.int64)
-    payload = Payload(tokens=documents(lengths), following=np.full(len(lengths), -1, np.int64))
+    payload = Payload(tokens=documents(lengths), following=np.full(len(lengths), -100, np.int64))
     declared = Batch(sequence_length=row_tokens or 1 << 20, samples=1, pad_token=7, **batch)
     return Microbatch(MicroPlan(samples, row, num_rows, row_tokens), payload, declared)
 
@@ -70,7 +70,7 @@ def _with_loss(draw, made: Microbatch) -> Microbatch:
     """Some documents go on after their piece, some have loss masks."""
     count = len(made.micro.samples)
     goes_on = np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool)
-    following = np.where(goes_on, np.arange(count) + 90_000, -1)
+    following = np.where(goes_on, np.arange(count) + 90_000, -100)
     masks = None
     if draw(st.booleans()):
         rng = np.random.default_rng(draw(st.integers(0, 1000)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from overlord.planning.drawing import Extent
+from overlord.planning.drawing import Extent, Peek
 from overlord.planning.facts import ChunkFacts
 from overlord.planning.membership import DrawnStep, StepDrawer
 from overlord.planning.progress import Progress
@@ -39,8 +39,11 @@ class Stream:
         tokens = rng.integers(1, self.longest + 1, count)
         return ChunkFacts(tokens, np.maximum(tokens - 1, 0), {"image_pixels": tokens * 7} if source % 2 else {})
 
-    def drawer(self, batch: Batch, mixture: Mixture, progress: Progress | None = None) -> StepDrawer:
-        return StepDrawer(progress or Progress.start(self.names), batch, mixture, self.extents, self.describe)
+    def drawer(
+        self, batch: Batch, mixture: Mixture, progress: Progress | None = None, peek: Peek | None = None
+    ) -> StepDrawer:
+        start = progress or Progress.start(self.names)
+        return StepDrawer(start, batch, mixture, self.extents, self.describe, peek=peek)
 
 
 def steps(drawer: StepDrawer, most: int) -> list[DrawnStep]:

@@ -23,6 +23,9 @@ from overlord.planning.facts import ChunkFacts, Ints
 from overlord.planning.order import row_order, units_of_chunk
 from overlord.spec import Batch, Source, Unit
 
+_FIRST_OF_ONE = np.zeros(1, np.int64)
+_PLAIN = pa.list_(pa.field("element", pa.int32()))
+
 
 class ChunkMaker:
     """Makes any chunk of one source. Holds no state but the schema that its first chunk had."""
@@ -85,8 +88,8 @@ class ChunkMaker:
                     f"source {self._name!r}: {unit} has the columns {_fields(table)}, but {units[0]} has "
                     f"{_fields(tables[0])}; all units of a source must have the same columns"
                 )
-        sizes = [table.num_rows for table in tables]
-        first = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
+        sizes = [table.num_rows for table in tables[:-1]]
+        first = np.cumsum([0, *sizes], dtype=np.int64) if sizes else _FIRST_OF_ONE
         mapped = tuple(data for result in results for data in result.mapped)
         lineage = Lineage(tuple(units), first, tuple(result.row_numbers for result in results), mapped)
         return tables[0] if len(tables) == 1 else pa.concat_tables(tables), lineage
@@ -199,6 +202,8 @@ class ChunkMaker:
     def _lists(self, table: pa.Table, name: str) -> tuple[NDArray[np.integer], Ints, Ints]:
         """A column of integer lists as (values, offset of each list, length of each list), without a copy."""
         array: Any = joined(table.column(name))  # any kind of list array
+        if array.type == _PLAIN:
+            return self._list_parts(array, name)
         kind = array.type
         if pa.types.is_fixed_size_list(kind):
             array = array.cast(pa.list_(kind.value_type))
@@ -209,12 +214,15 @@ class ChunkMaker:
                 f"source {self._name!r}: column {name!r} must be a list of integers, it is {kind}; "
                 "tokenise text with transform=ol.Tokenize(...)"
             )
+        return self._list_parts(array, name)
+
+    def _list_parts(self, array: Any, name: str) -> tuple[NDArray[np.integer], Ints, Ints]:
         offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
-        lengths = np.diff(offsets)
+        lengths = offsets[1:] - offsets[:-1]
         if array.null_count:
             lengths[~pc.is_valid(array).to_numpy(zero_copy_only=False)] = 0
         values = array.values
-        if pa.types.is_boolean(kind.value_type):
+        if pa.types.is_boolean(values.type):
             values = values.cast(pa.int8())
         if values.null_count:
             raise DataError(f"source {self._name!r}: column {name!r} has nulls inside its lists; drop them in a transform")

@@ -42,7 +42,6 @@ piece.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -50,23 +49,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlord.data.arenas import Arenas
-from overlord.data.payload import Payload
+from overlord.data.payload import NO_LOSS, Payload
 from overlord.errors import DataError, SpecError
 from overlord.planning.facts import Ints
 from overlord.planning.plan import MicroPlan
+from overlord.records import record
 from overlord.spec import Batch
 
 Fields: TypeAlias = dict[str, Any]
 """The fields of a microbatch by name; their types are listed at the top of this file."""
 
-NO_LOSS = -100
-"""The label that torch's cross_entropy ignores unless told otherwise."""
-
 PADDING_SEGMENT = 512
 """The longest run of row padding that attends to itself: attention is a small part of its cost."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Layout:
     """Where everything lies. `order` lists the documents that have text, by place; None when all have, and lie in turn."""
 
@@ -82,7 +79,12 @@ class _Layout:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.bounds[-1])
+        return self.bounds.item(-1)
+
+    @property
+    def segments(self) -> Ints:
+        """The length of each segment."""
+        return self.lengths if self.order is None else np.diff(self.bounds)
 
     def uncovered(self) -> Iterator[slice]:
         """The stretches of places that no document covers."""
@@ -100,11 +102,11 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
     _check_payload(micro, payload)
     packed = batch.layout == "packed"
     layout = _packed_layout(micro, batch.document_multiple) if packed else _padded_layout(micro, batch)
-    segments = np.diff(layout.bounds)
+    segments, bounds = layout.segments, layout.bounds.astype(np.int32)
     labels, tokens, position_ids, loss_mask = _large_fields(layout.num_tokens, arenas)
     np.concatenate(_pieces(layout, payload.tokens, batch.pad_token), out=tokens, casting="same_kind")
     _fill_labels(labels, loss_mask, layout, tokens, payload)
-    _fill_positions(position_ids, segments)
+    _fill_positions(position_ids, bounds[:-1], segments)
     fields: Fields = {
         "tokens": tokens,
         "labels": labels,
@@ -120,7 +122,7 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
     }
     if batch.image_token is not None:
         fields["image_row"] = _image_rows(tokens, layout, batch.image_token)
-    fields |= _cu_seqlens(layout, batch.document_multiple) if packed else _folded(layout, fields, micro.row)
+    fields |= _cu_seqlens(layout, bounds, batch.document_multiple) if packed else _folded(layout, fields, micro.row)
     if payload.images is not None:
         fields |= _images(payload.images)
     if not payload.columns:
@@ -174,14 +176,15 @@ def _full_layout(micro: MicroPlan) -> _Layout | None:
     """The layout when documents lie one after the other as the plan lists them, and fill every row. So it mostly is, and
     then a handful of operations tell."""
     lengths, row_tokens = micro.samples.tokens, micro.row_tokens
-    if len(lengths) == 0 or not lengths.all():
+    if len(lengths) == 0 or np.count_nonzero(lengths) < len(lengths):
         return None
     bounds = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=bounds[1:])
     starts, ends = bounds[:-1], bounds[1:]
     if row_tokens:
-        fits = bounds[-1] == micro.num_rows * row_tokens and (starts // row_tokens == micro.row).all()
-        if not fits or not ((ends - 1) // row_tokens == micro.row).all():
+        is_full = bounds.item(-1) == micro.num_rows * row_tokens
+        in_place = (starts // row_tokens == micro.row) & ((ends - 1) // row_tokens == micro.row)
+        if not is_full or np.count_nonzero(in_place) < len(in_place):
             return None
     return _Layout(starts, lengths, None, bounds, ends, gaps=None)
 
@@ -263,7 +266,7 @@ def _fill_labels(
     last = layout.ends - 1
     following = payload.following if layout.order is None else payload.following[layout.order]
     goes_on = following >= 0
-    labels[last] = np.where(goes_on, following, NO_LOSS)
+    labels[last] = following
     if payload.loss_masks is None and not payload.ignored and layout.gaps is None:
         loss_mask.fill(True)  # only the last place of a document may lack a label
         loss_mask[last] = goes_on
@@ -293,29 +296,26 @@ def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> N
     return np.concatenate(_pieces(layout, shifted, 1)) == 0
 
 
-def _fill_positions(position_ids: NDArray[np.int32], segments: Ints) -> None:
-    if len(segments) == 0:
-        return
-    lengths = segments.tolist()
-    ramp = _ramp(max(lengths))
-    # Copying stretches of one ramp: nothing is computed per token.
-    np.concatenate([ramp[:length] for length in lengths], out=position_ids)
+def _fill_positions(position_ids: NDArray[np.int32], starts: NDArray[np.int32], segments: Ints) -> None:
+    np.subtract(_ramp(len(position_ids)), np.repeat(starts, segments), out=position_ids)
+
+
+_MOST_KEPT = 1 << 20
+
+
+def _ramp(n: int) -> NDArray[np.int32]:
+    """0, 1, 2, ...: `n` of them, made anew only where the lengths asked for differ by much."""
+    return _ramp_of(1 << max(n - 1, 0).bit_length())[:n] if n <= _MOST_KEPT else np.arange(n, dtype=np.int32)
 
 
 @lru_cache(maxsize=4)
-def _ramp_up_to(n: int) -> NDArray[np.int32]:
+def _ramp_of(n: int) -> NDArray[np.int32]:
     ramp = np.arange(n, dtype=np.int32)
     ramp.setflags(write=False)
     return ramp
 
 
-def _ramp(n: int) -> NDArray[np.int32]:
-    """0, 1, 2, ...: at least `n` of them, made anew only where the lengths asked for differ by much."""
-    return _ramp_up_to(1 << (n - 1).bit_length())
-
-
-def _cu_seqlens(layout: _Layout, multiple: int) -> Fields:
-    bounds = layout.bounds.astype(np.int32)
+def _cu_seqlens(layout: _Layout, bounds: NDArray[np.int32], multiple: int) -> Fields:
     if multiple == 1:
         return {"cu_seqlens": bounds}
     real = np.zeros(len(bounds), np.int32)

@@ -14,15 +14,21 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from overlord.records import record
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-@dataclass(frozen=True, slots=True)
+NO_LOSS = -100
+"""The label that torch's cross_entropy ignores unless told otherwise."""
+
+
+@record
 class Payload:
     """The planned samples of one microbatch, in packing order. Every sequence has one entry per sample.
 
-    `following[i]` is the token that comes after sample i in its document, or -1 where the document ends with it: the
+    `following[i]` is the token that comes after sample i in its document, or NO_LOSS where the document ends with it: the
     last label of a cut document is known. `loss_masks[i]`, where given, has one entry per token of the sample and one
     more for `following`; 0 means no loss on predicting that token. `images[i]` are the decoded uint8 images of sample i
     (height, width, channels). `ignored` names samples whose deferred decode failed: no loss is taken on them.

@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 
 from overlord.errors import SpecError
-from overlord.planning.arrangement import Arrangement, Rows, SamplesInRows, cut_samples, dealt_bins, numbered, variable
+from overlord.planning.arrangement import Arrangement, Rows, SamplesInRows, cut_samples, numbered, variable
 from overlord.planning.balancing import Balancer, greedy, summed
 from overlord.planning.cost import CostFunction, costs_of
 from overlord.planning.facts import Floats, Ints, Samples
@@ -30,9 +30,16 @@ from overlord.planning.hdp.spread import Mode
 from overlord.planning.images.encoding import Placement, encoding_of, spread
 from overlord.planning.images.vision import ImageCost, Images
 from overlord.planning.learning.learned_cost import CostsInForce, LearnedCost, slowness
+from overlord.planning.micro_filling import (
+    as_many_as_needed,
+    as_many_in_each,
+    checked_max_tokens,
+    group_tokens,
+    num_microbatches,
+)
 from overlord.planning.micro_order import best_orders, levels
 from overlord.planning.pacing import paced, times
-from overlord.planning.packing import Microbatches, Pieces, best_fit, concat_and_split, even_cost, padded
+from overlord.planning.packing import Microbatches, Pieces, best_fit, concat_and_split, padded
 from overlord.planning.pipeline import Pipeline, Timing, simulated
 from overlord.planning.place_tree import Bucket, ClientPlaceTree
 from overlord.planning.plan import Plan, Stage
@@ -42,9 +49,6 @@ from overlord.spec import Batch
 RowPacker = Callable[[Ints, int, int], Ints | Pieces]
 """(lengths, num_rows, capacity) to the row of each sample (-1: nowhere), or to pieces of samples with their
 rows."""
-
-# A group may hold nearly what its microbatches can: whole documents never fill them to the last token.
-_FILL = 0.97
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,12 @@ class DGraph:
         if self.rows is not None:
             row = self.rows.row
             if self.num_groups == 1:
-                return self._arranged(self._rows_to(np.zeros_like(row), row), "deal", "rows in turn")
+                return self._arranged(self._rows_to(np.zeros(len(row), np.int64), row), "deal", "rows in turn")
             return self._arranged(self._rows_to(row % self.num_groups, row // self.num_groups), "deal", "rows in turn")
         n, groups = len(self.samples), self.num_groups
         number = np.arange(n)
         group, turn = number % groups, number // groups
-        count = self._num_microbatches()
+        count = num_microbatches(self.batch, self.lengths, groups)
         held = np.maximum(1, (n - group + groups - 1) // groups)  # samples in the group
         micro = Microbatches(group, turn * count // held, np.full(groups, count))
         return self._arranged(variable(micro), "deal", "samples in turn")
@@ -159,10 +163,12 @@ class DGraph:
         method = paced(method, self._slowness)
         if self.rows is not None:
             return self._balanced_rows(method, self.rows, self.costs)
-        cap = self._max_tokens(max_tokens)
-        group = method(self.costs, self.num_groups, self.lengths, self._group_tokens(cap) if equal_counts else None)
-        graph = self._with(Stage("balance", "{} over {} groups", (_name(method), self.num_groups), self._group_costs(group)))
-        found, how = graph._microbatches(group, cap, equal_counts)
+        batch, lengths, groups = self.batch, self.lengths, self.num_groups
+        cap = checked_max_tokens(batch, lengths, max_tokens)
+        group = method(self.costs, groups, lengths, group_tokens(batch, lengths, groups, cap) if equal_counts else None)
+        graph = self._with(Stage("balance", "{} over {} groups", (_name(method), groups), self._group_costs(group)))
+        filling = batch, lengths, self.costs, group, groups, cap
+        found, how = as_many_in_each(*filling, self.reference_rows) if equal_counts else as_many_as_needed(*filling)
         counts = (found.counts.min(), found.counts.max())
         return graph._arranged(variable(found), "pack", "{}, up to {} tokens, {} to {} a group", how, cap, *counts)
 
@@ -194,7 +200,8 @@ class DGraph:
         if self.costs is None or self.rows is not None:
             raise SpecError("level needs the costs of samples that are not in rows: call cost(fn) before it, and not pack()")
         micro_tokens = self.batch.micro_tokens or self.batch.sequence_length
-        cap = self._max_tokens(max_tokens or max(micro_tokens, int(self.lengths.max(initial=0))))
+        wanted = max_tokens or max(micro_tokens, int(self.lengths.max(initial=0)))
+        cap = checked_max_tokens(self.batch, self.lengths, wanted)
         found = levels(self.costs, self.lengths, self.num_groups, cap, pipeline)
         if found is None:
             return self.balance(max_tokens=cap, equal_counts=False)
@@ -256,13 +263,16 @@ class DGraph:
         a = self.arrangement
         if a is None:
             raise SpecError("nothing is handed out yet: call distribute(...) and then deal() or balance(...) before plan()")
-        num_micros = int(a.counts.sum())
+        num_micros = sum(a.counts.tolist())
         micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro if num_micros > 1 else a.micro
         place = micro * a.rows_per_microbatch + a.row if num_micros > 1 else a.row
-        in_order = bool((place[1:] >= place[:-1]).all())  # as rows that were filled in turn are, in a single group
+        # As rows that were filled in turn are, in a single group.
+        in_order = np.count_nonzero(place[1:] < place[:-1]) == 0
         order = np.arange(len(place)) if in_order else place.argsort(kind="stable")
-        offsets = np.zeros(num_micros + 1, np.int64)
-        np.cumsum(np.bincount(micro, minlength=num_micros), out=offsets[1:])
+        offsets = np.array([0, len(place)])
+        if num_micros > 1:
+            offsets = np.zeros(num_micros + 1, np.int64)
+            np.cumsum(np.bincount(micro, minlength=num_micros), out=offsets[1:])
         return Plan(
             samples=self.samples,
             counts=a.counts,
@@ -326,9 +336,9 @@ class DGraph:
         else:
             per_micro = max(1, (self.batch.micro_tokens or self.batch.sequence_length) // rows.row_tokens)
         count = max(1, -(-rows.num_rows // (self.num_groups * per_micro)))
-        counts = np.full(self.num_groups, count)
+        counts = np.array([count] * self.num_groups)
         if count == 1:
-            return Arrangement(group, np.zeros_like(turn), turn, counts, per_micro, rows.row_tokens)
+            return Arrangement(group, np.zeros(len(turn), np.int64), turn, counts, per_micro, rows.row_tokens)
         return Arrangement(group, turn // per_micro, turn % per_micro, counts, per_micro, rows.row_tokens)
 
     def _balanced_rows(self, method: Balancer, rows: Rows, costs: Floats) -> DGraph:
@@ -342,29 +352,6 @@ class DGraph:
         arrangement = self._rows_to(group_of_row[rows.row], turn_of_row[rows.row])
         return self._arranged(arrangement, "balance", "{}: whole rows over {} groups", _name(method), self.num_groups)
 
-    def _num_microbatches(self) -> int:
-        """Microbatches of each group, when all have the same number and samples are handed out one by one."""
-        micro_tokens = self.batch.micro_tokens or self.batch.sequence_length
-        tokens = self.batch.tokens if self.batch.tokens is not None else int(self.lengths.sum())
-        wanted = -(-tokens // (self.num_groups * micro_tokens))
-        most = -(-len(self.samples) // self.num_groups)  # more would leave some empty
-        return max(1, min(wanted, most))
-
-    def _max_tokens(self, max_tokens: int | None) -> int:
-        micro_tokens = self.batch.micro_tokens or self.batch.sequence_length
-        longest = int(self.lengths.max(initial=0))
-        if max_tokens is None:
-            return max(micro_tokens * 3 // 2, longest)
-        if max_tokens < max(micro_tokens, longest):
-            raise SpecError(
-                f"max_tokens must hold the mean microbatch ({micro_tokens} tokens) and the longest sample "
-                f"({longest}), got {max_tokens}; raise it, or lower micro_tokens or sequence_length of the batch"
-            )
-        return max_tokens
-
-    def _group_tokens(self, max_tokens: int) -> int:
-        return int(self._num_microbatches() * max_tokens * _FILL)
-
     def _group_costs(self, group: Ints) -> Floats | None:
         return None if self.costs is None else times(summed(group, self.costs, self.num_groups), self._slowness)
 
@@ -375,29 +362,6 @@ class DGraph:
     def _micro_costs(self, a: Arrangement) -> Floats:
         micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro
         return summed(micro, cast(Floats, self.costs), int(a.counts.sum()))
-
-    def _microbatches(self, group: Ints, max_tokens: int, equal_counts: bool) -> tuple[Microbatches, str]:
-        costs, lengths = cast(Floats, self.costs), self.lengths
-        if not equal_counts:
-            micro_tokens = self.batch.micro_tokens or self.batch.sequence_length
-            held = np.bincount(group, lengths, self.num_groups)
-            counts = np.maximum(1, np.rint(held / micro_tokens).astype(np.int64))
-            counts = np.minimum(counts, np.maximum(1, np.bincount(group, minlength=self.num_groups)))
-            grown = even_cost(costs, lengths, group, counts, max_tokens, grow=True)
-            return cast(Microbatches, grown), "even cost"  # no sample is over max_tokens, so growing ends well
-        count = self._num_microbatches()
-        while True:
-            counts = np.full(self.num_groups, count)
-            found = even_cost(costs, lengths, group, counts, max_tokens)
-            if found is not None:
-                return found, "even cost"
-            bins = best_fit(lengths, count * self.num_groups, max_tokens)
-            if (bins >= 0).all():
-                return dealt_bins(bins, costs, self.num_groups, count), "best fit"
-            if self.reference_rows is not None:
-                bins = self.reference_rows // self.batch.rows_per_microbatch
-                return dealt_bins(bins, costs, self.num_groups, count), "as drawn"
-            count += 1  # no packing into fewer is known
 
     def _arranged(self, arrangement: Arrangement, name: str, text: str, *values: object) -> DGraph:
         bucket_costs = micro_costs = None

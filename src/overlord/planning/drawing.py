@@ -16,7 +16,7 @@ import numpy as np
 
 from overlord.errors import DataError
 from overlord.planning.facts import ChunkFacts, Floats, Ints, Samples
-from overlord.planning.images.image_sizes import ImageSizes
+from overlord.planning.pool import Pool, Span, samples_of
 from overlord.planning.progress import Progress
 from overlord.spec import Stop
 
@@ -24,10 +24,13 @@ Describe = Callable[[int, int], ChunkFacts]
 """(source index, chunk) to facts."""
 Expect = Callable[[int, int], None]
 """(source index, chunk): that chunk will be described soon."""
+Peek = Callable[[int, int], ChunkFacts | None]
+"""(source index, chunk) to facts, if they can be had without waiting for anybody."""
 
 _MOST_ROWS_OF_A_SOURCE = 8192  # per block: keeps the first step quick when chunks are huge
 _ROWS_POOLED = 2048  # about: enough that visiting every source seldom matters, few enough that merging stays quick
 _CHUNKS_EXPECTED = 8  # enough to keep several readers busy; more would only fill memory sooner than needed
+_CHUNKS_EXTENDED = 8  # at most, in a block: about as many as are expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,19 @@ class Extent:
 
 @dataclass(slots=True)
 class _Lane:
-    """One source inside a queue: a stretch of rows of one chunk, their virtual times, and how many are in the pool."""
+    """One source inside a queue: a stretch of rows of one chunk, their virtual times, and how many are in the pool. `since`
+    is the source's progress of that name after the stretch."""
 
     chunk: int
     facts: ChunkFacts
     first: int
     times: Floats
+    since: int
     pooled: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.times)
 
 
 class DrawQueue:
@@ -58,7 +67,9 @@ class DrawQueue:
 
     Every source with weight has a lane. The pool holds the rows of all lanes up to the virtual time `_until`, in the order
     of their times. The block is the part of the pool up to the first lane's last row: what comes after that row is not
-    settled before more of that source is known. Neither pool nor block decides the order: they only bound the work.
+    settled before more of that source is known. A lane that is all in the pool may be extended: replaced by one of the
+    source's next rows, at most one chunk beyond that of the source's first row in the block. Neither pool nor block nor
+    what was extended decides the order: they only bound the work.
     """
 
     def __init__(
@@ -69,6 +80,7 @@ class DrawQueue:
         extents: Sequence[Extent],
         describe: Describe,
         expect: Expect | None = None,
+        peek: Peek | None = None,
     ) -> None:
         self._at = progress  # where the current block begins
         self._by_tokens = unit == "tokens"
@@ -76,13 +88,15 @@ class DrawQueue:
         self._extents = extents
         self._describe = describe
         self._expect = expect
+        self._peek = peek
         self._ended = False
         self._read_once = progress.read_once.copy()
         self._lanes: dict[int, _Lane] = {}
         self._last_times = np.full(len(progress.names), np.inf)  # of each lane's last row
         self._run_out: list[int] = np.flatnonzero(progress.weights > 0).tolist()  # sources whose lane is all drawn
-        self._pool = _Pool.empty(progress.names)
+        self._pool = Pool.empty(progress.names)
         self._until = -np.inf
+        self._first_rows = np.zeros(len(progress.names), np.int64)  # of all of the chunk where the source begins the block
         self._lane_chunk = np.full(len(progress.names), -1)
         self._lane_rows = np.zeros(len(progress.names), np.int64)  # of all of the lane's chunk
         self._start_block(Samples.none(progress.names))
@@ -130,7 +144,7 @@ class DrawQueue:
     def bookmark(self, draws_ago: int = 0) -> Callable[[], Progress]:
         """A function that gives the progress at this moment, or some draws ago (no more than were settled together with the
         last one), computed when it is called."""
-        lanes = self._lane_chunk, self._lane_rows
+        lanes = self._first_rows, self._lane_chunk, self._lane_rows
         return partial(_advance, self._at, self._block, self._position - draws_ago, self._by_tokens, *lanes)
 
     def _take_to(self, end: int) -> Samples:
@@ -148,8 +162,10 @@ class DrawQueue:
         if self._ended:
             return False
         self._at = self.bookmark()()
-        # Bookmarks look into what was: they are changed no more.
+        # Bookmarks look into what was: it is changed no more.
+        self._first_rows = np.where(self._at.chunk == self._lane_chunk, self._lane_rows, self._first_rows)
         self._lane_chunk, self._lane_rows = self._lane_chunk.copy(), self._lane_rows.copy()
+        is_first = not self._lanes
         entered = [source for source in self._run_out if self._enter(source)]
         self._run_out = []
         self._at.read_once[:] = self._read_once
@@ -158,6 +174,8 @@ class DrawQueue:
             self._start_block(Samples.none(self._at.names))
             return False
         self._fill_pool(entered)
+        if not is_first:  # which is to be there soon
+            self._extend()
         self._start_block(self._settled())
         self._look_ahead()
         return True
@@ -192,13 +210,42 @@ class DrawQueue:
                     "look at its filters, its bad-row policy and long_documents, or give it weight 0"
                 )
         at.chunk[source], at.row[source] = chunk, row  # `at` is this queue's own copy
+        self._first_rows[source] = facts.num_rows
+        self._begin_lane(source, chunk, facts, row, int(at.since[source]))
+        return True
+
+    def _begin_lane(self, source: int, chunk: int, facts: ChunkFacts, row: int, since: int) -> None:
         end = min(row + _MOST_ROWS_OF_A_SOURCE, facts.num_rows)
         sizes = facts.tokens[row:end] if self._by_tokens else np.ones(end - row, np.int64)
         # From exact integers, so that a time does not depend on where a run was cut.
-        middle = int(at.since[source]) + np.cumsum(sizes) - sizes / 2
-        times = at.lead[source] + middle / at.weights[source]
-        self._lanes[source] = _Lane(chunk, facts, row, times)
+        ends = since + np.cumsum(sizes)
+        times = self._at.lead[source] + (ends - sizes / 2) / self._at.weights[source]
+        self._lanes[source] = _Lane(chunk, facts, row, times, ends.item(-1))
         self._last_times[source], self._lane_chunk[source], self._lane_rows[source] = times[-1], chunk, facts.num_rows
+
+    def _extend(self) -> None:
+        """Extend the lanes that bound the block, as far as their next rows are at hand: one large block costs less than
+        several small ones."""
+        extended = []
+        for source in np.argsort(self._last_times, kind="stable")[:_CHUNKS_EXTENDED].tolist():
+            if self._last_times[source] > self._until or not self._extend_lane(source):
+                break  # this one bounds the block
+            extended.append(source)
+        self._merge(extended)
+
+    def _extend_lane(self, source: int) -> bool:
+        lane = self._lanes[source]
+        if lane.end < lane.facts.num_rows:
+            self._begin_lane(source, lane.chunk, lane.facts, lane.end, lane.since)
+            return True
+        chunk, end = lane.chunk + 1, self._extents[source].end
+        goes_on = end is None or chunk < end or self._read_once[source]
+        if self._peek is None or not goes_on or lane.chunk != self._at.chunk[source]:
+            return False
+        facts = self._peek(source, chunk)
+        if facts is None or facts.num_rows == 0:
+            return False
+        self._begin_lane(source, chunk, facts, 0, lane.since)
         return True
 
     def _has_ended(self, source: int) -> bool:
@@ -230,19 +277,19 @@ class DrawQueue:
             lane = self._lanes[source]
             end = int(lane.times.searchsorted(self._until, "right"))
             if end > lane.pooled:
-                spans.append((source, lane, lane.pooled, end))
+                spans.append(Span(source, lane.chunk, lane.facts, lane.first + lane.pooled, lane.first + end))
                 times.append(lane.times[lane.pooled : end])
                 lane.pooled = end
         if not spans:
             return
-        self._pool = self._pool.with_rows(_samples_of(self._at.names, spans), times)
+        self._pool = self._pool.with_rows(samples_of(self._at.names, spans), times)
 
     def _settled(self) -> Samples:
         """Take the rows out of the pool that come before anything that is not known yet."""
         bounding = int(self._last_times.argmin())  # of equal times the first source's, which is the one drawn first
         horizon = self._last_times[bounding]
         if horizon > self._until:
-            block, self._pool = self._pool.first(len(self._pool.times)), _Pool.empty(self._at.names)
+            block, self._pool = self._pool.first(len(self._pool.times)), Pool.empty(self._at.names)
             return block
         end = self._pool.num_before(horizon, bounding)
         block, self._pool = self._pool.first(end), self._pool.without_first(end)
@@ -250,87 +297,26 @@ class DrawQueue:
         return block
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """Rows waiting for their turn: row `order[i]` of `rows`, which lie as they came, has the time `times[i]`.
-
-    Rows that were taken stay in `rows` until all are: most are moved twice, once in and once out.
-    """
-
-    rows: Samples
-    order: Ints
-    times: Floats
-
-    @staticmethod
-    def empty(names: tuple[str, ...]) -> _Pool:
-        return _Pool(Samples.none(names), np.zeros(0, np.int64), np.zeros(0))
-
-    def with_rows(self, new: Samples, times: Sequence[Floats]) -> _Pool:
-        rows = Samples.concatenated([self.rows, new]) if len(self.times) else new
-        first = len(rows) - len(new)
-        order = np.concatenate([self.order, np.arange(first, len(rows))])
-        all_times = np.concatenate([self.times, *times])
-        by_time = np.argsort(all_times, kind="stable")  # quick on what is a few sorted runs
-        in_order = all_times[by_time]
-        if (in_order[1:] == in_order[:-1]).any():
-            by_time = np.lexsort((rows.source[order], all_times))
-            in_order = all_times[by_time]
-        return _Pool(rows, order[by_time], in_order)
-
-    def num_before(self, time: float, source: int) -> int:
-        """How many rows come before that time, or at it and are of that source or an earlier one."""
-        first, last = self.times.searchsorted(time, "left"), self.times.searchsorted(time, "right")
-        return int(first + np.count_nonzero(self.rows.source[self.order[first:last]] <= source))
-
-    def first(self, count: int) -> Samples:
-        return self.rows.take(self.order[:count])
-
-    def without_first(self, count: int) -> _Pool:
-        return _Pool(self.rows, self.order[count:], self.times[count:])
-
-
-def _samples_of(names: tuple[str, ...], spans: list[tuple[int, _Lane, int, int]]) -> Samples:
-    """Rows `begin` to `end` of each lane, one lane after the other."""
-    counts = [end - begin for _, _, begin, end in spans]
-    rows = [(lane.facts, lane.first + begin, lane.first + end) for _, lane, begin, end in spans]
-    tokens = np.concatenate([facts.tokens[begin:end] for facts, begin, end in rows])
-    size_names = dict.fromkeys(name for facts, _, _ in rows for name in facts.sizes)
-    return Samples.of_columns(
-        names,
-        np.repeat(np.array([source for source, _, _, _ in spans], np.int64), counts),
-        np.repeat(np.array([lane.chunk for _, lane, _, _ in spans], np.int64), counts),
-        np.concatenate([np.arange(begin, end) for _, begin, end in rows]),
-        np.zeros(len(tokens), np.int64),
-        tokens,
-        tokens,
-        np.concatenate([facts.loss_tokens[begin:end] for facts, begin, end in rows]),
-        sizes={
-            name: np.concatenate(
-                [
-                    facts.sizes[name][begin:end] if name in facts.sizes else np.zeros(end - begin, np.int64)
-                    for facts, begin, end in rows
-                ]
-            )
-            for name in size_names
-        },
-        images=ImageSizes.concatenated(
-            [None if facts.images is None else facts.images.take(slice(begin, end)) for facts, begin, end in rows], counts
-        ),
-    )
-
-
-def _advance(at: Progress, block: Samples, position: int, by_tokens: bool, lane_chunk: Ints, lane_rows: Ints) -> Progress:
-    """The progress after the first `position` draws of a block that begins at `at`. A source that has drawn all
-    `lane_rows` of its chunk comes to stand before the next one."""
-    n = len(at.names)
-    drawn = np.bincount(block.source[:position], minlength=n)
-    tokens = np.bincount(block.source[:position], weights=block.tokens[:position], minlength=n).astype(np.int64)
-    row = at.row + drawn
-    all_drawn = (lane_chunk == at.chunk) & (row >= lane_rows)
+def _advance(
+    at: Progress, block: Samples, position: int, by_tokens: bool, first_rows: Ints, lane_chunk: Ints, lane_rows: Ints
+) -> Progress:
+    """The progress after the first `position` draws of a block that begins at `at`. A source that has drawn all rows of a
+    chunk comes to stand before the next one; a chunk has `lane_rows` if it is the lane's, else `first_rows`."""
+    if position == 0:
+        return replace(at, chunk=at.chunk.copy(), row=at.row.copy(), read_once=at.read_once.copy())
+    n, source = len(at.names), block.source[:position]
+    drawn = np.bincount(source, minlength=n)
+    tokens = np.bincount(source, weights=block.tokens[:position], minlength=n).astype(np.int64)
+    last = np.zeros(n, np.int64)
+    last[source] = np.arange(position)  # of equal sources the last stays
+    has_drawn = drawn > 0
+    chunk = np.where(has_drawn, block.chunk[last], at.chunk)
+    row = np.where(has_drawn, block.row[last] + 1, at.row)
+    all_drawn = has_drawn & (row >= np.where(chunk == lane_chunk, lane_rows, first_rows))
     row[all_drawn] = 0
     return replace(
         at,
-        chunk=at.chunk + all_drawn,
+        chunk=chunk + all_drawn,
         row=row,
         samples=at.samples + drawn,
         tokens=at.tokens + tokens,

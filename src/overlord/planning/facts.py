@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlord.planning.images.image_sizes import ImageSizes
+from overlord.records import record
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -43,7 +44,7 @@ COLUMNS = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
 _SOURCE, _CHUNK, _ROW, _START, _STOP, _TOKENS, _LOSS_TOKENS = range(len(COLUMNS))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Samples:
     """The samples of one step, in the order they were drawn. One entry of each column per sample.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,17 +13,18 @@ import numpy as np
 from overlord.curriculum import limit_at
 from overlord.planning.arrangement import SamplesInRows, cut_samples
 from overlord.planning.cutting import CountLoss, in_parts
-from overlord.planning.drawing import Describe, DrawQueue, Expect, Extent, reweighted
+from overlord.planning.drawing import Describe, DrawQueue, Expect, Extent, Peek, reweighted
 from overlord.planning.facts import Floats, Ints, Samples
 from overlord.planning.outliers import all_now, not_placed, released, set_aside
 from overlord.planning.packing import best_fit, concat_and_split, in_drawn_order
 from overlord.planning.progress import Progress
+from overlord.records import record
 from overlord.spec import Batch, Mixture
 
 _STEPS_TOGETHER = 8  # drawn at once where they can be: a call costs the same for some dozens of samples and for hundreds
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DrawnStep:
     """The samples of one step, the row that membership packing gave each (None for steps counted in samples and for those
     that cut documents), and the progress after the step, computed when asked for."""
@@ -98,6 +99,7 @@ class StepDrawer:
         count_loss: CountLoss | None = None,
         expect: Expect | None = None,
         schedule: WeightSchedule | None = None,
+        peek: Peek | None = None,
     ) -> None:
         self._batch = batch
         self._mixture = mixture
@@ -107,6 +109,7 @@ class StepDrawer:
         self._describe = describe
         self._count_loss = count_loss
         self._expect = expect
+        self._peek = peek
         self._number = progress.step
         self._carried = progress.carried
         self._num_first = 0  # candidates of a step that are placed before all others
@@ -168,7 +171,8 @@ class StepDrawer:
 
     def _new_queue(self, progress: Progress) -> DrawQueue:
         mixture = self._mixture
-        return DrawQueue(progress, mixture.unit, mixture.stop, self._extents, self._describe, self._expect)
+        ask = self._describe, self._expect, self._peek
+        return DrawQueue(progress, mixture.unit, mixture.stop, self._extents, *ask)
 
     def _by_samples(self, count: int) -> tuple[Samples, None] | None:
         def more(have: Samples) -> Samples:
@@ -312,7 +316,7 @@ class StepDrawer:
         return samples
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Cut:
     """Samples cut into bins, and the bin of each."""
 

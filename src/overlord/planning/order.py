@@ -7,9 +7,11 @@ than call a shuffle, whose algorithm may change.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from overlord.planning.facts import Ints
 
@@ -39,5 +41,28 @@ def _units_of_epoch(seed: int, source: str, num_units: int, epoch: int) -> Ints:
 
 def _permutation(n: int, purpose: str, seed: int, source: str, number: int) -> Ints:
     digest = hashlib.blake2b(f"{purpose}\0{seed}\0{source}\0{number}".encode(), digest_size=16).digest()
-    raw = np.random.Philox(key=np.frombuffer(digest, np.uint64)).random_raw(n)
-    return np.argsort(raw, kind="stable")
+    return np.argsort(_raw_bits(np.frombuffer(digest, np.uint64), n), kind="stable")
+
+
+_ZEROS = np.zeros(4, np.uint64)
+_idle: deque[np.random.Philox] = deque(maxlen=16)
+
+
+def _raw_bits(key: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
+    """What `Philox(key=key).random_raw(n)` gives, from a generator that is used again: a new one would ask the system for
+    a seed first, only to be given this key. Each operation of a deque is atomic."""
+    try:
+        generator = _idle.pop()
+    except IndexError:
+        generator = np.random.Philox(0)
+    generator.state = {
+        "bit_generator": "Philox",
+        "state": {"counter": _ZEROS, "key": key},
+        "buffer": _ZEROS,
+        "buffer_pos": 4,
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    raw = generator.random_raw(n)
+    _idle.append(generator)
+    return raw

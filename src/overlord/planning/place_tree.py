@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -43,6 +43,7 @@ class ClientPlaceTree:
     slice."""
 
     mesh: Mesh
+    _places: dict[int, Place] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def from_device_mesh(device_mesh: Any) -> ClientPlaceTree:
@@ -97,6 +98,12 @@ class ClientPlaceTree:
         return self.mesh.world_size
 
     def coordinates(self, rank: int) -> Place:
+        found = self._places.get(rank)
+        if found is None:
+            found = self._places[rank] = self._place(rank)
+        return found
+
+    def _place(self, rank: int) -> Place:
         if not 0 <= rank < self.world_size:
             raise SpecError(f"rank must be from 0 to {self.world_size - 1}, got {rank}")
         at: dict[str, int] = {}
@@ -119,6 +126,8 @@ class ClientPlaceTree:
         """The rank whose fetch serves this one when the trainer broadcasts along these axes: itself, if it
         fetches."""
         place = self.coordinates(rank)
+        if not broadcast:
+            return rank
         at = {axis: 0 if axis in broadcast else getattr(place, axis) for axis in self.mesh.order}
         return self.rank_of(**at)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from overlord.errors import SpecError
@@ -12,10 +10,11 @@ from overlord.planning.facts import Floats, Ints, Samples
 from overlord.planning.hdp.rings import Ring, Rings
 from overlord.planning.images.encoding import Encoding, Round, round_of_group, text_alone
 from overlord.planning.learning.learned_cost import LearnedCost
-from overlord.planning.place_tree import ClientPlaceTree
+from overlord.planning.place_tree import Bucket, ClientPlaceTree
+from overlord.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stage:
     """What one primitive did to a step, for `explain`. The words are put together only when they are read."""
 
@@ -33,7 +32,7 @@ class Stage:
         return self.text.format(*self.values)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MicroPlan:
     """One microbatch. `samples` are in packing order; `row[i]` is the row of the microbatch sample i lies in.
 
@@ -51,7 +50,7 @@ class MicroPlan:
     """Where documents may be cut over ranks: who runs this microbatch together."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GroupPlan:
     """The part of a plan that one data-parallel group carries out."""
 
@@ -67,7 +66,7 @@ class GroupPlan:
     each."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Plan:
     """A whole step. Microbatch m (numbered over all groups, group by group) holds the samples
     `order[offsets[m]:offsets[m + 1]]`; group g owns the `counts[g]` microbatches after those of the groups
@@ -85,7 +84,7 @@ class Plan:
     """Tokens that every row is padded to; 0 when rows are as long as their samples."""
     broadcast: frozenset[str]
     stages: tuple[Stage, ...] = ()
-    axis: str = "dp"
+    axis: Bucket = "dp"
     """The mesh axis that the groups lie along, `group_size` neighbours on it to a group."""
     group_size: int = 1
     encoding: Encoding | None = None
@@ -123,10 +122,10 @@ class Plan:
         return max_over_mean(self.group_costs(costs))
 
     def for_group(self, step: int, group: int) -> GroupPlan:
-        first = int(self.counts[:group].sum())
-        micros = []
-        for m in range(first, first + int(self.counts[group])):
-            begin, end = self.offsets[m], self.offsets[m + 1]
+        counts = self.counts[: group + 1].tolist()
+        first, last = sum(counts[:-1]), sum(counts)
+        offsets, micros = self.offsets[first : last + 1].tolist(), []
+        for m, begin, end in zip(range(first, last), offsets, offsets[1:], strict=False):
             documents = self.order[begin:end]
             samples, encode = self.samples.take(slice(begin, end) if self.in_order else documents), None
             if self.encoding is not None:
@@ -148,7 +147,7 @@ class Plan:
 
     def check_groups(self, place: ClientPlaceTree) -> None:
         """Refuse what Data Constructors, one for each data-parallel group, cannot carry out."""
-        groups = {"dp": place.mesh.dp, "cp": place.num_groups("cp")}.get(self.axis)
+        groups = place.num_groups(self.axis) if self.axis in ("dp", "cp") else None
         if self.num_groups != groups or self.group_size != 1:
             raise SpecError(
                 f"the strategy distributed the step over {self.num_groups} groups along {self.axis}, but Data Constructors "

@@ -24,6 +24,7 @@ from overlord.engine import Handle
 from overlord.errors import ClosedError
 from overlord.planning.place_tree import ClientPlaceTree, Place
 from overlord.planning.plan import GroupPlan
+from overlord.records import record
 from overlord.roles.pace import Pace, PaceMaker
 from overlord.roles.planner import Later, Planner
 from overlord.roles.routes import Routes
@@ -33,7 +34,7 @@ from overlord.threads import Threads
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Delivery:
     """One rank's part of a step."""
 
@@ -135,8 +136,12 @@ class DataConstructor:
                 if number not in self._steps or _came_to_nothing(self._steps[number]):
                     self._steps[number] = self._threads.submit(self._build, number)
             future = self._steps[step]
+            # Without threads the rank that asks first builds the step.
+            is_mine = self._threads.num_threads == 0 and not future.running() and not future.done()
+            if is_mine:
+                future.set_running_or_notify_cancel()
         try:
-            built = self._built_here(step, future) if self._threads.num_threads == 0 else future.result(timeout=wait_s)
+            built = self._built_here(step, future) if is_mine else future.result(timeout=wait_s)
         except NotYet:
             return Later(self._doing.get(step, f"step {step} waits for a thread to build it"))
         except CancelledError:
@@ -226,13 +231,6 @@ class DataConstructor:
                 del self._steps[step]
 
     def _built_here(self, step: int, future: Future[_Built | Later | None]) -> _Built | Later | None:
-        """The step, built by the rank that asks for it first: there are no threads to build it."""
-        with self._lock:
-            is_mine = not future.running() and not future.done()
-            if is_mine:
-                future.set_running_or_notify_cancel()
-        if not is_mine:
-            return future.result()
         try:
             built = self._build(step)
         except BaseException as error:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from overlord.data.arenas import Arenas
 from overlord.data.bad_rows import BadRow, BadRowLog
 from overlord.data.chunk import Chunk
-from overlord.data.payload import Payload
+from overlord.data.payload import NO_LOSS, Payload
 from overlord.data.views import compact, joined, take_rows
 from overlord.errors import ClosedError, DataError
 from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, Samples
@@ -81,6 +81,14 @@ class LoaderHost:
 
     def describe(self, source: str, chunk: int, keep_from: int = 0) -> ChunkFacts:
         return self._of(source).loader.describe(chunk, keep_from)
+
+    def peek(self, source: str, chunk: int, keep_from: int = 0) -> ChunkFacts | None:
+        """The facts of a chunk that is there. Where there are no threads to prepare it, it is made now, if there is room."""
+        loader = self._of(source).loader
+        facts = loader.known(chunk, keep_from)
+        if facts is None and self._threads.num_threads == 0:
+            facts = loader.made_ahead(chunk)
+        return facts
 
     def prefetch(self, source: str, chunks: Sequence[int]) -> None:
         if self._threads.num_threads == 0:
@@ -236,35 +244,36 @@ class _Given:
         self.opened: dict[tuple[int, int], Opened] = {}
         self.tokens: list[NDArray[np.integer]] = []
         self.masks: list[NDArray[np.integer] | None] = []
-        following = [-1] * len(samples)
+        following: dict[int, int] = {}
         opened, names, only = self.opened, samples.source_names, samples.sizes.get(ONLY_IMAGE)
         tokens, masks = self.tokens, self.masks
         # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
-        for place, (source, number, row, start, stop) in enumerate(zip(*samples.table[:5].tolist(), strict=True)):
+        for source, number, row, start, stop in zip(*samples.table[:5].tolist(), strict=True):
             one = finders[source](number)
             if one is None:
                 one = opened.get((source, number)) or held_of(names[source]).loader.opened(number)
                 opened[source, number] = one  # there may be no room for it in the buffer
             values = one.values
             if values is None:
+                one.left -= only is None or only[len(tokens)] <= 0
                 tokens.append(_NO_TOKENS)
-                one.left -= only is None or only[place] <= 0
                 opened[source, number] = one
                 continue
-            begin = one.begin_of(row)
+            begin = one.begin[row]
             end = begin + stop
             tokens.append(values[begin + start : end])
-            left = one.left - stop + start
-            one.left = left
+            one.left = left = one.left - stop + start
             if keep_all or left <= 0:
                 opened[source, number] = one
-            goes_on = end < one.end_of(row)
+            goes_on = end < one.document_end[row]
             if goes_on:
-                following[place] = values.item(end)
+                following[len(tokens) - 1] = values.item(end)
             if one.mask is not None:
-                masks += [None] * (place - len(masks))
+                masks += [None] * (len(tokens) - 1 - len(masks))
                 masks.append(_mask(one.mask, begin + start, end, goes_on))
-        self.following = np.array(following, np.int64)
+        self.following = np.full(len(samples), NO_LOSS)
+        for place, token in following.items():
+            self.following[place] = token
         self.some_mask = bool(masks)
         masks += [None] * (len(samples) - len(masks))
 

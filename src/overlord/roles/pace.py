@@ -37,11 +37,12 @@ class PaceMaker:
         self._clock = clock
         self._asked: dict[int, tuple[int, float]] = {}
         self._got: dict[int, tuple[int, float]] = {}
-        self._pace = Pace()
+        self._num_steps = self._num_waits = 0
+        self._busy_s = self._waited_s = 0.0
 
     @property
     def pace(self) -> Pace:
-        return self._pace
+        return Pace(self._num_steps, self._busy_s, self._num_waits, self._waited_s)
 
     def asks(self, rank: int, step: int) -> None:
         """A rank asks for a step, maybe again."""
@@ -50,12 +51,14 @@ class PaceMaker:
             return
         self._asked[rank] = step, now
         if got is not None and got[0] == step - 1:
-            self._pace = self._pace.plus(Pace(num_steps=1, busy_s=now - got[1]))
+            self._num_steps += 1
+            self._busy_s += now - got[1]
 
     def gets(self, rank: int, step: int) -> None:
         asked, got, now = self._asked.get(rank), self._got.get(rank), self._clock()
         if asked is not None and asked[0] == step and (got is None or got[0] != step):
-            self._pace = self._pace.plus(Pace(num_waits=1, waited_s=now - asked[1]))
+            self._num_waits += 1
+            self._waited_s += now - asked[1]
         self._got[rank] = step, now
 
     def leaves(self, rank: int) -> None:

@@ -31,6 +31,7 @@ from overlord.planning.plan import GroupPlan, Plan
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import Decision, same
 from overlord.planning.strategies import Strategy
+from overlord.records import record
 from overlord.roles.plan_log import PlanLog
 from overlord.roles.planner_status import Cursor, Mix, PlannerStatus
 from overlord.roles.routes import Routes
@@ -48,7 +49,7 @@ class Later:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Planned:
     """A planned step, kept while some group may ask for it."""
 
@@ -96,6 +97,7 @@ class Planner:
         self._steering = steering or Steering(mixture, start, place, Steered(), log)
         known = {start.step: start} if log is None else {start.step: start, **log.before}
         self._before: dict[int, Callable[[], Progress]] = {step: _given(progress) for step, progress in known.items()}
+        self._kept_before = _given(start), _first_chunks(start)  # what `_keep_from` looked at last
         self._reached = max(known)
         # Until all groups have asked this planner for something, they may be as far back as the log knew them.
         self._known_to = self._reached
@@ -185,11 +187,9 @@ class Planner:
         known = dict(self._before)  # without the lock, which is held while a step waits for its chunks
         newest = known[max(known)]()
         oldest = known[max((step for step in known if step <= self._oldest()), default=min(known))]()
-        needed = oldest.chunk.copy()
-        np.minimum.at(needed, oldest.carried.source, oldest.carried.chunk)
+        needed = _first_chunks(oldest)
         return {
-            name: Cursor(int(needed[i]), int(newest.chunk[i]), self._last_chunk(i))
-            for i, name in enumerate(self._start.names)
+            name: Cursor(needed[i], int(newest.chunk[i]), self._last_chunk(i)) for i, name in enumerate(self._start.names)
         }
 
     def doing(self) -> list[str]:
@@ -219,8 +219,8 @@ class Planner:
 
     def _drawer_from(self, progress: Progress) -> StepDrawer:
         count_loss = self._routes.count_loss if self._masked else None
-        schedule, ask = self._steering.schedule, (self._extents, self._describe, count_loss, self._expect)
-        return StepDrawer(progress, self._batch, self._mixture, *ask, schedule)
+        ask = self._extents, self._describe, count_loss, self._expect, self._steering.schedule, self._peek
+        return StepDrawer(progress, self._batch, self._mixture, *ask)
 
     def _reach(self, step: int) -> Planned | None:
         """Plan up to a step; steps before the oldest kept one are planned again from the start."""
@@ -338,12 +338,21 @@ class Planner:
         self._busy = f"{before}, and waits for the facts of chunk {chunk} of source {self._start.names[source]!r}"
         facts = self._routes.describe(source, chunk, self._keep_from(source, chunk))
         self._busy = before
+        self._learn(source, chunk, facts)
+        return facts
+
+    def _peek(self, source: int, chunk: int) -> ChunkFacts | None:
+        facts = self._routes.peek(source, chunk, self._keep_from(source, chunk))
+        if facts is not None:
+            self._learn(source, chunk, facts)
+        return facts
+
+    def _learn(self, source: int, chunk: int, facts: ChunkFacts) -> None:
         # One chunk per source is enough: draws move on, and a rewind may ask again.
         self._facts[source] = (chunk, facts)
         if chunk >= self._counted_to.get(source, 0):
             self._counted_to[source] = chunk + 1
             self._counts[self._start.names[source]].update(facts.counts)
-        return facts
 
     def _last_chunk(self, source: int) -> int | None:
         """The chunk that a source ends before; None when it does not, or begins anew."""
@@ -353,10 +362,18 @@ class Planner:
         """The first chunk of a source that a step still kept may name."""
         oldest = self._oldest()
         kept = [number for number in self._before if number >= oldest] or [max(self._before)]
-        progress = self._before[min(kept)]()
-        carried = progress.carried.chunk[progress.carried.source == source]
-        return min(int(progress.chunk[source]), chunk, *carried.tolist())
+        before = self._before[min(kept)]
+        if before is not self._kept_before[0]:
+            self._kept_before = before, _first_chunks(before())
+        return min(self._kept_before[1][source], chunk)
 
 
 def _given(progress: Progress) -> Callable[[], Progress]:
     return lambda: progress
+
+
+def _first_chunks(progress: Progress) -> list[int]:
+    """Of each source, the first chunk that a step from there on may name."""
+    first = progress.chunk.copy()
+    np.minimum.at(first, progress.carried.source, progress.carried.chunk)
+    return first.tolist()

@@ -35,9 +35,11 @@ _TRIES = 8
 class Routes:
     """See the module's docstring. Pickles without what it knows."""
 
-    def __init__(self, engine: Engine, sources: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, sources: Sequence[str], are_here: bool = False) -> None:
+        """`are_here` says that the loaders stand in this process: what they hold can be told at once."""
         self._engine = engine
         self._names = tuple(sources)
+        self._are_here = are_here
         self._known: tuple[float, _Lookup] | None = None
         self._suspects: dict[str, float] = {}  # host to when it was silent last
 
@@ -46,6 +48,12 @@ class Routes:
 
     def describe(self, source: int, chunk: int, keep_from: int = 0) -> ChunkFacts:
         return self._answered(source, chunk, LoaderHost.describe, self._names[source], chunk, keep_from)
+
+    def peek(self, source: int, chunk: int, keep_from: int = 0) -> ChunkFacts | None:
+        """The facts of a chunk if they can be had without waiting for anybody."""
+        if not self._are_here:
+            return None
+        return self._answered(source, chunk, LoaderHost.peek, self._names[source], chunk, keep_from)
 
     def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> int:
         return self._answered(source, chunk, LoaderHost.count_loss, self._names[source], chunk, row, start, stop)

@@ -31,12 +31,13 @@ class _Making:
 
 @dataclass(slots=True)
 class Opened:
-    """A chunk whose rows are being handed out: row r is `values[begin_of(r):...]`, of a document up to `end_of(r)`."""
+    """A chunk whose rows are being handed out: row r is `values[begin[r]:...]`, of a document up to `document_end[r]`, which
+    are the chunk's own, seen so that one entry costs little to read."""
 
     chunk: Chunk
     values: NDArray[np.integer] | None
-    begin_of: Callable[[int], int]
-    end_of: Callable[[int], int]
+    begin: memoryview
+    document_end: memoryview
     left: int
     """Tokens (or rows, for a source without text) and images that were not handed out yet. Counted down without a lock: a
     note lost to another thread only keeps the chunk until it is released."""
@@ -49,7 +50,7 @@ class Opened:
         tokens, images = int(chunk.facts.tokens.sum()), chunk.facts.images
         # Images are counted too, because others may ask for them than for the text.
         left = (tokens or chunk.facts.num_rows) + (0 if images is None else int(images.count.sum()))
-        rows = chunk.begin.item, chunk.document_end.item
+        rows = chunk.begin.data, chunk.document_end.data
         return Opened(chunk, chunk.values, *rows, left, tokens, chunk.num_bytes, chunk.mask)
 
 
@@ -103,6 +104,9 @@ class BufferUse:
         )
 
 
+_QUICK_S = 0.01  # to make a chunk: several ahead of time are hardly felt
+
+
 class SourceLoader:
     """See the module's docstring."""
 
@@ -129,6 +133,7 @@ class SourceLoader:
         """The chunk of a number if it is in the buffer, without asking for it."""
         self._facts: dict[int, ChunkFacts] = {}
         self._making: dict[int, _Making] = {}
+        self._failed: set[int] = set()  # chunks that could not be made ahead
         self._keep_from = 0
         self._bytes = 0
         self._peak = 0
@@ -142,6 +147,28 @@ class SourceLoader:
             self._release_before(keep_from)
             facts = self._facts.get(chunk)
         return self._obtain(chunk, needed=False).chunk.facts if facts is None else facts
+
+    def known(self, chunk: int, keep_from: int = 0) -> ChunkFacts | None:
+        """The facts of a chunk if it is in the buffer."""
+        with self._lock:
+            self._release_before(keep_from)
+            return self._facts.get(chunk) if chunk in self._chunks else None
+
+    def made_ahead(self, number: int) -> ChunkFacts | None:
+        """Make a chunk now that will be asked for soon; None if there is no room for it, if that would hold up whoever asks,
+        or if it cannot be made: why is said when it is asked for."""
+        with self._lock:
+            made = self._made
+            is_slow = made.cpu_s + made.wait_s > _QUICK_S * made.num_chunks
+            no_room = self._bytes + self._expected(number) > self._limit
+            if self._closed or is_slow or no_room or number in self._failed or number in self._facts:
+                return None
+        try:
+            return self._obtain(number, needed=False).chunk.facts
+        except Exception:  # noqa: BLE001 - and raised again when somebody needs the chunk
+            with self._lock:
+                self._failed.add(number)
+            return None
 
     def opened(self, number: int) -> Opened:
         """The chunk itself, for handing out its rows."""

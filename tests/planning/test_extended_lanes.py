@@ -1,0 +1,76 @@
+"""A source whose next chunk is at hand is drawn on into it without a halt: nobody may be able to tell."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.planning.drawing import Peek
+from overlord.planning.facts import ChunkFacts
+from overlord.planning.recovery import same
+from overlord.spec import Batch, Mixture
+from tests.planning.streams import Stream, keys, steps, streams, weights
+
+BATCHES = st.sampled_from(
+    [
+        Batch(samples=7, sequence_length=20),
+        Batch(tokens=60, sequence_length=20),
+        Batch(tokens=60, sequence_length=20, cut_documents=True),
+    ]
+)
+STOPS = st.sampled_from(["first_exhausted", "all_exhausted", "drop_exhausted"])
+
+
+@given(streams(longest=40), BATCHES, STOPS, st.sampled_from(["samples", "tokens"]), st.integers(0, 99), st.data())
+def test_the_steps_and_all_progress_are_the_same(stream, batch, stop, unit, seed, data):
+    mixture = Mixture(data.draw(weights(stream.names)), stop=stop, unit=unit)
+    coin = random.Random(seed)
+    sides = data.draw(st.sampled_from([[True], [True, False]]))
+
+    def peek(source: int, chunk: int) -> ChunkFacts | None:
+        return stream.describe(source, chunk) if coin.choice(sides) else None
+
+    halting = steps(stream.drawer(batch, mixture), 25)
+    going_on = steps(stream.drawer(batch, mixture, peek=peek), 25)
+    assert [keys(step) for step in going_on] == [keys(step) for step in halting]
+    assert all(same(a.after(), b.after()) for a, b in zip(going_on, halting, strict=True))
+
+
+@given(streams(finite=False, longest=40), BATCHES, st.integers(1, 20), st.data())
+def test_such_a_run_goes_on_from_any_step(stream, batch, at, data):
+    mixture = Mixture(data.draw(weights(stream.names)))
+    drawn = steps(stream.drawer(batch, mixture, peek=stream.describe), 25)
+    resumed = stream.drawer(batch, mixture, drawn[at - 1].after(), peek=stream.describe)
+    assert [keys(step) for step in steps(resumed, 25 - at)] == [keys(step) for step in drawn[at:]]
+
+
+def test_one_block_holds_what_several_chunks_add():
+    stream = Stream((50,) * 8, (3,) * 8, (None,) * 8, longest=40)
+    mixture = Mixture({name: 1 + i / 10 for i, name in enumerate(stream.names)})
+
+    def num_blocks(peek: Peek | None) -> int:
+        drawer, blocks = stream.drawer(Batch(samples=1, sequence_length=40), mixture, peek=peek), []
+        for _ in range(3000):
+            drawer.next_step()
+            if not blocks or blocks[-1] is not drawer._queue._block:
+                blocks.append(drawer._queue._block)
+        return len(blocks)
+
+    assert num_blocks(stream.describe) * 3 < num_blocks(None)
+
+
+def test_no_source_is_known_more_than_a_chunk_ahead():
+    stream = Stream((6, 30), (3, 3), (None, None), longest=5)
+    asked: dict[int, int] = {0: 0, 1: 0}
+
+    def peek(source: int, chunk: int) -> ChunkFacts:
+        asked[source] = max(asked[source], chunk)
+        return stream.describe(source, chunk)
+
+    drawer = stream.drawer(Batch(samples=1, sequence_length=8), Mixture({"s0": 9, "s1": 1}), peek=peek)
+    for _ in range(300):
+        step = drawer.next_step()
+        assert step is not None
+        at = step.after().chunk
+        assert all(asked[source] <= at[source] + 1 for source in asked)
+    assert min(asked.values()) > 0

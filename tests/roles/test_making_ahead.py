@@ -1,0 +1,124 @@
+"""Chunks that are told of before they are needed: only where nobody has to wait, never beyond the buffer, and no failure
+is told of before its time."""
+
+import time
+
+import pyarrow as pa
+import pytest
+
+import overlord as ol
+from overlord.data.bad_rows import BadRowLog
+from overlord.data.chunk import Chunk
+from overlord.errors import BadRowError, DataError
+from overlord.roles.loader_host import Held, LoaderHost
+from overlord.roles.source_loader import SourceLoader
+from overlord.threads import Threads
+from tests.roles.test_source_loader import SIZE, chunk_of
+from tests.sources import Numbered, job_of, tokens_of
+
+
+def host_of(num_threads: int, make=chunk_of, room: int = 3) -> LoaderHost:
+    threads = Threads(num_threads, "test")
+
+    def opened(name: str) -> Held:
+        loader = SourceLoader(name, make, lambda number: SIZE, room * SIZE, threads)
+        return Held(loader, BadRowLog(name, ol.BadRows("skip", budget=1)))
+
+    return LoaderHost(opened, ("s",), (), threads, own_threads=True)
+
+
+def test_with_threads_only_what_is_there_is_told():
+    host = host_of(1)
+    try:
+        assert host.peek("s", 0) is None
+        host.describe("s", 0)
+        facts = host.peek("s", 0)
+        assert facts is not None
+        assert facts.num_rows == 1
+    finally:
+        host.close()
+
+
+def test_without_threads_it_is_made_while_there_is_room():
+    host = host_of(0, room=2)
+    try:
+        assert host.peek("s", 0) is not None
+        assert host.peek("s", 1) is not None
+        assert host.peek("s", 2) is None
+        use = host.buffer_use(["s"])["s"]
+        assert (use.num_chunks, use.chunks_made) == (2, 2)
+        assert host.peek("s", 2, keep_from=1) is not None, "what is not needed any more makes room"
+    finally:
+        host.close()
+
+
+def test_one_that_cannot_be_made_fails_when_it_is_needed_and_is_tried_once_before():
+    tried = []
+
+    def make(number):
+        tried.append(number)
+        raise DataError("broken file")
+
+    host = host_of(0, make)
+    try:
+        assert host.peek("s", 5) is None
+        assert host.peek("s", 5) is None
+        assert tried == [5]
+        with pytest.raises(DataError, match="broken file"):
+            host.describe("s", 5)
+    finally:
+        host.close()
+
+
+class BrokenLater(Numbered):
+    """Its last unit cannot be read."""
+
+    def read(self, unit: ol.Unit) -> pa.Table:
+        if unit.index == len(self.units()) - 1:
+            raise OSError("broken")
+        return super().read(unit)
+
+
+def test_every_step_before_a_broken_chunk_comes():
+    def read_until_broken(num_workers: int) -> list[list[int]]:
+        broken = BrokenLater(rows=400, unit_rows=10, first=1, repeat=False, shuffle=False)
+        job = job_of({"a": broken, "b": Numbered(first=1000)}, num_workers=num_workers)
+        found = []
+        with ol.start(job) as loader, pytest.raises(OSError, match="broken"):
+            found.extend(tokens_of(step).tolist() for step in loader.client(0, timeout=30))
+        return found
+
+    ahead, told_late = read_until_broken(0), read_until_broken(1)
+    assert len(ahead) > 20
+    assert ahead == told_late
+
+
+def test_a_budget_that_was_overrun_ahead_of_time_is_told_of_when_the_chunk_is_needed():
+    log = BadRowLog("s", ol.BadRows("skip", budget=1))
+
+    def make(number: int) -> Chunk:
+        for row in range(2):
+            log.add("file", row, "bad")
+        return chunk_of(number)
+
+    host = host_of(0, make)
+    try:
+        assert host.peek("s", 3) is None
+        with pytest.raises(BadRowError, match="2 bad rows are more than its budget of 1"):
+            host.describe("s", 3)
+    finally:
+        host.close()
+
+
+def test_chunks_that_take_long_to_make_are_left_until_they_are_needed():
+    def make(number: int) -> Chunk:
+        time.sleep(0.05)
+        return chunk_of(number)
+
+    host = host_of(0, make)
+    try:
+        host.describe("s", 0)
+        assert host.peek("s", 1) is None
+        assert host.describe("s", 1).num_rows == 1
+    finally:
+        host.close()
