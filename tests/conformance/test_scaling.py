@@ -13,6 +13,7 @@ from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.roles.planner import Planner
 from tests.conformance.conftest import Start, on_ray
 from tests.conformance.streams import part, stream, text_job
+from tests.faults.disturbance import send
 
 ONE = ((Share("web"), Share("code"), Share("chat")),)
 MANY = ((Share("web", 0, 3), Share("code")), (Share("web", 1, 3), Share("chat")), (Share("web", 2, 3),))
@@ -82,7 +83,7 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
             found += _stream(clients, 4)
             changes = [change for _ in range(3) for change in keeper.look(14, fleet.standing(), None, job.mix)]
         finally:
-            os.kill(stopped, signal.SIGCONT)
+            send(stopped, signal.SIGCONT)
         assert [change.reason for change in changes] == ["it did not answer and was ended"]
         assert fleet.names == (shadow,), "the name means another now"
         assert standing(loader, shadow).process != stopped

@@ -16,6 +16,7 @@ import pytest
 import overlord as ol
 from overlord.workplace import WorkplaceSize
 from tests.engines.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
+from tests.faults.disturbance import send
 from tests.sources import Numbered, job_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -62,7 +63,7 @@ def test_a_name_can_mean_another_role_also_for_handles_inside_actors_and_for_ask
         assert waiting.result(20) == 101
         assert counter.ask(Counter.add, 1).result(20) == 102
     finally:
-        os.kill(stopped, signal.SIGCONT)
+        send(stopped, signal.SIGCONT)
 
 
 def test_a_role_that_dies_whenever_it_is_asked_is_named_when_patience_ends(ray_cluster: None):
