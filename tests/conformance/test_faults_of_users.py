@@ -101,6 +101,21 @@ def test_a_wait_that_is_too_long_says_what_was_waited_for_and_closing_wakes_whoe
     assert len(raised) == 1
 
 
+class TimesOut(Numbered):
+    """As a read over a network may."""
+
+    def read(self, unit: ol.Unit) -> pa.Table:
+        raise TimeoutError("no answer for 60 s")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_read_that_times_out_is_an_error_and_not_taken_for_a_step_that_is_late(start: Start, num_workers: int):
+    with start(job_of({"a": TimesOut(first=1)}, num_workers=num_workers)) as loader:
+        for _ in range(2):  # asked again, it is read again
+            with pytest.raises(TimeoutError, match="no answer for 60 s"):
+                next(loader.client(0, timeout=20))
+
+
 def test_buffers_stay_within_their_bytes_when_one_rank_stops_reading(start: Start):
     source = Numbered(rows=400, unit_rows=10, first=1, longest=16, buffer_bytes=8_000)
     with start(job_of({"a": source}, mesh=ol.Mesh(dp=2), prefetch=2)) as loader:

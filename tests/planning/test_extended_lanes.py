@@ -1,6 +1,7 @@
 """A source whose next chunk is at hand is drawn on into it without a halt: nobody may be able to tell."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,22 @@ def test_such_a_run_goes_on_from_any_step(stream, batch, at, data):
     drawn = steps(stream.drawer(batch, mixture, peek=stream.describe), 25)
     resumed = stream.drawer(batch, mixture, drawn[at - 1].after(), peek=stream.describe)
     assert [keys(step) for step in steps(resumed, 25 - at)] == [keys(step) for step in drawn[at:]]
+
+
+@given(streams(finite=True, longest=40), STOPS, st.integers(1, 3), st.integers(0, 99), st.data())
+def test_a_source_that_grew_since_it_was_read_to_its_end_ends_where_it_does_without(stream, stop, more, seed, data):
+    batch, weight = Batch(samples=7, sequence_length=20), data.draw(weights(stream.names))
+    before = steps(stream.drawer(batch, Mixture(weight, stop="all_exhausted")), 40)
+    at = before[data.draw(st.integers(0, len(before) - 1))].after()
+    grown, mixture = replace(stream, epochs=tuple(epochs + more for epochs in stream.epochs)), Mixture(weight, stop=stop)
+    coin = random.Random(seed)
+
+    def peek(source: int, chunk: int) -> ChunkFacts | None:
+        return grown.describe(source, chunk) if coin.random() < 0.7 else None
+
+    halting = steps(grown.drawer(batch, mixture, at), 200)
+    going_on = steps(grown.drawer(batch, mixture, at, peek=peek), 200)
+    assert [keys(step) for step in going_on] == [keys(step) for step in halting]
 
 
 def test_one_block_holds_what_several_chunks_add():

@@ -110,6 +110,25 @@ def test_a_budget_that_was_overrun_ahead_of_time_is_told_of_when_the_chunk_is_ne
         host.close()
 
 
+def test_a_budget_that_was_overrun_does_not_fail_what_was_within_it():
+    log = BadRowLog("s", ol.BadRows("skip", budget=2))
+
+    def make(number: int) -> Chunk:
+        log.add("file", number, "bad")
+        return chunk_of(number)
+
+    host = host_of(0, make, room=1)
+    try:
+        for number in (0, 1):
+            host.describe("s", number)
+        for _ in range(2):
+            with pytest.raises(BadRowError, match="3 bad rows are more than its budget of 2"):
+                host.describe("s", 2)
+        assert host._of("s").loader.opened(0).chunk.facts.num_rows == 1, "of a reader that is behind"
+    finally:
+        host.close()
+
+
 def test_chunks_that_take_long_to_make_are_left_until_they_are_needed():
     def make(number: int) -> Chunk:
         time.sleep(0.05)

@@ -27,7 +27,7 @@ class BadRowLog:
         self._source = source_name
         self._policy = policy
         self._lock = threading.Lock()
-        self._seen: set[BadRow] = set()
+        self._seen: dict[BadRow, int] = {}  # to how many there were with it
         self._listed: set[BadRow] = set()
         self._num_dropped = 0
         self._last_error: str | None = None
@@ -65,13 +65,14 @@ class BadRowLog:
         with self._lock:
             key = (where, row if row >= 0 else error)
             if key not in self._seen:
-                self._seen.add(key)
                 self._num_dropped += 1
+                self._seen[key] = self._num_dropped
                 self._last_error = f"{place}: {error}"
                 if self._policy.policy == "quarantine" and key not in self._listed:
                     self._append({"source": self._source, "file": where, "row": row, "error": error})
-            # Said again for a row that is known: a chunk may have been made ahead, with nobody there to be told.
-            if self._num_dropped > self._policy.budget:
+            # Said again of a row that is known to be one too many, because the chunk may have been made ahead, with nobody
+            # there to be told; not of those before it, whose chunks may be made again for somebody who is behind.
+            if self._seen[key] > self._policy.budget:
                 raise BadRowError(
                     f"source {self._source!r}: {self._num_dropped} bad rows are more than its budget of "
                     f"{self._policy.budget}; the last is {self._last_error}. Repair the data or raise BadRows(budget=)"

@@ -239,8 +239,8 @@ class DrawQueue:
             self._begin_lane(source, lane.chunk, lane.facts, lane.end, lane.since)
             return True
         chunk, end = lane.chunk + 1, self._extents[source].end
-        goes_on = end is None or chunk < end or self._read_once[source]
-        if self._peek is None or not goes_on or lane.chunk != self._at.chunk[source]:
+        # What the end of a source means is decided when it is reached, not before.
+        if self._peek is None or chunk == end or lane.chunk != self._at.chunk[source]:
             return False
         facts = self._peek(source, chunk)
         if facts is None or facts.num_rows == 0:

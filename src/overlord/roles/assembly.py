@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from overlord.data.bad_rows import BadRowLog
 from overlord.data.chunk_maker import ChunkMaker
+from overlord.data.storage import is_remote
 from overlord.engine import Engine
 from overlord.errors import SpecError
 from overlord.planning.drawing import Extent
@@ -65,7 +66,10 @@ def make_loader_host(
         # chunks no longer fit.
         part = source.buffer_bytes * num_held[name] // num_shares.get(name, 1)
         buffer_bytes = max(part, source.buffer_bytes // source.loaders)
-        loader = SourceLoader(name, maker.make, maker.expected_bytes, buffer_bytes, threads, at_close=source.close)
+        # A remote store may keep one waiting at any time: what it is asked for ahead is left to threads.
+        is_local = not any(is_remote(unit.path) for unit in units[:1])
+        make = maker.make, maker.expected_bytes
+        loader = SourceLoader(name, *make, buffer_bytes, threads, at_close=source.close, makes_ahead=is_local)
         return Held(loader, bad_rows, source.decode, maker.bad_decode)
 
     return LoaderHost(opened, tuple(num_held), job.batch.columns, threads, own_threads=num_threads is not None)

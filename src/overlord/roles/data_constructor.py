@@ -142,7 +142,11 @@ class DataConstructor:
                 future.set_running_or_notify_cancel()
         try:
             built = self._built_here(step, future) if is_mine else future.result(timeout=wait_s)
-        except NotYet:
+        except NotYet as error:
+            # A timeout may also be what building the step came to.
+            if is_mine or (future.done() and not future.cancelled() and future.exception() is error):
+                self._forget(step, future)
+                raise
             return Later(self._doing.get(step, f"step {step} waits for a thread to build it"))
         except CancelledError:
             return Later(f"step {step} was dropped and is built again")

@@ -119,7 +119,10 @@ class SourceLoader:
         threads: Executor,
         clock: Callable[[], float] = time.monotonic,
         at_close: Callable[[], None] | None = None,
+        makes_ahead: bool = True,
     ) -> None:
+        """`makes_ahead` says whether `made_ahead` may make anything."""
+        self._makes_ahead = makes_ahead
         self._at_close = at_close
         self._name = name
         self._make = make
@@ -161,7 +164,14 @@ class SourceLoader:
             made = self._made
             is_slow = made.cpu_s + made.wait_s > _QUICK_S * made.num_chunks
             no_room = self._bytes + self._expected(number) > self._limit
-            if self._closed or is_slow or no_room or number in self._failed or number in self._facts:
+            if (
+                self._closed
+                or not self._makes_ahead
+                or is_slow
+                or no_room
+                or number in self._failed
+                or number in self._facts
+            ):
                 return None
         try:
             return self._obtain(number, needed=False).chunk.facts
@@ -331,6 +341,7 @@ class SourceLoader:
             self._drop(number)
         for number in [k for k in self._facts if k < keep_from]:
             del self._facts[number]
+        self._failed = {k for k in self._failed if k >= keep_from}
 
     def _expected(self, number: int) -> int:
         return int(self._expected_bytes(number) * self._seen_ratio)
