@@ -12,7 +12,6 @@ some group must hold two documents that cost more than the mean together.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from bench.length_tables import TABLES, LengthTable
 from bench.planning import H200_COST
+from bench.telling import parser_of
 from overlord.planning.balancing import greedy, least_possible_cost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Floats, Ints, Samples
@@ -103,8 +103,7 @@ def worst(setting: Setting, seeds: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     results = []

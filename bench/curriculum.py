@@ -9,7 +9,6 @@ from slow storage, and last for 6 steps: one loader cannot keep up, five can.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ import psutil
 import pyarrow as pa
 
 import overlord as ol
+from bench.telling import parser_of
 
 STEP_S = 0.1
 HEAVY_FROM, LIGHT_FROM, END = 100, 250, 400
@@ -116,8 +116,7 @@ def show(title: str, phases: list[Phase], history: list[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--engine", choices=["embedded", "ray"], default="embedded")
     given = parser.parse_args(argv)
     results = {title: run(title == "autoscaler", given.engine) for title in ("autoscaler", "one loader each")}

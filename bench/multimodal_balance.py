@@ -11,13 +11,13 @@ where ranks exchange images for every microbatch; `stays` is the share of image 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from bench.telling import parser_of
 from overlord.planning.balancing import max_over_mean, summed
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
@@ -106,8 +106,7 @@ def worst(setting: Setting, name: str, seeds: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     results = []

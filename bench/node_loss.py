@@ -10,7 +10,6 @@ says, or left as Ray has them.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import sys
@@ -21,6 +20,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 
 from bench.measure import Spread
+from bench.telling import parser_of
 from tests.faults.nodes import QUICK_HEALTH_CHECKS, Nodes
 
 BAR_S = 5.0
@@ -80,8 +80,7 @@ def _longest_wait(clients: Sequence, num_steps: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--plain-health-checks", action="store_true", help="as Ray has them")
     given = parser.parse_args(arguments)

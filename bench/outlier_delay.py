@@ -8,7 +8,6 @@ python -m bench.outlier_delay [--json] [--steps N]
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from bench.balance import H200_COST
 from bench.length_tables import TABLES, LengthTable
+from bench.telling import parser_of
 from overlord.outlier_delay import OutlierDelay
 from overlord.planning.dgraph import DGraph
 from overlord.planning.outliers import Delay, count_delays
@@ -66,8 +66,7 @@ def figures(table: LengthTable, context: int, num_steps: int, policy: OutlierDel
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     results = []

@@ -10,7 +10,6 @@ that is quicker. `virtual` > 1 is interleaved 1F1B.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from bench.balance import H200_COST
 from bench.length_tables import TABLES, LengthTable
+from bench.telling import parser_of
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Samples
 from overlord.planning.packing import best_fit, in_drawn_order
@@ -73,8 +73,7 @@ def times(setting: Setting, seed: int) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     results = []

@@ -5,7 +5,6 @@ python -m bench.planning [--json] [--repeats N]
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 from bench.length_tables import BYTED, GITHUB, LengthTable
 from bench.pools import CP, pooled
+from bench.telling import parser_of
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.drawing import Extent
@@ -133,8 +133,7 @@ def _step(setting: Setting) -> tuple[Ints, Batch]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     results = [measured(setting, args.repeats) for setting in SETTINGS]

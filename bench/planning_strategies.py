@@ -5,7 +5,6 @@ python -m bench.planning_strategies [--json] [--repeats N]
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from bench.length_tables import BYTED
 from bench.multimodal_balance import BACKBONE, ENCODER
 from bench.planning import H200_COST
+from bench.telling import parser_of
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Samples
 from overlord.planning.images.vision import PatchGrid
@@ -75,8 +75,7 @@ def measured(name: str, graph: DGraph, strategy: Callable[[DGraph], Plan], repea
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     results = [measured(*case, args.repeats) for case in cases()]

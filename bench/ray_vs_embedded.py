@@ -10,12 +10,11 @@ on the way, as most jobs have some such work, processes pay for themselves.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 import overlord as ol
 from bench import corpus
 from bench.measure import Spread
+from bench.telling import parser_of, tell
 from overlord.roles.data_constructor import DataConstructor, Delivery
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Planner
@@ -164,8 +164,7 @@ def show(result: Compared) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0)
     given = parser.parse_args(argv)
@@ -174,11 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         compare("pre-tokenised, steps of 524,288 tokens", ready_job(LARGE_STEP), given.rounds, given.seconds),
         compare("tokenised on the way, steps of 65,536 tokens", tokenised_job(SMALL_STEP), given.rounds, given.seconds),
     ]
-    if given.json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
-    else:
-        for result in results:
-            show(result)
+    tell(results, show, given.json)
     return 0
 
 

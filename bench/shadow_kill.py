@@ -9,19 +9,18 @@ another moment between two steps. Shown is the longest wait for one step, for ea
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 import overlord as ol
+from bench.telling import parser_of, tell
 from overlord.engine import Handle
 from overlord.roles.loader_host import LoaderHost, Standing
 
@@ -140,18 +139,13 @@ def show(result: Killed) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.5)
     parser.add_argument("--chunk-s", type=float, default=2.0)
     given = parser.parse_args(argv)
     results = [run(shadow, given.kills, given.step_s, given.chunk_s) for shadow in (True, False)]
-    if given.json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
-    else:
-        for result in results:
-            show(result)
+    tell(results, show, given.json)
     return 0
 
 

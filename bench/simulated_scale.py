@@ -10,7 +10,6 @@ tokens a rank; the static mesh's cp is as wide as the context needs; 32,768 toke
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.figures import Series, line_chart
+from bench.telling import parser_of
 from overlord.planning.cost import TransformerCost
 from overlord.planning.strategies import Strategy, hdp
 from overlord.planning.what_if.presets import TABLES, LengthTable
@@ -200,8 +200,7 @@ def drawn_figure(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="1,024 ranks alone")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="write the figure here, as SVG")
     args = parser.parse_args()
