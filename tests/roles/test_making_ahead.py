@@ -17,11 +17,11 @@ from tests.roles.test_source_loader import SIZE, chunk_of
 from tests.sources import Numbered, job_of, tokens_of
 
 
-def host_of(num_threads: int, make=chunk_of, room: int = 3) -> LoaderHost:
+def host_of(num_threads: int, make=chunk_of, room: int = 3, makes_ahead: bool = True) -> LoaderHost:
     threads = Threads(num_threads, "test")
 
     def opened(name: str) -> Held:
-        loader = SourceLoader(name, make, lambda number: SIZE, room * SIZE, threads)
+        loader = SourceLoader(name, make, lambda number: SIZE, room * SIZE, threads, makes_ahead=makes_ahead)
         return Held(loader, BadRowLog(name, ol.BadRows("skip", budget=1)))
 
     return LoaderHost(opened, ("s",), (), threads, own_threads=True)
@@ -127,6 +127,42 @@ def test_a_budget_that_was_overrun_does_not_fail_what_was_within_it():
         assert host._of("s").loader.opened(0).chunk.facts.num_rows == 1, "of a reader that is behind"
     finally:
         host.close()
+
+
+def test_where_a_read_may_keep_one_waiting_nothing_is_made_before_it_is_needed():
+    host = host_of(0, makes_ahead=False)
+    try:
+        assert host.peek("s", 0) is None
+        host.describe("s", 0)
+        assert host.peek("s", 0) is not None, "what is there is told all the same"
+        assert host.peek("s", 1) is None
+    finally:
+        host.close()
+
+
+def test_of_a_local_source_chunks_are_made_ahead_and_of_a_remote_one_not(monkeypatch):
+    def num_ahead(is_there: bool) -> int:
+        monkeypatch.setattr("overlord.roles.assembly.is_remote", lambda path: not is_there)
+        sources = {name: Numbered(rows=40, first=first) for name, first in (("a", 1), ("b", 100))}
+        asked = []
+        made_ahead = SourceLoader.made_ahead
+
+        def noted(loader: SourceLoader, number: int):
+            facts = made_ahead(loader, number)
+            asked.append(facts is not None)
+            return facts
+
+        monkeypatch.setattr(SourceLoader, "made_ahead", noted)
+        with ol.start(job_of(sources, num_workers=0)) as loader:
+            client = loader.client(0, timeout=30)
+            for _ in range(20):
+                next(client)
+        monkeypatch.undo()
+        assert asked
+        return sum(asked)
+
+    assert num_ahead(is_there=True) > 0
+    assert num_ahead(is_there=False) == 0
 
 
 def test_chunks_that_take_long_to_make_are_left_until_they_are_needed():

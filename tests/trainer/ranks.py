@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-PATIENCE_S = 120
+PATIENCE_S = 100  # less than a test may take in all, so that this is what is said
 
 
 def run_ranks(one_rank: Callable[..., None], num_ranks: int, *args: Any) -> None:

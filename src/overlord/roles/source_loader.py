@@ -121,7 +121,7 @@ class SourceLoader:
         at_close: Callable[[], None] | None = None,
         makes_ahead: bool = True,
     ) -> None:
-        """`makes_ahead` says whether `made_ahead` may make anything."""
+        """`makes_ahead`: whether `made_ahead` may make chunks, because none of them can keep one waiting for long."""
         self._makes_ahead = makes_ahead
         self._at_close = at_close
         self._name = name
@@ -161,17 +161,10 @@ class SourceLoader:
         """Make a chunk now that will be asked for soon; None if there is no room for it, if that would hold up whoever asks,
         or if it cannot be made: why is said when it is asked for."""
         with self._lock:
-            made = self._made
-            is_slow = made.cpu_s + made.wait_s > _QUICK_S * made.num_chunks
-            no_room = self._bytes + self._expected(number) > self._limit
-            if (
-                self._closed
-                or not self._makes_ahead
-                or is_slow
-                or no_room
-                or number in self._failed
-                or number in self._facts
-            ):
+            is_quick = self._makes_ahead and self._made.cpu_s + self._made.wait_s <= _QUICK_S * self._made.num_chunks
+            has_room = self._bytes + self._expected(number) <= self._limit
+            is_known = number in self._facts or number in self._failed
+            if self._closed or is_known or not (is_quick and has_room):
                 return None
         try:
             return self._obtain(number, needed=False).chunk.facts
