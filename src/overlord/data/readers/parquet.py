@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from overlord.data.readers.file_source import FileSource
+from overlord.data.readers.flat_lists import ListColumn, NotFlat, is_worth_it, list_columns, read_lists
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
@@ -35,6 +36,8 @@ class RowGroup:
     """The columns of the file that make up the columns of the schema."""
     num_bytes: int
     """Of the whole file."""
+    lists: tuple[ListColumn, ...]
+    """Columns that may be read in a quicker way than Arrow's."""
 
     def chunks(self, index: int) -> list[ColumnChunkMetaData]:
         group = self.footer.row_group(index)
@@ -63,7 +66,8 @@ class Parquet(FileSource):
         schema = common_schema(schemas, self.columns).remove_metadata()
         units: list[Unit] = []
         for file, footer in zip(files, footers, strict=True):
-            detail = RowGroup(footer, schema, _leaves(footer, schema.names), file.num_bytes)
+            leaves, lists = _leaves(footer, schema.names), list_columns(footer, schema)
+            detail = RowGroup(footer, schema, leaves, file.num_bytes, lists)
             units += _row_groups(file, detail)
         return self._some(units)
 
@@ -83,14 +87,14 @@ class Parquet(FileSource):
             if remote:
                 file = pa.PythonFile(SparseFile(detail.num_bytes, ranges), mode="r")
                 with file, pq.ParquetFile(file, **options) as parquet:
-                    table = _row_group(parquet, unit)
+                    table = self._row_group(file, parquet, unit)
             else:
                 # An open file rather than a path: for a path the filesystem would be worked out again each time.
                 opened = self._files.take(unit.path, detail.footer)
                 if opened is None:
                     file = pa.OSFile(unit.path, "rb")
                     opened = OpenFile(unit.path, detail.footer, file, pq.ParquetFile(file, **options))
-                table = _row_group(opened.parquet, unit)
+                table = self._row_group(opened.file, opened.parquet, unit)
                 self._files.put_back(opened)
         except FileNotFoundError as error:
             raise SourceError(f"{unit.path} was there when the source was listed and is gone now; put it back") from error
@@ -102,19 +106,34 @@ class Parquet(FileSource):
             raise SourceError(
                 f"row group {unit.index} of {unit.path} gave {table.num_rows} rows, its footer says {unit.num_rows}"
             )
-        if table.column_names != detail.schema.names:
-            table = table.select(detail.schema.names)
-        return table if table.schema.metadata is None else table.replace_schema_metadata(None)
+        return table
+
+    def _row_group(self, file: pa.NativeFile, parquet: ParquetFile, unit: Unit) -> pa.Table:
+        detail: RowGroup = unit.detail
+        group = detail.footer.row_group(unit.index)
+        lists: dict[str, pa.ListArray] = {}
+        for column in detail.lists:
+            name, chunk = column.field.name, group.column(column.leaf)
+            if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
+                continue
+            start, stop = _extent(chunk)
+            file.seek(start)
+            try:
+                lists[name] = read_lists(column, chunk, file.read_buffer(stop - start))
+            except NotFlat:
+                self._files.as_they_are.add(name)
+        others = [name for name in detail.schema.names if name not in lists]
+        if not others:
+            return pa.table(lists, detail.schema)
+        table = parquet.read_row_group(unit.index, columns=others, use_threads=False)
+        columns = [lists[name] if name in lists else table.column(name) for name in detail.schema.names]
+        return pa.table(columns, schema=detail.schema)
 
     def close(self) -> None:
         self._files.close()
 
     def identity(self) -> str:
         return f"Parquet({list(self.patterns)!r}, columns={self.columns and list(self.columns)!r})"
-
-
-def _row_group(parquet: ParquetFile, unit: Unit) -> pa.Table:
-    return parquet.read_row_group(unit.index, columns=unit.detail.schema.names, use_threads=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +151,8 @@ class KeptOpen:
 
     def __init__(self) -> None:
         self._last: deque[OpenFile] = deque()  # each operation of a deque is atomic
+        self.as_they_are: set[str] = set()
+        """List columns that turned out to be for Arrow to read."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return KeptOpen, ()

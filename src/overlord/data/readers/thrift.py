@@ -1,0 +1,118 @@
+"""Thrift's compact protocol, as far as Parquet's page headers and footers use it.
+
+A structure is read into a dict from field numbers to values. To write one, say the type of each value: `{1: i32(7)}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 4, 5, 6, 8, 9, 10, 12
+
+
+class Encoded(NamedTuple):
+    kind: int
+    data: bytes
+
+
+def i32(number: int) -> Encoded:
+    return Encoded(_I32, _zigzag(number))
+
+
+def i64(number: int) -> Encoded:
+    return Encoded(_I64, _zigzag(number))
+
+
+def boolean(value: bool) -> Encoded:
+    return Encoded(_TRUE if value else _FALSE, b"")
+
+
+def binary(data: bytes) -> Encoded:
+    return Encoded(_BINARY, varint(len(data)) + data)
+
+
+def sequence(*items: Encoded) -> Encoded:
+    """Of one to 14 items, of the type of the first."""
+    return Encoded(_LIST, bytes([len(items) << 4 | items[0].kind]) + b"".join(item.data for item in items))
+
+
+def structure(fields: Mapping[int, Encoded]) -> Encoded:
+    """Fields in the order of their numbers, which are at most 15 apart."""
+    parts, last = [], 0
+    for number, (kind, data) in fields.items():
+        parts.append(bytes([number - last << 4 | kind]) + data)
+        last = number
+    return Encoded(_STRUCT, b"".join(parts) + b"\0")
+
+
+def varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def read_structure(data: Sequence[int], at: int) -> tuple[dict[int, Any], int]:
+    """The structure that begins at `at`, and where it ends. ValueError or IndexError where there is none."""
+    fields: dict[int, Any] = {}
+    number = 0
+    while head := data[at]:
+        at += 1
+        if head >> 4:
+            number += head >> 4
+        else:
+            number, at = _read_zigzag(data, at)
+        fields[number], at = _read(data, at, head & 0xF)
+    return fields, at + 1
+
+
+def read_varint(data: Sequence[int], at: int) -> tuple[int, int]:
+    number = shift = 0
+    while (byte := data[at]) > 0x7F:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        at += 1
+        if shift > 63:
+            raise ValueError("a number of more than 64 bits")
+    return number | byte << shift, at + 1
+
+
+def _read(data: Sequence[int], at: int, kind: int) -> tuple[Any, int]:
+    if kind in (_TRUE, _FALSE):
+        return kind == _TRUE, at
+    if kind in (_I16, _I32, _I64):
+        return _read_zigzag(data, at)
+    if kind == _BYTE:
+        return data[at], at + 1
+    if kind == _BINARY:
+        size, at = read_varint(data, at)
+        return data[at : at + size], at + size
+    if kind == _STRUCT:
+        return read_structure(data, at)
+    if kind in (_LIST, _SET):
+        return _read_sequence(data, at)
+    raise ValueError(f"no field of a Parquet header has the type {kind}")
+
+
+def _read_sequence(data: Sequence[int], at: int) -> tuple[list[Any], int]:
+    size, kind = data[at] >> 4, data[at] & 0xF
+    at += 1
+    if size == 0xF:
+        size, at = read_varint(data, at)
+    items = []
+    for _ in range(size):
+        item, at = (data[at] == 1, at + 1) if kind in (_TRUE, _FALSE) else _read(data, at, kind)
+        items.append(item)
+    return items, at
+
+
+def _zigzag(number: int) -> bytes:
+    return varint(number << 1 if number >= 0 else ~number << 1 | 1)
+
+
+def _read_zigzag(data: Sequence[int], at: int) -> tuple[int, int]:
+    number, at = read_varint(data, at)
+    return number >> 1 ^ -(number & 1), at
