@@ -67,10 +67,8 @@ def _cpu_seconds(work: Callable[[], None]) -> float:
 
 
 def _show(result: Decoding) -> None:
-    print(
-        f"row groups of {result.row_group_tokens:,} tokens: Arrow {result.arrow}, Overlord {result.overlord} M tokens / CPU s, "
-        f"ratio {result.ratio}"
-    )
+    speeds = f"Arrow {result.arrow}, Overlord {result.overlord} M tokens / CPU s, ratio {result.ratio}"
+    print(f"row groups of {result.row_group_tokens:,} tokens: {speeds}")
 
 
 if __name__ == "__main__":

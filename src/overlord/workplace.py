@@ -23,10 +23,10 @@ class Workplace:
 
     def __init__(self, size: WorkplaceSize) -> None:
         num_workers = max(1, (os.cpu_count() or 1) - 1) if size.num_workers is None else size.num_workers
-        self.read_threads = Threads(num_workers, "overlord-read")
+        self.read_threads = Threads(num_workers, "overlord-read", crowded=True)
         # Building mostly holds the interpreter: a second thread would not build sooner, and the two would hand the
         # interpreter to and fro at every array they copy. What takes long, decoding, runs on the read threads.
-        self.build_threads = Threads(min(1, num_workers), "overlord-build")
+        self.build_threads = Threads(min(1, num_workers), "overlord-build", crowded=True)
         self.processes = ProcessPool(size.num_processes or os.cpu_count() or 1)
 
     def close(self) -> None:

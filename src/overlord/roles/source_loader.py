@@ -195,7 +195,7 @@ class SourceLoader:
             reserved = sum(self._expected(other) for other in self._making)
             if self._bytes + reserved + self._expected(number) > self._limit:
                 return
-            self._start(number)
+            self._making[number] = _Making(self._threads.submit(self._made_here, number), self._clock())
 
     def doing(self) -> list[str]:
         """What this loader is busy with, for whoever waits for it."""
@@ -254,13 +254,13 @@ class SourceLoader:
             found = self._chunks.get(number)
             if found is not None:
                 return found
-            entry = self._making.get(number) or self._start(number)
+            entry = self._making.get(number)
             # No thread has begun it: make it here rather than wait, so that asks never wait in a circle.
-            here = _Making(Future(), self._clock()) if entry.future.cancel() else None
-            if here is not None:
-                here.future.set_running_or_notify_cancel()
-                self._making[number] = here
-        opened = entry.future.result() if here is None else self._made_for_all(number, here.future)
+            is_mine = entry is None or entry.future.cancel()
+            if entry is None or is_mine:
+                entry = self._making[number] = _Making(Future(), began)
+                entry.future.set_running_or_notify_cancel()
+        opened = self._made_for_all(number, entry.future) if is_mine else entry.future.result()
         with self._lock:
             self._made = self._made.plus(Work(waited_s=self._clock() - began))
             return self._admit(number, opened, needed=True) if needed else opened
@@ -274,11 +274,6 @@ class SourceLoader:
             raise
         future.set_result(opened)
         return opened
-
-    def _start(self, number: int) -> _Making:
-        entry = _Making(self._threads.submit(self._made_here, number), self._clock())
-        self._making[number] = entry
-        return entry
 
     def _made_here(self, number: int) -> Opened:
         began, began_cpu = self._clock(), time.thread_time()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from overlord.data.readers import Parquet
 from overlord.data.readers.flat_lists import NotFlat, is_worth_it, list_columns, read_lists
 from overlord.errors import SourceError
+from overlord.threads import Threads, is_crowded
 
 NUMBERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64(), pa.float32()]
 LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(200, 3000), st.none()), min_size=1, max_size=30)
@@ -154,3 +155,18 @@ def test_damage_under_a_checksum_names_the_row_group(tmp_path: Path, version: st
     source = Parquet(str(tmp_path / "a.parquet"))
     with pytest.raises(SourceError, match=r"row group 0 of .*a.parquet cannot be decoded.*(?i:checksum|crc)"):
         source.read(source.units()[0])
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_threads_that_take_turns_leave_lists_to_arrow(tmp_path: Path, crowded: bool) -> None:
+    """By what is remembered of a column that only Arrow can read."""
+    pq.write_table(pa.table({"tokens": [[*range(500), None]]}), tmp_path / "a.parquet")
+    source = Parquet(str(tmp_path / "a.parquet"))
+    threads = Threads(1, "reader", crowded=crowded)
+    try:
+        read = threads.submit(lambda: (is_crowded(), source.read(source.units()[0])))
+        assert read.result(10) == (crowded, pq.read_table(tmp_path / "a.parquet"))
+    finally:
+        threads.shutdown()
+    assert not is_crowded()
+    assert source.lists_for_arrow == (frozenset() if crowded else {"tokens"})

@@ -17,6 +17,7 @@ from overlord.data.readers.sparse_file import SparseFile
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
 from overlord.errors import SourceError
 from overlord.spec import Unit
+from overlord.threads import is_crowded
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ColumnChunkMetaData, FileMetaData, ParquetFile
@@ -37,7 +38,7 @@ class RowGroup:
     num_bytes: int
     """Of the whole file."""
     lists: tuple[ListColumn, ...]
-    """Columns that may be read in a quicker way than Arrow's."""
+    """Columns that may be read in a quicker way than Arrow's, which lets go of the interpreter more often."""
 
     def chunks(self, index: int) -> list[ColumnChunkMetaData]:
         group = self.footer.row_group(index)
@@ -58,6 +59,11 @@ class Parquet(FileSource):
     @property
     def _files(self) -> KeptOpen:
         return self.__dict__["_kept"]
+
+    @property
+    def lists_for_arrow(self) -> frozenset[str]:
+        """Columns of lists that turned out to be for Arrow to read as they are, in what was read so far."""
+        return frozenset(self._files.as_they_are)
 
     def units(self) -> list[Unit]:
         files = self.files()
@@ -112,7 +118,7 @@ class Parquet(FileSource):
         detail: RowGroup = unit.detail
         group = detail.footer.row_group(unit.index)
         lists: dict[str, pa.ListArray] = {}
-        for column in detail.lists:
+        for column in () if is_crowded() else detail.lists:
             name, chunk = column.field.name, group.column(column.leaf)
             if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
                 continue
