@@ -9,7 +9,7 @@ this (short lists, missing numbers, encodings of old) raises `NotFlat`; Arrow is
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from overlord.data.readers import levels, thrift
 from overlord.data.readers.thrift import binary, boolean, i32, i64, sequence, structure
+from overlord.data.views import joined
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ColumnChunkMetaData, FileMetaData
@@ -242,7 +243,7 @@ def _flat_header(split: Split, num_values: int) -> bytes:
 
 def _flat_file(
     column: ListColumn, compression: str, num_values: int, dictionary: bytes | memoryview, pages: list[bytes | memoryview]
-) -> pa.Buffer:
+) -> bytes:
     """A Parquet file of one column, `v`, of numbers none of which is missing."""
     begin, name, known = len(_MAGIC), binary(b"v"), _TYPES[column.field.type.value_type]
     data_begin = begin + len(dictionary)
@@ -258,25 +259,15 @@ def _flat_file(
         leaf[6] = i32(known.converted)
     schema = sequence(structure({4: binary(b"schema"), 5: i32(1)}), structure(leaf))
     footer = structure({1: i32(2), 2: schema, 3: i64(num_values), 4: sequence(structure(group))}).data
-    return _joined([_MAGIC, dictionary, *pages, footer, len(footer).to_bytes(4, "little"), _MAGIC])
+    return b"".join([_MAGIC, dictionary, *pages, footer, len(footer).to_bytes(4, "little"), _MAGIC])
 
 
-def _joined(parts: Sequence[bytes | memoryview]) -> pa.Buffer:
-    """In memory of Arrow's, which keeps it for the next row group; Python would ask the system for it each time."""
-    joined = pa.allocate_buffer(sum(map(len, parts)))
-    view, at = memoryview(joined).cast("B"), 0
-    for part in parts:
-        view[at : at + len(part)] = part
-        at += len(part)
-    return joined
-
-
-def _decoded(file: pa.Buffer) -> pa.Array:
+def _decoded(file: bytes) -> pa.Array:
     import pyarrow.parquet as pq
 
     flat = pq.ParquetFile(pa.BufferReader(file), pre_buffer=False)
     values = flat.read_row_group(0, use_threads=False).column(0)
-    return values.chunk(0) if values.num_chunks == 1 else pa.concat_arrays(values.chunks)
+    return joined(values)
 
 
 def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> pa.ListArray:
@@ -292,5 +283,5 @@ def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int
         is_missing[np.searchsorted(bounds, where[level < column.empty_level])] = True
         mask = pa.array(is_missing) if is_missing.any() else None
         bounds = bounds - np.searchsorted(where, bounds)
-    offsets = pa.array(bounds.astype(np.int32))
+    offsets = pa.array(bounds.astype(np.int32), pa.int32())
     return pa.ListArray.from_arrays(offsets, values, type=column.field.type, mask=mask)
