@@ -26,16 +26,21 @@ WAYS = st.fixed_dictionaries(
         "data_page_version": st.sampled_from(["1.0", "2.0"]),
         "data_page_size": st.sampled_from([1000, 10_000, 1 << 20]),
         "write_page_checksum": st.booleans(),
+        "write_batch_size": st.sampled_from([1, 1024]),
+        "dictionary_pagesize_limit": st.sampled_from([100, 1 << 20]),
     }
 )
 
 
-def lists_of(lengths: list[int | None], kind: pa.DataType, *, nullable: bool = True, seed: int = 0) -> pa.Table:
+def lists_of(
+    lengths: list[int | None], kind: pa.DataType, *, nullable: bool = True, large: bool = False, seed: int = 0
+) -> pa.Table:
     rng = np.random.default_rng(seed)
     values = [None if length is None else rng.integers(0, 100, length) for length in lengths]
     if not nullable:
         values = [() if value is None else value for value in values]
-    field = pa.field("tokens", pa.list_(pa.field("element", kind, nullable=nullable)), nullable=nullable)
+    kinds = pa.large_list if large else pa.list_
+    field = pa.field("tokens", kinds(pa.field("element", kind, nullable=nullable)), nullable=nullable)
     return pa.table([pa.array(values, field.type)], schema=pa.schema([field]))
 
 
@@ -58,12 +63,13 @@ def read_flat(data: bytes) -> pa.Array:
     LENGTHS.filter(lambda lengths: sum(filter(None, lengths)) > 150 * len(lengths)),
     st.sampled_from(NUMBERS),
     st.booleans(),
+    st.booleans(),
     WAYS,
 )
 def test_lists_are_those_that_arrow_reads(
-    lengths: list[int | None], kind: pa.DataType, nullable: bool, way: dict[str, Any]
+    lengths: list[int | None], kind: pa.DataType, nullable: bool, large: bool, way: dict[str, Any]
 ) -> None:
-    data = written(lists_of(lengths, kind, nullable=nullable), **way)
+    data = written(lists_of(lengths, kind, nullable=nullable, large=large), **way)
     found, expected = read_flat(data), pq.read_table(io.BytesIO(data)).column(0).chunk(0)
     found.validate(full=True)
     assert found.type == expected.type
@@ -80,6 +86,12 @@ def test_other_encodings_of_values_are_arrows_matter(encoding: str) -> None:
 def test_a_list_may_go_on_over_many_pages() -> None:
     table = lists_of([100_000, 7, 50_000], pa.int64())
     data = written(table, data_page_size=4096, use_dictionary=False, write_batch_size=100)
+    assert read_flat(data).equals(table.column(0).chunk(0))
+
+
+def test_a_page_may_have_no_numbers() -> None:
+    table = lists_of([0] * 40 + [2000, 0, 9000], pa.int32())
+    data = written(table, data_page_size=1, write_batch_size=8, use_dictionary=False)
     assert read_flat(data).equals(table.column(0).chunk(0))
 
 
@@ -104,15 +116,15 @@ def test_columns_of_other_types_are_not_tried() -> None:
         "number": pa.int32(),
         "words": pa.list_(pa.string()),
         "nested": pa.list_(pa.list_(pa.int32())),
-        "large": pa.large_list(pa.int32()),
         "pairs": pa.list_(pa.struct([("a", pa.int32())])),
         "when": pa.list_(pa.timestamp("us")),
         "in": pa.struct([("lists", pa.list_(pa.int32()))]),
         "a.b": pa.list_(pa.int32()),
         "tokens": pa.list_(pa.int32()),
+        "large": pa.large_list(pa.int32()),
     }
     file = pq.ParquetFile(io.BytesIO(written(pa.schema(columns).empty_table())))
-    assert [column.field.name for column in list_columns(file.metadata, file.schema_arrow)] == ["a.b", "tokens"]
+    assert [column.field.name for column in list_columns(file.metadata, file.schema_arrow)] == ["a.b", "tokens", "large"]
 
 
 def test_long_lists_stand_beside_other_columns(tmp_path: Path) -> None:

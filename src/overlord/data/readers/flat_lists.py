@@ -72,6 +72,9 @@ _TYPES = {
 }
 
 
+Lists = pa.ListArray | pa.LargeListArray
+
+
 class NotFlat(Exception):
     """The column is to be read by Arrow as it is."""
 
@@ -110,7 +113,7 @@ def list_columns(footer: FileMetaData, schema: pa.Schema) -> tuple[ListColumn, .
     columns = []
     for field in schema:
         leaves = [i for i, path in enumerate(paths) if path.startswith(f"{field.name}.")]
-        if pa.types.is_list(field.type) and len(leaves) == 1:
+        if (pa.types.is_list(field.type) or pa.types.is_large_list(field.type)) and len(leaves) == 1:
             columns.append(ListColumn(field, leaves[0]))
     return tuple(column for column in columns if column.fits(footer))
 
@@ -121,7 +124,7 @@ def is_worth_it(chunk: ColumnChunkMetaData, num_rows: int) -> bool:
     return is_long and chunk.compression in _CODECS and chunk.total_uncompressed_size <= _LARGEST_BYTES
 
 
-def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> pa.ListArray:
+def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Lists:
     """The lists of one row group; `data` is what the file has from its first page on."""
     try:
         return _read(column, chunk, data)
@@ -129,7 +132,7 @@ def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) 
         raise NotFlat(f"the pages could not be taken apart: {error}") from error
 
 
-def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> pa.ListArray:
+def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Lists:
     starts: list[int] = []
     absent: list[tuple[int, int]] = []
     dictionary, pages = b"", []
@@ -142,9 +145,11 @@ def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> pa
         missing = levels.others(split.definition, split.num_levels, column.full_level)
         starts += levels.zeros(split.repetition, split.num_levels, num_levels)
         absent += [(num_levels + where, level) for where, level in missing]
-        pages += [_flat_header(split, split.num_levels - len(missing)), split.values]
+        num_here = split.num_levels - len(missing)
+        if num_here:  # Arrow stops at a page without values
+            pages += [_flat_header(split, num_here), split.values]
         num_levels += split.num_levels
-        num_values += split.num_levels - len(missing)
+        num_values += num_here
     values = _decoded(_flat_file(column, chunk.compression, num_values, dictionary, pages))
     if len(values) != num_values:
         raise NotFlat(f"{len(values)} values, but {num_values} levels of values")
@@ -270,7 +275,7 @@ def _decoded(file: bytes) -> pa.Array:
     return joined(values)
 
 
-def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> pa.ListArray:
+def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> Lists:
     """`bounds` are where lists begin, and the end, counted in levels; those of `absent` have no value."""
     mask = None
     if absent:
@@ -283,5 +288,7 @@ def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int
         is_missing[np.searchsorted(bounds, where[level < column.empty_level])] = True
         mask = pa.array(is_missing) if is_missing.any() else None
         bounds = bounds - np.searchsorted(where, bounds)
+    if pa.types.is_large_list(column.field.type):
+        return pa.LargeListArray.from_arrays(pa.array(bounds, pa.int64()), values, type=column.field.type, mask=mask)
     offsets = pa.array(bounds.astype(np.int32), pa.int32())
     return pa.ListArray.from_arrays(offsets, values, type=column.field.type, mask=mask)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from overlord.data.readers.file_source import FileSource
-from overlord.data.readers.flat_lists import ListColumn, NotFlat, is_worth_it, list_columns, read_lists
+from overlord.data.readers.flat_lists import ListColumn, Lists, NotFlat, is_worth_it, list_columns, read_lists
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
@@ -117,7 +117,7 @@ class Parquet(FileSource):
     def _row_group(self, file: pa.NativeFile, parquet: ParquetFile, unit: Unit) -> pa.Table:
         detail: RowGroup = unit.detail
         group = detail.footer.row_group(unit.index)
-        lists: dict[str, pa.ListArray] = {}
+        lists: dict[str, Lists] = {}
         for column in () if is_crowded() else detail.lists:
             name, chunk = column.field.name, group.column(column.leaf)
             if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
