@@ -91,7 +91,7 @@ def test_a_list_may_go_on_over_many_pages() -> None:
 
 def test_a_page_may_have_no_numbers() -> None:
     table = lists_of([0] * 40 + [2000, 0, 9000], pa.int32())
-    data = written(table, data_page_size=1, write_batch_size=8, use_dictionary=False)
+    data = written(table, max_rows_per_page=20, use_dictionary=False)
     assert read_flat(data).equals(table.column(0).chunk(0))
 
 
