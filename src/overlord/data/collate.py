@@ -179,12 +179,13 @@ def _full_layout(micro: MicroPlan) -> _Layout | None:
     if len(lengths) == 0 or np.count_nonzero(lengths) < len(lengths):
         return None
     bounds = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=bounds[1:])
     starts, ends = bounds[:-1], bounds[1:]
+    lengths.cumsum(out=ends)
     if row_tokens:
-        is_full = bounds.item(-1) == micro.num_rows * row_tokens
-        in_place = (starts // row_tokens == micro.row) & ((ends - 1) // row_tokens == micro.row)
-        if not is_full or np.count_nonzero(in_place) < len(in_place):
+        row, place = np.divmod(starts, row_tokens)
+        # As many documents begin at the begin of a row as there are rows: none lies in two.
+        is_full = bounds.item(-1) == micro.num_rows * row_tokens == (len(place) - np.count_nonzero(place)) * row_tokens
+        if not is_full or np.count_nonzero(row - micro.row):
             return None
     return _Layout(starts, lengths, None, bounds, ends, gaps=None)
 
@@ -297,7 +298,7 @@ def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> N
 
 
 def _fill_positions(position_ids: NDArray[np.int32], starts: NDArray[np.int32], segments: Ints) -> None:
-    np.subtract(_ramp(len(position_ids)), np.repeat(starts, segments), out=position_ids)
+    np.subtract(_ramp(len(position_ids)), starts.repeat(segments), out=position_ids)
 
 
 _MOST_KEPT = 1 << 20

@@ -154,7 +154,7 @@ class DrawQueue:
 
     def _start_block(self, block: Samples) -> None:
         self._block = block
-        self._block_tokens = np.cumsum(block.tokens)
+        self._block_tokens = block.tokens.cumsum()
         self._position = 0
 
     def _refill(self) -> bool:
@@ -184,7 +184,7 @@ class DrawQueue:
         """Tell which chunks come next: those of the sources whose known rows run out first."""
         if self._expect is None:
             return
-        for source in np.argsort(self._last_times, kind="stable")[:_CHUNKS_EXPECTED].tolist():
+        for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXPECTED].tolist():
             if source in self._lanes:
                 chunk, end = self._lanes[source].chunk + 1, self._extents[source].end
                 if end is None or chunk < end or self._stop == "all_exhausted":
@@ -218,7 +218,7 @@ class DrawQueue:
         end = min(row + _MOST_ROWS_OF_A_SOURCE, facts.num_rows)
         sizes = facts.tokens[row:end] if self._by_tokens else np.ones(end - row, np.int64)
         # From exact integers, so that a time does not depend on where a run was cut.
-        ends = since + np.cumsum(sizes)
+        ends = since + sizes.cumsum()
         times = self._at.lead[source] + (ends - sizes / 2) / self._at.weights[source]
         self._lanes[source] = _Lane(chunk, facts, row, times, ends.item(-1))
         self._last_times[source], self._lane_chunk[source], self._lane_rows[source] = times[-1], chunk, facts.num_rows
@@ -227,7 +227,7 @@ class DrawQueue:
         """Extend the lanes that bound the block, as far as their next rows are at hand: one large block costs less than
         several small ones."""
         extended = []
-        for source in np.argsort(self._last_times, kind="stable")[:_CHUNKS_EXTENDED].tolist():
+        for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXTENDED].tolist():
             if self._last_times[source] > self._until or not self._extend_lane(source):
                 break  # this one bounds the block
             extended.append(source)

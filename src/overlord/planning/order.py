@@ -41,7 +41,7 @@ def _units_of_epoch(seed: int, source: str, num_units: int, epoch: int) -> Ints:
 
 def _permutation(n: int, purpose: str, seed: int, source: str, number: int) -> Ints:
     digest = hashlib.blake2b(f"{purpose}\0{seed}\0{source}\0{number}".encode(), digest_size=16).digest()
-    return np.argsort(_raw_bits(np.frombuffer(digest, np.uint64), n), kind="stable")
+    return _raw_bits(np.frombuffer(digest, np.uint64), n).argsort(kind="stable")
 
 
 _ZEROS = np.zeros(4, np.uint64)

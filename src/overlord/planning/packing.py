@@ -76,7 +76,7 @@ class Pieces:
 def concat_and_split(lengths: Ints, num_rows: int, capacity: int, ends: Ints | None = None) -> Pieces:
     """The documents one after the other, cut at every multiple of `capacity`; what is past the last row is
     left out. `ends` are the sums of the lengths, where they are known."""
-    ends = np.cumsum(lengths) if ends is None else ends
+    ends = lengths.cumsum() if ends is None else ends
     total = min(int(ends[-1]) if len(ends) else 0, num_rows * capacity)
     cuts = np.concatenate([ends, np.arange(capacity, total + capacity, capacity)])
     np.minimum(cuts, total, out=cuts)
@@ -86,7 +86,7 @@ def concat_and_split(lengths: Ints, num_rows: int, capacity: int, ends: Ints | N
     apart = begins < cuts
     begins, cuts = begins[apart], cuts[apart]
     # The document that a piece lies in is the first to end after it begins; empty documents have no piece.
-    sample = np.searchsorted(ends, begins, side="right")
+    sample = ends.searchsorted(begins, side="right")
     origin = ends[sample] - lengths[sample]
     return Pieces(sample, begins - origin, cuts - origin, begins // capacity)
 

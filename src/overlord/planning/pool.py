@@ -31,7 +31,7 @@ class Pool:
         first = len(rows) - len(new)
         order = np.concatenate([self.order, np.arange(first, len(rows))])
         all_times = np.concatenate([self.times, *times])
-        by_time = np.argsort(all_times, kind="stable")  # quick on what is a few sorted runs
+        by_time = all_times.argsort(kind="stable")  # quick on what is a few sorted runs
         in_order = all_times[by_time]
         if (in_order[1:] == in_order[:-1]).any():
             by_time = np.lexsort((rows.source[order], all_times))
