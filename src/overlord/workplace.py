@@ -1,10 +1,12 @@
-"""What a process offers to the roles that run in it: threads to read and to build, and worker processes."""
+"""What a process offers to the roles that run in it: threads to read and to build, memory for batches, and worker
+processes."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
+from overlord.data.arenas import Arenas
 from overlord.data.processes import ProcessPool
 from overlord.threads import Threads
 
@@ -27,6 +29,8 @@ class Workplace:
         # Building mostly holds the interpreter: a second thread would not build sooner, and the two would hand the
         # interpreter to and fro at every array they copy. What takes long, decoding, runs on the read threads.
         self.build_threads = Threads(min(1, num_workers), "overlord-build", crowded=True)
+        # One pool for all groups of the process: what one has just given back is still at hand for the processor.
+        self.arenas = Arenas()
         self.processes = ProcessPool(size.num_processes or os.cpu_count() or 1)
 
     def close(self) -> None:

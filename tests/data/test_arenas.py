@@ -50,3 +50,15 @@ def test_no_more_is_kept_than_allowed_and_another_size_replaces_the_old():
     small = arenas.lease(1000)
     assert len(small) == 1000
     assert arenas.num_idle == 0
+
+
+def test_those_who_share_arenas_come_and_go():
+    arenas = Arenas()
+    arenas.keep_more(2)
+    arenas.keep_more(1)
+    leases = [arenas.lease(1 << 20) for _ in range(4)]
+    del leases
+    gc.collect()
+    assert arenas.num_idle == 3
+    arenas.keep_more(-2)
+    assert arenas.num_idle == 1

@@ -6,6 +6,7 @@ back by itself when the last array (or tensor) that looks into it is gone, so a 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import cast
 
@@ -19,8 +20,8 @@ _STEP = 1 << 16
 class Arenas:
     """Keeps at most `most` arenas that nobody uses."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int = 0) -> None:
+        self.most = most
         # No lock: an arena comes back wherever its last array dies, which may be inside any other call. Each
         # operation of a deque is atomic.
         self._idle: deque[NDArray[np.uint8]] = deque()
@@ -32,8 +33,19 @@ class Arenas:
         if memory is None:
             memory = np.empty(size, np.uint8).view(_Arena)
         lease = memory.view(_Lease)
-        lease.idle, lease.most = self._idle, self._most
+        lease.owner = self
         return lease.view(np.ndarray)[:num_bytes]
+
+    def keep_more(self, number: int) -> None:
+        """Keep so many more arenas, fewer if it is negative: who shares them comes and goes."""
+        self.most += number
+        with contextlib.suppress(IndexError):
+            while len(self._idle) > self.most:
+                self._idle.popleft()
+
+    def take_back(self, memory: NDArray[np.uint8]) -> None:
+        if len(self._idle) < self.most:
+            self._idle.append(memory)
 
     @property
     def num_idle(self) -> int:
@@ -60,9 +72,7 @@ class _Lease(np.ndarray):
     """Stands between an arena and the arrays that look into it: it lives as long as any of them, and gives the arena back
     when it goes."""
 
-    idle: deque[NDArray[np.uint8]]
-    most: int
+    owner: Arenas
 
     def __del__(self) -> None:
-        if len(self.idle) < self.most:
-            self.idle.append(cast("NDArray[np.uint8]", self.base))
+        self.owner.take_back(cast("NDArray[np.uint8]", self.base))

@@ -1,8 +1,9 @@
 """A Data Constructor: carries out the plans of one data-parallel group and keeps the next steps ready for its ranks.
 
 What it promises: every rank of the group that asks for a step gets its part of the same microbatches, built once. Built
-steps are kept until the slowest open rank has taken them, and never more than `prefetch` beyond it are built, so a rank
-that stops reading stops the group, not the memory. It decides nothing.
+steps are kept until all ranks have taken them, and never more than `prefetch` beyond the slowest are built, so a rank
+that stops reading stops the group, not the memory. A step that is asked for again after that is built again. It decides
+nothing.
 
 When the mesh is to change, it is frozen: it hands out no step that no rank has yet, until it thaws or is replaced.
 """
@@ -96,7 +97,9 @@ class DataConstructor:
         routes: Routes,
         prefetch: int,
         threads: Threads,
+        arenas: Arenas,
     ) -> None:
+        """`arenas` may be shared with other groups."""
         self.generation = 0
         """How often the run was moved to another state."""
         self._group = group
@@ -106,7 +109,10 @@ class DataConstructor:
         self._routes = routes
         self._prefetch = prefetch
         self._threads = threads
-        self._arenas = Arenas(prefetch + 2)
+        self._arenas = arenas
+        self._most_idle = prefetch + 2
+        arenas.keep_more(self._most_idle)
+        self._num_ranks = len(tree.ranks_of(group))
         self._lock = threading.Lock()
         self._at: dict[int, int] = {}  # rank to the step it asks for next
         self._taken: dict[int, int] = {}  # rank to the first step it was not given
@@ -163,6 +169,7 @@ class DataConstructor:
                 self._taken[rank] = step + 1
             self._untaken = max(self._untaken, step + 1)
             self._paces.gets(rank, step)
+            self._drop_taken()
         return Delivery(step, built.loss_tokens, microbatches)
 
     def leaves(self, rank: int) -> None:
@@ -220,9 +227,17 @@ class DataConstructor:
 
     def close(self) -> None:
         with self._lock:
+            if not self._closed:
+                self._arenas.keep_more(-self._most_idle)
             self._closed = True
             self._at.clear()
             self._drop_all()
+
+    def _drop_taken(self) -> None:
+        if len(self._taken) == self._num_ranks:
+            slowest = min(self._taken.values())
+            for number in [n for n in self._steps if n < slowest]:
+                del self._steps[number]
 
     def _drop_all(self) -> None:
         for future in self._steps.values():

@@ -24,7 +24,9 @@ def make_serving_constructor(
     job: Job, group: int, planner: Handle[Planner], routes: Routes, workplace: Workplace
 ) -> ServingConstructor:
     tree = ClientPlaceTree(job.mesh)
-    return ServingConstructor(group, job.batch, tree, planner, routes, job.prefetch, workplace.build_threads)
+    return ServingConstructor(
+        group, job.batch, tree, planner, routes, job.prefetch, workplace.build_threads, workplace.arenas
+    )
 
 
 class ServingConstructor(DataConstructor):

@@ -1,0 +1,33 @@
+"""A data-parallel group's steps: kept as long as a rank may want them, and built again if one asks later."""
+
+import gc
+import weakref
+
+import numpy as np
+
+import overlord as ol
+from overlord.roles.data_constructor import Delivery
+from overlord.roles.in_process import InProcess
+from tests.sources import Numbered, job_of
+
+
+def fetched(loader: ol.Loader, step: int, rank: int) -> Delivery:
+    found = InProcess(loader, loader._constructor_of).fetch(step, rank, 20.0)
+    assert isinstance(found, Delivery)
+    return found
+
+
+def test_a_step_is_kept_until_the_last_rank_has_it_and_can_be_had_again():
+    job = job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(tp=2), num_workers=0)
+    with ol.start(job) as loader:
+        first = fetched(loader, 0, 0).microbatches[0]
+        kept = weakref.ref(first["tokens"])
+        tokens = first["tokens"].copy()
+        del first
+        gc.collect()
+        assert kept() is not None, "the other rank has not come for it"
+        fetched(loader, 0, 1)
+        gc.collect()
+        assert kept() is None
+        np.testing.assert_array_equal(fetched(loader, 0, 0).microbatches[0]["tokens"], tokens)
+        assert fetched(loader, 1, 0).step == 1
