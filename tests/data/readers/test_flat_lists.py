@@ -181,4 +181,4 @@ def test_threads_that_take_turns_leave_lists_to_arrow(tmp_path: Path, crowded: b
     finally:
         threads.shutdown()
     assert not is_crowded()
-    assert source.lists_for_arrow == (frozenset() if crowded else {"tokens"})
+    assert source._files.as_they_are == (set() if crowded else {"tokens"})

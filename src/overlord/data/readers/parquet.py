@@ -60,11 +60,6 @@ class Parquet(FileSource):
     def _files(self) -> KeptOpen:
         return self.__dict__["_kept"]
 
-    @property
-    def lists_for_arrow(self) -> frozenset[str]:
-        """Columns of lists that turned out to be for Arrow to read as they are, in what was read so far."""
-        return frozenset(self._files.as_they_are)
-
     def units(self) -> list[Unit]:
         files = self.files()
         footers = map_threads(lambda file: _footer(self.storage, file), files)
