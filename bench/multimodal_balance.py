@@ -22,6 +22,7 @@ from overlord.planning.balancing import max_over_mean, summed
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Floats
+from overlord.planning.images.encoding import Encoding
 from overlord.planning.images.vision import PatchGrid, VisionTransformerCost, images_of
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
@@ -84,14 +85,15 @@ def _encoder_costs(plan: Plan, grid: PatchGrid) -> tuple[Floats, float]:
     """The encoder's cost of each round on each rank, and the share of image tokens that stay."""
     dp, rounds = plan.num_groups, int(plan.counts.max())
     first = np.cumsum(plan.counts) - plan.counts
-    if plan.encoding is None:
+    encoding = plan.part(Encoding)
+    if encoding is None:
         micro = np.empty(len(plan.samples), np.int64)
         micro[plan.order] = plan.micro_of_order()
         images, stays = images_of(plan.samples, grid), 1.0
         micro_of_image = micro[images.sample]
         rank = np.repeat(np.arange(dp), plan.counts)[micro_of_image]
     else:
-        images, micro_of_image, rank = plan.encoding.images, plan.encoding.micro, plan.encoding.place
+        images, micro_of_image, rank = encoding.images, encoding.micro, encoding.place
         home = np.repeat(np.arange(dp), plan.counts)[micro_of_image]
         stays = float(images.tokens[home == rank].sum() / images.tokens.sum())
     number = micro_of_image - np.repeat(first, plan.counts)[micro_of_image]

@@ -11,6 +11,7 @@ import numpy as np
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Ints, Samples
+from overlord.planning.hdp.rings import Rings
 from overlord.planning.packing import best_fit
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
@@ -52,7 +53,8 @@ def pooled(name: str, lengths: Ints, batch: Batch, ranks: int, pp: int, cost: Tr
         plan = strategy(DGraph(samples, batch, place, rows))
         times.append((time.process_time() - begin) * 1e3)
     assert plan is not None
-    assert plan.rings is not None
+    rings = plan.part(Rings)
+    assert rings is not None
     static = next(stage.bucket_costs for stage in plan.stages if stage.name == "distribute")
     assert static is not None
     return Pooled(
@@ -63,7 +65,7 @@ def pooled(name: str, lengths: Ints, batch: Batch, ranks: int, pp: int, cost: Tr
         pp=pp,
         capacity=capacity,
         microbatches=len(plan.offsets) - 1,
-        cut=len(plan.rings.bounds) - 1,
+        cut=len(rings.bounds) - 1,
         total=round(statistics.median(times), 3),
         slowest=round(_slowest(plan, pp), 4),
         static_mesh=round(float(static.max() / static.mean()), 4),
@@ -71,8 +73,9 @@ def pooled(name: str, lengths: Ints, batch: Batch, ranks: int, pp: int, cost: Tr
 
 
 def _slowest(plan: Plan, pp: int) -> float:
-    assert plan.rings is not None
-    work, micro = plan.group_costs(plan.rings.cost), plan.micro_costs(plan.rings.cost)
+    rings = plan.part(Rings)
+    assert rings is not None
+    work, micro = plan.group_costs(rings.cost), plan.micro_costs(rings.cost)
     costliest = np.zeros(plan.num_groups)
     np.maximum.at(costliest, np.repeat(np.arange(plan.num_groups), plan.counts), micro)
     return float((work + (pp - 1) * costliest).max() / work.mean())

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 import overlord as ol
+from overlord.planning.images.encoding import Encoding
 
 RANKS = 4
 IMAGE_TOKEN = 300
@@ -77,8 +78,8 @@ def main() -> None:
         with ol.start(job) as loader:
             planned = loader.plan(0)
             assert planned is not None
-            assert planned.plan.encoding is not None
-            encoding = planned.plan.encoding
+            encoding = planned.plan.part(Encoding)
+            assert encoding is not None
             work = np.bincount(encoding.place, ENCODER(encoding.images), RANKS)
             print(f"the slowest encoder takes {straggler(work)},", end=" ")
             print(f"the slowest backbone {planned.plan.max_over_mean(BACKBONE(planned.plan.samples)):.2f}x")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import overlord as ol
+from overlord.planning.images.encoding import Encoding
 from tests.pictures import GRID, IMAGE_TOKEN, encoded, picture_documents, picture_job
 
 MESHES = [
@@ -105,7 +106,7 @@ def test_encoder_and_backbone_are_even_at_once_and_the_plan_says_who_encodes_wha
     with ol.start(job) as loader:
         planned = loader.plan(0)
         assert planned is not None
-        encoding = planned.plan.encoding
+        encoding = planned.plan.part(Encoding)
         assert encoding is not None
         patches = np.bincount(encoding.place, encoding.images.patches, 4)
         assert patches.max() / patches.mean() < 1.2

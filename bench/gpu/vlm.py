@@ -15,6 +15,7 @@ from bench.gpu.blocks import LLAMA_8B, VIT_2B, Bench
 from bench.gpu.work import Fit, Ranks, Work, of_plan
 from overlord.planning.dgraph import CostFunction, DGraph
 from overlord.planning.facts import Floats
+from overlord.planning.images.encoding import Encoding
 from overlord.planning.images.vision import ImageCost, images_of
 from overlord.planning.packing import best_fit, in_drawn_order
 from overlord.planning.place_tree import ClientPlaceTree
@@ -69,7 +70,7 @@ def local_encoder(plan: Plan) -> Ranks:
 
 def exchanged_encoder(plan: Plan) -> list[list[list[Work]]]:
     """Round by round, what each place encodes."""
-    encoding = plan.encoding
+    encoding = plan.part(Encoding)
     assert encoding is not None
     num_rounds = (len(encoding.bounds) - 1) // encoding.num_places
     pieces = [

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from overlord.planning.dgraph import DGraph
     from overlord.planning.hdp.offload import Offload
     from overlord.planning.images.vision import PatchGrid, VisionTransformerCost
+    from overlord.planning.learned_cost import LearnedCost
     from overlord.planning.learning.feedback import Feedback, MultiplicativeWeights
-    from overlord.planning.learning.learned_cost import LearnedCost
     from overlord.planning.loaders.autoscaling import ScalingPolicy
     from overlord.planning.loaders.partitioning import Partitioning
     from overlord.planning.loaders.scaling import Budget, Partition, Share
@@ -77,7 +77,7 @@ _HOMES = {
     "overlord.planning.measured_cost": ["MeasuredCost"],
     "overlord.planning.dgraph": ["DGraph"],
     "overlord.planning.learning.feedback": ["Feedback", "MultiplicativeWeights"],
-    "overlord.planning.learning.learned_cost": ["LearnedCost"],
+    "overlord.planning.learned_cost": ["LearnedCost"],
     "overlord.planning.loaders.partitioning": ["Partitioning"],
     "overlord.planning.pipeline": ["Pipeline"],
     "overlord.planning.hdp.offload": ["Offload"],

@@ -10,7 +10,6 @@ import pytest
 import overlord as ol
 from overlord.data.arenas import Arenas
 from overlord.data.collate import collate
-from overlord.data.pieces import with_pieces
 from overlord.dry_run import steps_of
 from overlord.planning.hdp.rings import Ring
 from overlord.planning.hdp.zigzag import chunks_of
@@ -136,7 +135,7 @@ def test_images_come_once_with_the_first_piece_of_a_document(same_size):
     images = [[np.full(shape, i, np.uint8) for i, shape in enumerate(shapes)]] * 2
     collated = collate(made.micro, replace(made.payload, images=images), made.batch)
     ring = Ring(7, np.array([0, 3]), 1, np.array([3, 10]), np.array([14, 14]), np.zeros(2))
-    fields = with_pieces(collated, ring)
+    fields, _ = ring.build(collated)
     assert fields["image_document"].tolist() == [0, 0]
     assert [image.max() for image in fields["images"]] == [0, 1]
     assert fields["position_ids"].tolist() == [3, 4, 5, 10, 11, 12, 13]

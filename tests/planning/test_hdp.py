@@ -15,6 +15,8 @@ from overlord.planning.dgraph import DGraph
 from overlord.planning.explain import explain
 from overlord.planning.facts import Samples
 from overlord.planning.hdp.offload import Offload
+from overlord.planning.hdp.rings import Ring, Rings
+from overlord.planning.hdp.splitting import split
 from overlord.planning.hdp.spread import Pool, Spread, spread
 from overlord.planning.hdp.zigzag import Chunk, chunks_of
 from overlord.planning.place_tree import ClientPlaceTree
@@ -327,13 +329,15 @@ def test_the_strategy_hands_out_every_token_once_and_to_constructors_by_rank(len
     ]
     assert sorted(tokens) == [(row, token) for row, length in enumerate(lengths) for token in range(length)]
     for micro in handed:
-        assert micro.ring is not None
-        assert (micro.ring.offset + micro.samples.tokens <= micro.ring.whole).all()
+        ring = micro.part(Ring)
+        assert ring is not None
+        assert (ring.offset + micro.samples.tokens <= ring.whole).all()
 
 
 def _costs_of(plan: Plan) -> np.ndarray:
-    assert plan.rings is not None
-    return plan.group_costs(plan.rings.cost)
+    rings = plan.part(Rings)
+    assert rings is not None
+    return plan.group_costs(rings.cost)
 
 
 def test_the_plan_and_its_explanation_say_what_ranks_do_against_a_static_mesh():
@@ -363,8 +367,8 @@ def test_the_plan_and_its_explanation_say_what_ranks_do_against_a_static_mesh():
         (lambda: hdp(STEEP, capacity=9)(_graph([1], Mesh(), layout="padded")), "call pack"),
         (lambda: hdp(STEEP, capacity=9)(_graph([1], Mesh(), document_multiple=4)), "document_multiple=1"),
         (lambda: hdp(STEEP, capacity=9)(_graph([1], Mesh(), image_token=7)), "leave Batch.image_token and fuse"),
-        (lambda: _graph([1], Mesh()).cost(STEEP).distribute("dp").split(9), r"distribute\('cp'\) before it"),
-        (lambda: _graph([1], Mesh()).distribute("cp").split(9), r"call cost\(fn\) before it"),
+        (lambda: split(_graph([1], Mesh()).cost(STEEP).distribute("dp"), 9), r"distribute\('cp'\) before it"),
+        (lambda: split(_graph([1], Mesh()).distribute("cp"), 9), r"call cost\(fn\) before it"),
         (lambda: Offload(layers=1, time=COST, bytes_per_token=1, bytes_per_s=1), "at least 2, got 1"),
         (lambda: offload(bytes_per_s=0.0), "bytes_per_s must be a number above 0"),
         (

@@ -10,10 +10,11 @@ from overlord.planning.balancing import max_over_mean, summed
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Samples
-from overlord.planning.images.encoding import places_of_groups, routing
+from overlord.planning.images.encoding import Encoding, Round, encode, places_of_groups, routing
 from overlord.planning.images.hybrid import hybrid
 from overlord.planning.images.image_sizes import ImageSizes
 from overlord.planning.images.vision import PatchGrid, VisionTransformerCost, fused, images_of
+from overlord.planning.micro_order import level
 from overlord.planning.pipeline import Pipeline
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
@@ -145,10 +146,11 @@ def stragglers(plan: Plan) -> tuple[float, float]:
     """Slowest over mean, of the encoder's work and of the backbone's."""
     images = images_of(plan.samples, GRID)
     backbone = plan.max_over_mean(BACKBONE(plan.samples))
-    if plan.encoding is None:
+    encoding = plan.part(Encoding)
+    if encoding is None:
         per_sample = np.bincount(images.sample, ENCODER(images), len(plan.samples))
         return plan.max_over_mean(per_sample), backbone
-    return max_over_mean(summed(plan.encoding.place, ENCODER(plan.encoding.images), plan.encoding.num_places)), backbone
+    return max_over_mean(summed(encoding.place, ENCODER(encoding.images), encoding.num_places)), backbone
 
 
 # Who encodes what
@@ -161,12 +163,12 @@ def test_every_image_is_encoded_once_and_its_rows_reach_all_who_train_on_it(size
     longest = int(samples.tokens.max())
     graph = _graph(samples, mesh, longest)
     plan = multimodal(BACKBONE, ENCODER, grid=GRID, exchange=axis)(graph)
-    encoding, homes = plan.encoding, places_of_groups(graph.place, axis)
+    encoding, homes = plan.part(Encoding), places_of_groups(graph.place, axis)
     assert encoding is not None
     assert len(encoding.place) == sum(map(len, sizes))
     groups = [plan.for_group(0, group) for group in range(plan.num_groups)]
     for number in range(int(plan.counts[0])):
-        rounds = [group.microbatches[number].encode for group in groups]
+        rounds = [group.microbatches[number].part(Round) for group in groups]
         assert all(of is not None for of in rounds)
         routes = {}
         for of, places in zip(rounds, encoding.places, strict=True):
@@ -189,10 +191,11 @@ def test_every_image_is_encoded_once_and_its_rows_reach_all_who_train_on_it(size
 def test_most_images_stay_where_they_are_used():
     graph = _graph(LlavaLike().samples(4096, 8192, 0), Mesh(dp=64))
     plan = multimodal(BACKBONE, ENCODER, grid=GRID, exchange="cp")(graph)
-    assert plan.encoding is not None
+    encoding = plan.part(Encoding)
+    assert encoding is not None
     group_of_micro = np.repeat(np.arange(64), plan.counts)
-    here = plan.encoding.images.tokens[group_of_micro[plan.encoding.micro] == plan.encoding.place].sum()
-    assert here / plan.encoding.images.tokens.sum() > 0.7
+    here = encoding.images.tokens[group_of_micro[encoding.micro] == encoding.place].sum()
+    assert here / encoding.images.tokens.sum() > 0.7
 
 
 def test_texts_without_places_for_images_are_packed_by_what_the_backbone_sees():
@@ -217,8 +220,8 @@ def test_an_exchange_needs_ranks_in_step_and_an_axis_that_has_them():
     graph = _graph(LlavaLike().samples(256, 8192, 1), Mesh(dp=8))
     with pytest.raises(SpecError, match="equal_counts"):
         multimodal(BACKBONE, ENCODER, grid=GRID, exchange="cp", equal_counts=False)
-    uneven = graph.cost(BACKBONE).distribute("dp").level(Pipeline(4))
+    uneven = level(graph.cost(BACKBONE).distribute("dp"), Pipeline(4))
     with pytest.raises(SpecError, match="equal_counts"):
-        uneven.encode(images_of(graph.samples, GRID), ENCODER)
+        encode(uneven, images_of(graph.samples, GRID), ENCODER)
     with pytest.raises(SpecError, match="cp or world"):
-        graph.cost(BACKBONE).distribute("dp").balance().encode(images_of(graph.samples, GRID), ENCODER, "dp")
+        encode(graph.cost(BACKBONE).distribute("dp").balance(), images_of(graph.samples, GRID), ENCODER, "dp")

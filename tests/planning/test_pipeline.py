@@ -11,7 +11,7 @@ from overlord.errors import SpecError
 from overlord.planning.cost import TransformerCost
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Samples
-from overlord.planning.micro_order import best_orders, levels
+from overlord.planning.micro_order import best_orders, level, levels, order
 from overlord.planning.packing import best_fit
 from overlord.planning.pipeline import Pipeline, simulated, times_of
 from overlord.planning.place_tree import ClientPlaceTree
@@ -144,6 +144,6 @@ def test_a_pipeline_that_cannot_be_and_a_graph_that_is_not_handed_out_are_refuse
     with pytest.raises(SpecError, match="backward"):
         Pipeline(2, backward=float("nan"))
     with pytest.raises(SpecError, match="deal or balance"):
-        _graph(0, 2).cost(STEEP).distribute("dp").order(Pipeline(2))
+        order(_graph(0, 2).cost(STEEP).distribute("dp"), Pipeline(2))
     with pytest.raises(SpecError, match="not pack"):
-        _graph(0, 2).cost(STEEP).pack().distribute("dp").level(Pipeline(2))
+        level(_graph(0, 2).cost(STEEP).pack().distribute("dp"), Pipeline(2))

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,12 +52,10 @@ from overlord.data.arenas import Arenas
 from overlord.data.payload import NO_LOSS, Payload
 from overlord.errors import DataError, SpecError
 from overlord.planning.facts import Ints
-from overlord.planning.plan import MicroPlan
+from overlord.planning.images.encoding import stacked_images
+from overlord.planning.plan import Fields, MicroPlan
 from overlord.records import record
 from overlord.spec import Batch
-
-Fields: TypeAlias = dict[str, Any]
-"""The fields of a microbatch by name; their types are listed at the top of this file."""
 
 PADDING_SEGMENT = 512
 """The longest run of row padding that attends to itself: attention is a small part of its cost."""
@@ -341,29 +339,9 @@ def _images(images: Sequence[Sequence[NDArray[np.uint8]]]) -> Fields:
     return {"images": stacked_images(flat), "image_document": np.repeat(np.arange(len(images), dtype=np.int32), counts)}
 
 
-def stacked_images(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | list[NDArray[np.uint8]]:
-    """Images as one array, or as they are where their sizes differ."""
-    if len({image.shape for image in images}) > 1:
-        return images
-    return _stacked(images) if images else np.empty((0, 0, 0, 3), np.uint8)
-
-
 def _image_rows(tokens: NDArray[np.int32], layout: _Layout, image_token: int) -> NDArray[np.int32]:
     """Image places numbered in the order they come; padding has none, whatever the pad token is."""
     places = tokens == image_token
     for gap in layout.uncovered():
         places[gap] = False
     return np.where(places, np.cumsum(places) - 1, -1).astype(np.int32)
-
-
-def _stacked(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Images of one shape as one array; without a copy where they already lie one after the other."""
-    first, size = images[0], images[0].nbytes
-    base, address = first.base, first.ctypes.data
-    in_a_row = base is not None and all(
-        image.base is base and image.flags.c_contiguous and image.ctypes.data == address + i * size
-        for i, image in enumerate(images)
-    )
-    if not in_a_row:
-        return np.stack(images)
-    return np.lib.stride_tricks.as_strided(first, (len(images), *first.shape), (size, *first.strides))

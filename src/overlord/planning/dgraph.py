@@ -8,13 +8,16 @@ microbatches:
 
 - `pack` puts the samples into rows of fixed length first; `deal` or `balance` then hands out whole rows;
 - without `pack`, samples are handed out one by one, and microbatches are one row as long as what they hold.
+
+Features are packages of their own with functions that take a graph and return one: `hdp.split`, `images.encode`,
+`pipelines.order`. What a feature decides beyond the arrangement is a `GraphPart`, which becomes a part of the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, fields, replace
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -23,13 +26,7 @@ from overlord.planning.arrangement import Arrangement, Rows, SamplesInRows, cut_
 from overlord.planning.balancing import Balancer, greedy, summed
 from overlord.planning.cost import CostFunction, costs_of
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.hdp.offload import Offload
-from overlord.planning.hdp.rings import Rings
-from overlord.planning.hdp.splitting import pool_of, split
-from overlord.planning.hdp.spread import Mode
-from overlord.planning.images.encoding import Placement, encoding_of, spread
-from overlord.planning.images.vision import ImageCost, Images
-from overlord.planning.learning.learned_cost import CostsInForce, LearnedCost, slowness
+from overlord.planning.learned_cost import CostsInForce, LearnedCost, slowness
 from overlord.planning.micro_filling import (
     as_many_as_needed,
     as_many_in_each,
@@ -37,18 +34,24 @@ from overlord.planning.micro_filling import (
     group_tokens,
     num_microbatches,
 )
-from overlord.planning.micro_order import best_orders, levels
 from overlord.planning.pacing import paced, times
 from overlord.planning.packing import Microbatches, Pieces, best_fit, concat_and_split, padded
-from overlord.planning.pipeline import Pipeline, Timing, simulated
 from overlord.planning.place_tree import Bucket, ClientPlaceTree
-from overlord.planning.plan import Plan, Stage
+from overlord.planning.plan import Plan, PlanPart, Stage
 from overlord.planning.shares import Shares
 from overlord.spec import Batch
 
 RowPacker = Callable[[Ints, int, int], Ints | Pieces]
 """(lengths, num_rows, capacity) to the row of each sample (-1: nowhere), or to pieces of samples with their
 rows."""
+
+
+class GraphPart(Protocol):
+    """What a feature has decided about a step, before the order of its samples is known."""
+
+    def in_plan(self, arrangement: Arrangement, order: Ints) -> PlanPart:
+        """The same for a plan that runs the samples in `order`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,14 @@ class DGraph:
     group_size: int = 1
     rows: Rows | None = None
     arrangement: Arrangement | None = None
-    rings: Rings | None = None
     extra: Ints | None = None
-    placement: Placement | None = None
+    """Tokens that each sample takes up beside those of its text."""
+    parts: tuple[GraphPart, ...] = ()
     broadcast: frozenset[str] = frozenset()
     stages: tuple[Stage, ...] = ()
     in_force: CostsInForce | None = None
-    learned: LearnedCost | None = None
+    declared_cost: CostFunction | None = None
+    """The cost function as the strategy gave it; `cost_function` is that with what was learned since."""
 
     @property
     def lengths(self) -> Ints:
@@ -88,15 +92,16 @@ class DGraph:
 
     def mix(self, weights: Floats) -> DGraph:
         """Note how the step was drawn: by these weights, one per source."""
-        return self._with(Stage("mix", "samples asked/drawn: {}", (Shares(weights, self.samples),)))
+        return self.change(Stage("mix", "samples asked/drawn: {}", (Shares(weights, self.samples),)))
 
     def cost(self, function: CostFunction) -> DGraph:
         """Say what each sample costs. Costs by module ({'encoder': ..., 'backbone': ...}) are added up."""
-        learned = function if isinstance(function, LearnedCost) else None
-        function = function if learned is None else learned.as_learned(self.in_force)
+        declared = function
+        if isinstance(function, LearnedCost):
+            function = function.as_learned(self.in_force)
         costs = costs_of(function, self.samples)
         stage = Stage("cost", "total {:.6g}, costliest sample {:.6g}", (costs.sum(), costs.max(initial=0.0)))
-        return self._with(stage, cost_function=function, costs=costs, learned=learned)
+        return self.change(stage, cost_function=function, costs=costs, declared_cost=declared)
 
     def pack(self, tokens: int | None = None, method: RowPacker | None = None) -> DGraph:
         """Put the samples into rows of exactly `tokens` (sequence_length unless given), the rest of a row is
@@ -117,7 +122,7 @@ class DGraph:
             samples, row = self.in_rows
             costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
             rows = Rows(row, self.batch.num_rows or 1, tokens)
-            return self._with(_packed("concat and split", rows), samples=samples, costs=costs, rows=rows)
+            return self.change(_packed("concat and split", rows), samples=samples, costs=costs, rows=rows)
         if method is None:
             method = concat_and_split if self.batch.cut_documents else best_fit
         return self._packed_by(method, tokens)
@@ -132,23 +137,23 @@ class DGraph:
             cut = self.place.mesh.cp if axis == "cp" and group_size == 1 else 1
             costs = np.repeat(summed(blind % (num_groups // cut), self.costs / cut, num_groups // cut), cut)
         stage = Stage("distribute", "{} groups along {}; costs as if dealt blindly", (num_groups, axis), costs)
-        return self._with(stage, num_groups=num_groups, axis=axis, group_size=group_size)
+        return self.change(stage, num_groups=num_groups, axis=axis, group_size=group_size)
 
     def deal(self) -> DGraph:
         """Hand out rows (or samples) in turn, blind to cost, the same number to each group."""
-        self._check_distributed("deal")
+        self.check_distributed("deal")
         if self.rows is not None:
             row = self.rows.row
             if self.num_groups == 1:
-                return self._arranged(self._rows_to(np.zeros(len(row), np.int64), row), "deal", "rows in turn")
-            return self._arranged(self._rows_to(row % self.num_groups, row // self.num_groups), "deal", "rows in turn")
+                return self.hand_out(self._rows_to(np.zeros(len(row), np.int64), row), "deal", "rows in turn")
+            return self.hand_out(self._rows_to(row % self.num_groups, row // self.num_groups), "deal", "rows in turn")
         n, groups = len(self.samples), self.num_groups
         number = np.arange(n)
         group, turn = number % groups, number // groups
         count = num_microbatches(self.batch, self.lengths, groups)
         held = np.maximum(1, (n - group + groups - 1) // groups)  # samples in the group
         micro = Microbatches(group, turn * count // held, np.full(groups, count))
-        return self._arranged(variable(micro), "deal", "samples in turn")
+        return self.hand_out(variable(micro), "deal", "samples in turn")
 
     def balance(self, method: Balancer = greedy, *, max_tokens: int | None = None, equal_counts: bool = True) -> DGraph:
         """Even out cost over groups by `method`, and then over each group's microbatches.
@@ -157,7 +162,7 @@ class DGraph:
         microbatches of up to `max_tokens` (one and a half times the batch's microbatch unless given); with
         `equal_counts` each group runs the same number of them, otherwise as many as its samples need.
         """
-        self._check_distributed("balance")
+        self.check_distributed("balance")
         if self.costs is None:
             raise SpecError("balance needs to know what samples cost: call cost(fn) before it")
         method = paced(method, self._slowness)
@@ -166,97 +171,18 @@ class DGraph:
         batch, lengths, groups = self.batch, self.lengths, self.num_groups
         cap = checked_max_tokens(batch, lengths, max_tokens)
         group = method(self.costs, groups, lengths, group_tokens(batch, lengths, groups, cap) if equal_counts else None)
-        graph = self._with(Stage("balance", "{} over {} groups", (_name(method), groups), self._group_costs(group)))
+        graph = self.change(Stage("balance", "{} over {} groups", (_name(method), groups), self._group_costs(group)))
         filling = batch, lengths, self.costs, group, groups, cap
         found, how = as_many_in_each(*filling, self.reference_rows) if equal_counts else as_many_as_needed(*filling)
         counts = (found.counts.min(), found.counts.max())
-        return graph._arranged(variable(found), "pack", "{}, up to {} tokens, {} to {} a group", how, cap, *counts)
-
-    def split(
-        self,
-        capacity: int,
-        *,
-        mode: Mode | None = None,
-        offload: Offload | None = None,
-        communication: float = 0.0,
-        widen: bool = True,
-    ) -> DGraph:
-        """Hand out samples over dp x cp ranks as one pool, long ones over several ranks; see `planning/hdp`."""
-        self._check_distributed("split")
-        pool = pool_of(self.place, capacity, mode, offload, communication, widen)
-        found = split(self.samples, self.extra, self.costs, self.batch, self.axis, self.group_size, pool)
-        graph = self._with(
-            found.stage, samples=found.samples, costs=found.costs, rings=found.rings, reference_rows=None, in_rows=None
-        )
-        return graph._arranged(found.arrangement, "balance", found.text, *found.values)
-
-    def level(self, pipeline: Pipeline, *, max_tokens: int | None = None) -> DGraph:
-        """Hand out samples so that each group, a pipeline, runs microbatches of about one cost, and the cheaper they are the
-        more of them. Microbatches hold up to `max_tokens` (the batch's microbatch unless given, or its longest sample).
-
-        Where there are fewer microbatches than groups this is `balance(equal_counts=False)`.
-        """
-        self._check_distributed("level")
-        if self.costs is None or self.rows is not None:
-            raise SpecError("level needs the costs of samples that are not in rows: call cost(fn) before it, and not pack()")
-        micro_tokens = self.batch.micro_tokens or self.batch.sequence_length
-        wanted = max_tokens or max(micro_tokens, int(self.lengths.max(initial=0)))
-        cap = checked_max_tokens(self.batch, self.lengths, wanted)
-        found = levels(self.costs, self.lengths, self.num_groups, cap, pipeline)
-        if found is None:
-            return self.balance(max_tokens=cap, equal_counts=False)
-        counts = (found.counts.min(), found.counts.max())
-        text = "one cost level a group, up to {} tokens, {} to {} a group"
-        return self._arranged(variable(found), "level", text, cap, *counts)
-
-    def order(self, pipeline: Pipeline) -> DGraph:
-        """Put each group's microbatches in the order in which its pipeline waits least; never a worse one than they had."""
-        costs, a = self._timed("order")
-        number, *times = best_orders(costs, a.counts, pipeline)
-        before, after = (Timing(each, float(costs.sum()), pipeline.stages) for each in times)
-        micro = number[(np.cumsum(a.counts) - a.counts)[a.group] + a.micro]
-        # What interleaving wants: a multiple of its stages, some of them empty.
-        counts = -(-a.counts // pipeline.count_multiple) * pipeline.count_multiple
-        text = "{} stages: step {:.6g} before, {:.6g} now; waiting {:.1%} before, {:.1%} now"
-        values = (pipeline.stages, before.step_time, after.step_time, before.bubble, after.bubble)
-        return self._arranged(a._replace(micro=micro, counts=counts), "order", text, *values)
-
-    def timing(self, pipeline: Pipeline) -> Timing:
-        """How long the step takes, by the simulator, as it is handed out now."""
-        costs, a = self._timed("timing")
-        return simulated(costs, a.counts, pipeline)
-
-    def _timed(self, primitive: str) -> tuple[Floats, Arrangement]:
-        if self.arrangement is None or self.costs is None:
-            raise SpecError(f"{primitive} goes by the costs of microbatches: call cost(fn), then deal or balance, before it")
-        return self._micro_costs(self.arrangement), self.arrangement
-
-    def fuse(self, images: Images) -> DGraph:
-        """Count the tokens of its images to every sample's length, for texts that have no places for them."""
-        extra = np.bincount(images.sample, images.tokens, len(self.samples)).astype(np.int64)
-        return self._with(Stage("fuse", "{} images with {} tokens", (len(images), int(extra.sum()))), extra=extra)
-
-    def encode(self, images: Images, cost: ImageCost, axis: Bucket = "cp") -> DGraph:
-        """Spread the encoding of images over all ranks along an axis ("cp": dp x cp, or "world"), evenly in each round of
-        microbatches, whatever the samples' arrangement. Trainers exchange what comes out."""
-        a = self.arrangement
-        if a is None or (a.counts != a.counts[0]).any():
-            raise SpecError(
-                "ranks exchange images microbatch by microbatch: call balance(...) with equal_counts=True before encode"
-            )
-        found = spread(images, cost(images), a, self.place, axis)
-        text = "{} images over {} ranks along {}: slowest {:.3f}x mean; {:.0%} of their tokens stay in their group"
-        return self._with(
-            Stage("encode", text, (len(images), found.num_places, axis, found.straggler, found.share_that_stays)),
-            placement=found,
-        )
+        return graph.hand_out(variable(found), "pack", "{}, up to {} tokens, {} to {} a group", how, cap, *counts)
 
     def broadcast_at(self, *axes: str) -> DGraph:
         """Say that the trainer broadcasts along these axes, so that only the first rank on them fetches."""
         for axis in axes:
             if axis not in ("tp", "cp", "pp"):
                 raise SpecError(f"broadcast_at takes tp, cp or pp, not {axis!r}: dp groups hold different samples")
-        return self._with(Stage("broadcast_at", "{}", (", ".join(axes),)), broadcast=self.broadcast | {*axes})
+        return self.change(Stage("broadcast_at", "{}", (", ".join(axes),)), broadcast=self.broadcast | {*axes})
 
     def plan(self) -> Plan:
         """The arrangement as a plan: samples sorted by microbatch and row."""
@@ -286,19 +212,34 @@ class DGraph:
             stages=self.stages,
             axis=self.axis,
             group_size=self.group_size,
-            learned=self.learned,
-            rings=self.rings,
-            encoding=None if self.placement is None else encoding_of(self.placement, a, order),
+            cost=self.declared_cost,
+            parts=tuple(part.in_plan(a, order) for part in self.parts),
         )
 
-    def _with(self, stage: Stage, **changes: object) -> DGraph:
+    def change(self, stage: Stage, **changes: object) -> DGraph:
+        """The graph with other values in some of its fields, and a stage that says what was done."""
+        if unknown := changes.keys() - _FIELDS:
+            raise TypeError(f"a DGraph has no field {', '.join(sorted(unknown))}")
         # What dataclasses.replace does, at a tenth of its cost: this runs several times a step.
         graph = object.__new__(DGraph)
         graph.__dict__.update(self.__dict__)
         graph.__dict__.update(changes, stages=(*self.stages, stage))
         return graph
 
-    def _check_distributed(self, primitive: str) -> None:
+    def hand_out(self, arrangement: Arrangement, name: str, text: str, *values: object) -> DGraph:
+        """The graph with its samples handed out, and a stage `name` that says how; `values` fill the braces of `text`."""
+        bucket_costs = micro_costs = None
+        if self.costs is not None:
+            bucket_costs, micro_costs = self._group_costs(arrangement.group), self.micro_costs(arrangement)
+        return self.change(Stage(name, text, values, bucket_costs, micro_costs), arrangement=arrangement)
+
+    def micro_costs(self, a: Arrangement) -> Floats:
+        """What each microbatch costs, group by group. Samples must have costs."""
+        micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro
+        return summed(micro, cast(Floats, self.costs), int(a.counts.sum()))
+
+    def check_distributed(self, primitive: str) -> None:
+        """Raise SpecError unless samples can be handed out now; `primitive` is who wants to."""
         if not self.num_groups:
             raise SpecError(f"{primitive} needs to know over whom: call distribute('dp') before it")
         if self.arrangement is not None:
@@ -326,7 +267,7 @@ class DGraph:
 
     def _in_rows(self, how: str, row: Ints, num_rows: int, tokens: int) -> DGraph:
         rows = Rows(row, num_rows, tokens)
-        return self._with(_packed(how, rows), rows=rows)
+        return self.change(_packed(how, rows), rows=rows)
 
     def _rows_to(self, group: Ints, turn: Ints) -> Arrangement:
         """An arrangement of rows, given the group of each sample and its row's number within the group."""
@@ -350,24 +291,15 @@ class DGraph:
             group_of_row = greedy(row_costs, self.num_groups, ones, most)
         turn_of_row = numbered(group_of_row, row_costs, self.num_groups)
         arrangement = self._rows_to(group_of_row[rows.row], turn_of_row[rows.row])
-        return self._arranged(arrangement, "balance", "{}: whole rows over {} groups", _name(method), self.num_groups)
+        return self.hand_out(arrangement, "balance", "{}: whole rows over {} groups", _name(method), self.num_groups)
 
     def _group_costs(self, group: Ints) -> Floats | None:
         return None if self.costs is None else times(summed(group, self.costs, self.num_groups), self._slowness)
 
     @property
     def _slowness(self) -> Floats | None:
-        return slowness(self.in_force, self.num_groups) if self.learned is not None and self.axis == "dp" else None
-
-    def _micro_costs(self, a: Arrangement) -> Floats:
-        micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro
-        return summed(micro, cast(Floats, self.costs), int(a.counts.sum()))
-
-    def _arranged(self, arrangement: Arrangement, name: str, text: str, *values: object) -> DGraph:
-        bucket_costs = micro_costs = None
-        if self.costs is not None:
-            bucket_costs, micro_costs = self._group_costs(arrangement.group), self._micro_costs(arrangement)
-        return self._with(Stage(name, text, values, bucket_costs, micro_costs), arrangement=arrangement)
+        is_learned = isinstance(self.declared_cost, LearnedCost) and self.axis == "dp"
+        return slowness(self.in_force, self.num_groups) if is_learned else None
 
 
 def _packed(how: str, rows: Rows) -> Stage:
@@ -376,3 +308,6 @@ def _packed(how: str, rows: Rows) -> Stage:
 
 def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__).replace("_", " ")
+
+
+_FIELDS = frozenset(field.name for field in fields(DGraph))

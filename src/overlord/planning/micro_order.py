@@ -7,6 +7,8 @@ best of all orders where all can be tried.
 
 `levels` goes further where pipelines may run different numbers of microbatches: documents of one length share a microbatch,
 microbatches of one cost share a pipeline, and pipelines of cheap ones get more of them.
+
+Strategies call `order`, `level` and `timing`, which take a graph.
 """
 
 from __future__ import annotations
@@ -15,12 +17,61 @@ from typing import NamedTuple
 
 import numpy as np
 
+from overlord.errors import SpecError
+from overlord.planning.arrangement import Arrangement, variable
 from overlord.planning.balancing import summed
+from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Floats, Ints
+from overlord.planning.micro_filling import checked_max_tokens
 from overlord.planning.packing import Microbatches
-from overlord.planning.pipeline import Pipeline, times_of
+from overlord.planning.pipeline import Pipeline, Timing, simulated, times_of
 
 _HALVINGS = 20  # of the interval in which the least possible time lies: to a millionth of it
+
+
+def level(graph: DGraph, pipeline: Pipeline, *, max_tokens: int | None = None) -> DGraph:
+    """Hand out samples so that each group, a pipeline, runs microbatches of about one cost, and the cheaper they are the
+    more of them. Microbatches hold up to `max_tokens` (the batch's microbatch unless given, or its longest sample).
+
+    Where there are fewer microbatches than groups this is `balance(equal_counts=False)`.
+    """
+    graph.check_distributed("level")
+    if graph.costs is None or graph.rows is not None:
+        raise SpecError("level needs the costs of samples that are not in rows: call cost(fn) before it, and not pack()")
+    micro_tokens = graph.batch.micro_tokens or graph.batch.sequence_length
+    wanted = max_tokens or max(micro_tokens, int(graph.lengths.max(initial=0)))
+    cap = checked_max_tokens(graph.batch, graph.lengths, wanted)
+    found = levels(graph.costs, graph.lengths, graph.num_groups, cap, pipeline)
+    if found is None:
+        return graph.balance(max_tokens=cap, equal_counts=False)
+    text = "one cost level a group, up to {} tokens, {} to {} a group"
+    return graph.hand_out(variable(found), "level", text, cap, found.counts.min(), found.counts.max())
+
+
+def order(graph: DGraph, pipeline: Pipeline) -> DGraph:
+    """Put each group's microbatches in the order in which its pipeline waits least; never a worse one than they had."""
+    costs, a = _timed(graph, "order")
+    number, *times = best_orders(costs, a.counts, pipeline)
+    before, after = (Timing(each, float(costs.sum()), pipeline.stages) for each in times)
+    micro = number[(np.cumsum(a.counts) - a.counts)[a.group] + a.micro]
+    # What interleaving wants: a multiple of its stages, some of them empty.
+    counts = -(-a.counts // pipeline.count_multiple) * pipeline.count_multiple
+    text = "{} stages: step {:.6g} before, {:.6g} now; waiting {:.1%} before, {:.1%} now"
+    values = (pipeline.stages, before.step_time, after.step_time, before.bubble, after.bubble)
+    return graph.hand_out(a._replace(micro=micro, counts=counts), "order", text, *values)
+
+
+def timing(graph: DGraph, pipeline: Pipeline) -> Timing:
+    """How long the step takes, by the simulator, as it is handed out now."""
+    costs, a = _timed(graph, "timing")
+    return simulated(costs, a.counts, pipeline)
+
+
+def _timed(graph: DGraph, primitive: str) -> tuple[Floats, Arrangement]:
+    a = graph.arrangement
+    if a is None or graph.costs is None:
+        raise SpecError(f"{primitive} goes by the costs of microbatches: call cost(fn), then deal or balance, before it")
+    return graph.micro_costs(a), a
 
 
 class Orders(NamedTuple):

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
 import numpy as np
+from numpy.typing import NDArray
 
 from overlord.errors import SpecError
 from overlord.planning.balancing import max_over_mean, summed
+from overlord.planning.cost import CostFunction
 from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.hdp.rings import Ring, Rings
-from overlord.planning.images.encoding import Encoding, Round, round_of_group, text_alone
-from overlord.planning.learning.learned_cost import LearnedCost
-from overlord.planning.place_tree import Bucket, ClientPlaceTree
+from overlord.planning.place_tree import Bucket, ClientPlaceTree, Place
 from overlord.records import record
+
+P = TypeVar("P")
+
+Fields = dict[str, Any]
+"""The arrays of a microbatch, by name."""
+
+
+class RankPart(Protocol):
+    """What a feature adds to a built microbatch, rank by rank."""
+
+    def fields_for(self, place: Place, tree: ClientPlaceTree) -> Fields:
+        """Fields for one rank of the group, beside those that all of its ranks share."""
+        ...
+
+
+class MicroPart(Protocol):
+    """What a feature adds to one microbatch of a group. It travels with the plan to the Data Constructor."""
+
+    @property
+    def more_samples(self) -> Samples | None:
+        """Samples to fetch beside those of the microbatch; None for a feature that needs no others."""
+        ...
+
+    def build(self, fields: Fields, images: Sequence[NDArray[np.uint8]]) -> tuple[Fields, RankPart]:
+        """The fields of the collated microbatch with the feature's own. `images` are those of `more_samples`."""
+        ...
+
+
+class PlanPart(Protocol):
+    """What a feature adds to a plan. A package that has one needs no change to `Plan`, planner or constructor."""
+
+    def microbatch(self, plan: Plan, group: int, micro: int, documents: Ints, samples: Samples) -> tuple[Samples, MicroPart]:
+        """The samples of a microbatch of `group` as the feature leaves them, and its part of the microbatch. `micro` is
+        numbered over all groups; `documents` are the indexes of the samples in the plan."""
+        ...
 
 
 @record
@@ -44,10 +81,12 @@ class MicroPlan:
     row: Ints
     num_rows: int
     row_tokens: int
-    encode: Round | None = None
-    """Where images are exchanged between ranks: what the group's ranks encode while this microbatch is run."""
-    ring: Ring | None = None
-    """Where documents may be cut over ranks: who runs this microbatch together."""
+    parts: tuple[MicroPart, ...] = ()
+    """What features add: who runs the microbatch together where documents are cut over ranks, for example."""
+
+    def part(self, kind: type[P]) -> P | None:
+        """The part of a kind, where the microbatch has one."""
+        return _of_kind(self.parts, kind)
 
 
 @record
@@ -87,12 +126,10 @@ class Plan:
     axis: Bucket = "dp"
     """The mesh axis that the groups lie along, `group_size` neighbours on it to a group."""
     group_size: int = 1
-    encoding: Encoding | None = None
-    """Which rank encodes which image, where that is not the one that trains on it."""
-    rings: Rings | None = None
-    """Which ranks run which microbatches together, where documents are cut over ranks."""
-    learned: LearnedCost | None = None
-    """The cost that it was arranged by, where that is learned from times."""
+    parts: tuple[PlanPart, ...] = ()
+    """What features add: which rank encodes which image, or which ranks attend to a document together."""
+    cost: CostFunction | None = None
+    """The cost that the strategy declared."""
     in_order: bool = False
     """Whether `order` is known to list the samples as they come."""
 
@@ -103,6 +140,10 @@ class Plan:
     @property
     def loss_tokens(self) -> int:
         return int(self.samples.loss_tokens.sum())
+
+    def part(self, kind: type[P]) -> P | None:
+        """The part of a kind, where the plan has one."""
+        return _of_kind(self.parts, kind)
 
     def micro_of_order(self) -> Ints:
         """The microbatch number of each entry of `order`."""
@@ -127,13 +168,12 @@ class Plan:
         offsets, micros = self.offsets[first : last + 1].tolist(), []
         for m, begin, end in zip(range(first, last), offsets, offsets[1:], strict=False):
             documents = self.order[begin:end]
-            samples, encode = self.samples.take(slice(begin, end) if self.in_order else documents), None
-            if self.encoding is not None:
-                encode = round_of_group(self.encoding, self.samples, self.counts, group, m - first, documents)
-                samples = text_alone(samples)
+            samples, parts = self.samples.take(slice(begin, end) if self.in_order else documents), []
+            for part in self.parts:
+                samples, of_micro = part.microbatch(self, group, m, documents, samples)
+                parts.append(of_micro)
             row, num_rows = self.row[begin:end], self.rows_per_microbatch
-            ring = None if self.rings is None else self.rings.ring(m, group, documents)
-            micros.append(MicroPlan(samples, row, num_rows, self.row_tokens, encode, ring))
+            micros.append(MicroPlan(samples, row, num_rows, self.row_tokens, tuple(parts)))
         return GroupPlan(step, group, tuple(micros), self.loss_tokens, self.broadcast)
 
     def for_constructor(self, step: int, dp: int, cp: int) -> GroupPlan:
@@ -156,3 +196,7 @@ class Plan:
             )
         if self.axis == "cp" and "cp" in self.broadcast:
             raise SpecError("along cp every rank has samples of its own: the trainer cannot broadcast them; leave cp out")
+
+
+def _of_kind(parts: Sequence[object], kind: type[P]) -> P | None:
+    return next((part for part in parts if isinstance(part, kind)), None)

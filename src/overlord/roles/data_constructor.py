@@ -11,28 +11,25 @@ When the mesh is to change, it is frozen: it hands out no step that no rank has 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
-from typing import Any
 
 from overlord.data.arenas import Arenas
 from overlord.data.collate import collate
 from overlord.data.delivery import cp_slices, fields_for, receive_only
-from overlord.data.exchange import Exchange
-from overlord.data.pieces import PerRank, with_pieces
+from overlord.data.payload import Payload
 from overlord.engine import Handle
 from overlord.errors import ClosedError
 from overlord.planning.place_tree import ClientPlaceTree, Place
-from overlord.planning.plan import GroupPlan
+from overlord.planning.plan import Fields, GroupPlan, RankPart
 from overlord.records import record
 from overlord.roles.pace import Pace, PaceMaker
 from overlord.roles.planner import Later, Planner
 from overlord.roles.routes import Routes
 from overlord.spec import Batch
 from overlord.threads import Threads
-
-Fields = dict[str, Any]
 
 
 @record
@@ -61,28 +58,32 @@ class _Built:
     loss_tokens: int
     whole: tuple[Fields, ...]
     broadcast: frozenset[str]
-    exchange: Exchange | None = None
-    per_rank: PerRank | None = None
+    counts: tuple[int, ...] | None = None
+    """How many of the microbatches each context-parallel rank has; None where all have a slice of each."""
+    rank_parts: tuple[tuple[RankPart, ...], ...] = ()
+    """What features add for each rank, by microbatch."""
     slices: list[list[Fields]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def microbatches(self, place: Place, tree: ClientPlaceTree) -> tuple[Fields, ...]:
-        cp = tree.mesh.cp
-        if self.per_rank is not None:
-            parts = self.per_rank.parts(self.whole, place, tree)
-        elif cp > 1:
+        cp, own = tree.mesh.cp, slice(None)
+        if self.counts is not None:
+            first = sum(self.counts[: place.cp])
+            own = slice(first, first + self.counts[place.cp])
+        if self.counts is None and cp > 1:
             with self.lock:
                 if not self.slices:
                     self.slices = [cp_slices(fields, cp) for fields in self.whole]
-            parts = [slices[place.cp] for slices in self.slices]
+            micros = [slices[place.cp] for slices in self.slices]
         else:
-            parts = list(self.whole)
-        if self.exchange is not None:
-            parts = self.exchange.joined(parts, place, tree)
-        parts = [fields_for(fields, place.pp, tree.mesh.pp) for fields in parts]
+            micros = list(self.whole[own])
+        for i, parts in enumerate(self.rank_parts[own]):
+            for part in parts:
+                micros[i] = micros[i] | part.fields_for(place, tree)
+        micros = [fields_for(fields, place.pp, tree.mesh.pp) for fields in micros]
         if tree.source_of(place.rank, self.broadcast) != place.rank:
-            parts = [receive_only(fields) for fields in parts]
-        return tuple(dict(fields) for fields in parts)
+            micros = [receive_only(fields) for fields in micros]
+        return tuple(dict(fields) for fields in micros)
 
 
 class DataConstructor:
@@ -266,15 +267,15 @@ class DataConstructor:
             if plan is None or isinstance(plan, Later):
                 return plan
             self._doing[step] = f"step {step} waits for its rows"
-            rounds = [micro.encode for micro in plan.microbatches if micro.encode is not None]
-            asked = [micro.samples for micro in plan.microbatches] + [of.samples for of in rounds]
+            more = [part.more_samples for micro in plan.microbatches for part in micro.parts]
+            asked = [micro.samples for micro in plan.microbatches] + [samples for samples in more if samples is not None]
             payloads = self._routes.give_each(asked)
-            whole = tuple(
-                with_pieces(collate(micro, payload, self._batch, self._arenas), micro.ring)
-                for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of the rounds come after
-            )
-            exchange = Exchange.of(rounds, payloads, whole) if rounds else None
-            return _Built(plan.loss_tokens, whole, plan.broadcast, exchange, PerRank.of(plan))
+            whole = [
+                collate(micro, payload, self._batch, self._arenas)
+                for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of `more` come after
+            ]
+            rank_parts = _add_parts(plan, whole, payloads) if more else ()
+            return _Built(plan.loss_tokens, tuple(whole), plan.broadcast, plan.counts, rank_parts)
         except Exception as error:
             error.add_note(f"while data-parallel group {self._group} built step {step}")
             raise
@@ -292,6 +293,19 @@ class DataConstructor:
         if nobody_reads:  # the last rank left meanwhile: the planner must not wait for this group again
             self._planner.ask(Planner.leaves, self._group).result()
         return plan
+
+
+def _add_parts(plan: GroupPlan, whole: list[Fields], payloads: Iterator[Payload]) -> tuple[tuple[RankPart, ...], ...]:
+    """Let every feature of a plan add its fields to the collated microbatches; returns what it adds for single ranks."""
+    rank_parts: list[tuple[RankPart, ...]] = []
+    for i, micro in enumerate(plan.microbatches):
+        of_micro: list[RankPart] = []
+        for part in micro.parts:
+            images = () if part.more_samples is None else next(payloads).images or ()
+            whole[i], of_rank = part.build(whole[i], [image for of_sample in images for image in of_sample])
+            of_micro.append(of_rank)
+        rank_parts.append(tuple(of_micro))
+    return tuple(rank_parts)
 
 
 def _came_to_nothing(future: Future[_Built | Later | None]) -> bool:

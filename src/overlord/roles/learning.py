@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from overlord.planning.facts import Floats, Ints
+from overlord.planning.learned_cost import CostsInForce, LearnedCost
 from overlord.planning.learning.cost_fit import CostFit, summed_features
-from overlord.planning.learning.learned_cost import CostsInForce, LearnedCost
 from overlord.planning.learning.reports import StepReport
 from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Plan
@@ -51,8 +51,8 @@ class Learning:
 
     def arranged(self, step: int, plan: Plan) -> None:
         """Note a step that was arranged by a `LearnedCost`."""
-        cost = plan.learned
-        if cost is None or plan.axis != "dp":
+        cost = plan.cost
+        if not isinstance(cost, LearnedCost) or plan.axis != "dp":
             return
         if not self._is_safe:
             if self._cost is None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from overlord.errors import SpecError, StorageError
+from overlord.planning.learned_cost import CostsInForce
 from overlord.planning.learning.feedback import Heard, loss_sums, moved, shares
-from overlord.planning.learning.learned_cost import CostsInForce
 from overlord.planning.learning.reports import StepReport, WeightChange
 from overlord.planning.learning.steering import Steered, mixture_digest
 from overlord.planning.membership import WeightSchedule

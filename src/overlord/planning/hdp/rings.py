@@ -1,12 +1,33 @@
-"""Which ranks run which microbatches of a step together, and which part of its documents each of them has."""
+"""Which ranks run which microbatches of a step together, and what a rank finds in a microbatch whose documents are pieces.
+
+A whole document is one piece; a document that is cut is two on each of its ranks, an early and a late chunk (`zigzag`).
+Beside what `collate` returns, a rank finds
+
+    hdp_ranks        int32 [ranks]          the trainer ranks that run this microbatch together, in the order of the ring;
+                                            itself alone where all documents are whole
+    hdp_index        int                    which of them it is itself
+    hdp_number       int                    a rank runs the rings it is part of by rising number; -1 when it is alone
+    piece_offsets    int32 [num_documents]  where in its document each piece begins
+    whole_lengths    int32 [num_documents]  the tokens of the whole document
+    offload_ratios   float32 [num_documents]  the part of its activations that the plan counts on moving to the host
+
+`position_ids` count from the beginning of the document, labels cross the cuts, `cu_seqlens` are the ends of the pieces.
+Images come with the first piece of a document on each rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from overlord.planning.facts import Floats, Ints
+from overlord.planning.arrangement import Arrangement
+from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.place_tree import ClientPlaceTree, Place
+from overlord.planning.plan import Fields, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +49,43 @@ class Ring:
     offload: Floats
     """The part of its activations that each document moves to the host, for it to fit."""
 
+    @property
+    def more_samples(self) -> None:
+        """A ring needs no samples but those of its microbatch."""
+        return None
+
+    def build(self, fields: Fields, images: Sequence[NDArray[np.uint8]] = ()) -> tuple[Fields, Ring]:
+        """The fields of a collated microbatch whose documents are pieces. Positions are moved in place."""
+        del images  # those of the pieces are in `fields`
+        lengths = fields["document_lengths"]
+        if self.offset.any():
+            fields["position_ids"] += np.repeat(self.offset, lengths).astype(np.int32)
+        pieces: Fields = {
+            "hdp_index": self.index,
+            "hdp_number": self.number,
+            "piece_offsets": self.offset.astype(np.int32),
+            "whole_lengths": self.whole.astype(np.int32),
+            "offload_ratios": self.offload.astype(np.float32),
+        }
+        return fields | pieces | self._images_once(fields), self
+
+    def fields_for(self, place: Place, tree: ClientPlaceTree) -> Fields:
+        """The ranks of the ring as a rank of one pipeline stage and one tensor-parallel index sees them."""
+        cp = tree.mesh.cp
+        ranks = [tree.rank_of(pp=place.pp, dp=at // cp, cp=at % cp, tp=place.tp) for at in self.places.tolist()]
+        return {"hdp_ranks": np.array(ranks, np.int32)}
+
+    def _images_once(self, fields: Fields) -> Fields:
+        """A row's images are read with each of its pieces: keep those of the early chunk, which comes first."""
+        if "image_document" not in fields or self.number < 0:
+            return {}
+        document: NDArray[Any] = fields["image_document"]
+        late = np.flatnonzero(self.offset[:-1] < self.offset[1:]) + 1
+        kept = np.flatnonzero(~np.isin(document, late))
+        images = fields["images"]
+        kept_images = images[kept] if isinstance(images, np.ndarray) else [images[i] for i in kept.tolist()]
+        return {"images": kept_images, "image_document": document[kept]}
+
 
 @dataclass(frozen=True, slots=True)
 class Rings:
@@ -43,9 +101,16 @@ class Rings:
     cost: Floats
     """What each piece costs its rank: its part of what the whole document costs."""
 
-    def ring(self, micro: int, rank: int, samples: Ints) -> Ring:
-        """The side that `rank` has of a microbatch that holds these of the plan's samples."""
+    def in_plan(self, arrangement: Arrangement, order: Ints) -> Rings:
+        """Rings are the same in whatever order the samples are run."""
+        del arrangement, order
+        return self
+
+    def microbatch(self, plan: Plan, group: int, micro: int, documents: Ints, samples: Samples) -> tuple[Samples, Ring]:
+        """The side that a rank (each is a group of its own) has of a microbatch."""
+        del plan
         number = int(self.of_micro[micro])
-        places = np.array([rank]) if number < 0 else self.members[self.bounds[number] : self.bounds[number + 1]]
-        index = int(np.flatnonzero(places == rank)[0])
-        return Ring(number, places, index, self.offset[samples], self.whole[samples], self.offload[samples])
+        places = np.array([group]) if number < 0 else self.members[self.bounds[number] : self.bounds[number + 1]]
+        index = int(np.flatnonzero(places == group)[0])
+        columns = (self.offset[documents], self.whole[documents], self.offload[documents])
+        return samples, Ring(number, places, index, *columns)

@@ -1,36 +1,61 @@
-"""What `DGraph.split` does: `hdp.spread` over the samples of a step, as the pieces, rings and costs of a plan."""
+"""Handing out a step over the ranks of one pool, long documents over several of them (`spread`)."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from overlord.errors import SpecError
 from overlord.planning.arrangement import Arrangement, cut_samples
-from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.dgraph import DGraph
+from overlord.planning.facts import Floats
 from overlord.planning.hdp.offload import Offload
 from overlord.planning.hdp.rings import Rings
 from overlord.planning.hdp.spread import Mode, Pool, Spread, spread
 from overlord.planning.packing import Pieces
-from overlord.planning.place_tree import Bucket, ClientPlaceTree
+from overlord.planning.place_tree import ClientPlaceTree
 from overlord.planning.plan import Stage
-from overlord.spec import Batch
 
 
-class Split(NamedTuple):
-    """The step in pieces."""
+def split(
+    graph: DGraph,
+    capacity: int,
+    *,
+    mode: Mode | None = None,
+    offload: Offload | None = None,
+    communication: float = 0.0,
+    widen: bool = True,
+) -> DGraph:
+    """Hand out samples over dp x cp ranks as one pool, long ones over several ranks. The graph must be distributed along
+    cp; `strategies.hdp` explains the options."""
+    graph.check_distributed("split")
+    pool = _pool(graph.place, capacity, mode, offload, communication, widen)
+    found = spread(graph.samples.tokens, _checked_costs(graph), pool)
+    zeros = np.zeros(len(found.sample), np.int64)
+    rings = Rings(
+        of_micro=found.ring_of_micro,
+        members=found.members,
+        bounds=found.bounds,
+        offset=found.start,
+        whole=graph.samples.tokens[found.sample],
+        offload=found.offload[found.sample],
+        cost=found.cost,
+    )
+    pieces = Pieces(found.sample, found.start, found.stop, zeros)
+    graph = graph.change(
+        _cuts(found),
+        samples=cut_samples(graph.samples, pieces),
+        costs=found.cost,
+        parts=(*graph.parts, rings),
+        reference_rows=None,
+        in_rows=None,
+    )
+    mean = float(found.cost.sum()) / pool.num_ranks
+    text = "{}-balance, up to {} tokens: {} to {} a rank, the slowest ends at {:.3f}x mean"
+    values = (pool.mode, pool.capacity, found.counts.min(), found.counts.max(), found.slowest / mean if mean > 0 else 1.0)
+    return graph.hand_out(Arrangement(found.rank, found.micro, zeros, found.counts, 1, 0), "balance", text, *values)
 
-    samples: Samples
-    costs: Floats
-    rings: Rings
-    arrangement: Arrangement
-    stage: Stage
-    text: str
-    values: tuple[object, ...]
 
-
-def pool_of(
+def _pool(
     place: ClientPlaceTree,
     capacity: int,
     mode: Mode | None,
@@ -49,46 +74,25 @@ def pool_of(
     return Pool(place.num_groups("cp"), capacity, mode, mesh.pp, offload, communication, widen)
 
 
-def split(
-    samples: Samples, extra: Ints | None, costs: Floats | None, batch: Batch, axis: Bucket, group_size: int, pool: Pool
-) -> Split:
-    """The samples of a step over a pool of ranks. `extra` would be tokens that they get beside those of their text."""
-    if costs is None:
+def _checked_costs(graph: DGraph) -> Floats:
+    """The costs of a graph that can be split."""
+    batch = graph.batch
+    if graph.costs is None:
         raise SpecError("split needs to know what samples cost: call cost(fn) before it")
-    if axis != "cp" or group_size != 1:
-        raise SpecError(f"split shares a step over dp x cp ranks: call distribute('cp') before it, not distribute({axis!r})")
+    if graph.axis != "cp" or graph.group_size != 1:
+        raise SpecError(
+            f"split shares a step over dp x cp ranks: call distribute('cp') before it, not distribute({graph.axis!r})"
+        )
     if batch.layout != "packed" or batch.document_multiple != 1:
         raise SpecError(
             "split cuts documents without padding: it needs layout='packed' and document_multiple=1, not "
             f"layout={batch.layout!r} and document_multiple={batch.document_multiple}"
         )
-    if batch.image_token is not None or extra is not None:
+    if batch.image_token is not None or graph.extra is not None:
         raise SpecError(
             "split cannot say which image rows lie in a piece of a document; leave Batch.image_token and fuse(...) out"
         )
-    found = spread(samples.tokens, costs, pool)
-    zeros = np.zeros(len(found.sample), np.int64)
-    rings = Rings(
-        of_micro=found.ring_of_micro,
-        members=found.members,
-        bounds=found.bounds,
-        offset=found.start,
-        whole=samples.tokens[found.sample],
-        offload=found.offload[found.sample],
-        cost=found.cost,
-    )
-    mean = float(found.cost.sum()) / pool.num_ranks
-    text = "{}-balance, up to {} tokens: {} to {} a rank, the slowest ends at {:.3f}x mean"
-    counts = (found.counts.min(), found.counts.max())
-    return Split(
-        samples=cut_samples(samples, Pieces(found.sample, found.start, found.stop, zeros)),
-        costs=found.cost,
-        rings=rings,
-        arrangement=Arrangement(found.rank, found.micro, zeros, found.counts, 1, 0),
-        stage=_cuts(found),
-        text=text,
-        values=(pool.mode, pool.capacity, *counts, found.slowest / mean if mean > 0 else 1.0),
-    )
+    return graph.costs
 
 
 def _cuts(found: Spread) -> Stage:

@@ -17,18 +17,23 @@ of an image over all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from overlord.errors import SpecError
+from overlord.errors import DataError, SpecError
 from overlord.planning.arrangement import Arrangement
 from overlord.planning.balancing import max_over_mean, summed
+from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import ONLY_IMAGE, Floats, Ints, Samples
 from overlord.planning.images.image_sizes import ImageSizes
-from overlord.planning.images.vision import Images, sizes_of
+from overlord.planning.images.vision import ImageCost, Images, sizes_of
 from overlord.planning.place_tree import Bucket, ClientPlaceTree, Place
+from overlord.planning.plan import Fields, Plan, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,11 @@ class Encoding:
     place: Ints
     by_place: Ints
     bounds: Ints
+
+    def microbatch(self, plan: Plan, group: int, micro: int, documents: Ints, samples: Samples) -> tuple[Samples, Round]:
+        """The round that a group's ranks encode while they run a microbatch, and the microbatch's texts."""
+        number = micro - int(plan.counts[:group].sum())
+        return text_alone(samples), round_of_group(self, plan.samples, plan.counts, group, number, documents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,80 @@ class Round:
     own_document: Ints
     own_tokens: Ints
     own_place: Ints
+
+    @property
+    def more_samples(self) -> Samples:
+        """The images that the group's places encode, of whatever group's samples."""
+        return self.samples
+
+    def build(self, fields: Fields, images: Sequence[NDArray[np.uint8]]) -> tuple[Fields, EncodedRound]:
+        """The fields of the microbatch that gets the images, as they are."""
+        rows: NDArray[Any] | None = fields.get("image_row")
+        found, planned = (0, 0) if rows is None else (int(rows.max(initial=-1)) + 1, int(self.own_tokens.sum()))
+        if found != planned:
+            raise DataError(
+                f"the texts of a microbatch have {found} image places, but its images have {planned} tokens by the "
+                "strategy's PatchGrid; use one grid for both, and documents that are not cut (long_documents='drop' or "
+                "'fail')"
+            )
+        return fields, EncodedRound(self, images)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRound:
+    """A round with the images that the group's ranks encode. The fields that it adds for a rank:
+
+        encode_images      uint8 [n, h, w, c]     or a list of [h, w, c] where sizes differ: what this rank encodes
+        encode_tokens      int64 [n]              the rows that the encoder returns for each of them
+        send_rows          int64 [sent]           the rows of the encoder's output to send, by the place they go to
+        send_counts        int64 [places]         how many rows go to each place
+        receive_counts     int64 [places]         how many rows come from each
+        receive_rows       int64 [rows]           the rows of what came that the microbatch's images have, in their order
+        image_document     int32 [images]         the document of each image of the microbatch
+        image_tokens       int64 [images]         its rows
+
+    The microbatch's images themselves are not there: `images` is missing. `overlord.trainer.exchange` makes one call of it.
+    """
+
+    round: Round
+    images: Sequence[NDArray[np.uint8]]
+
+    def fields_for(self, place: Place, tree: ClientPlaceTree) -> Fields:
+        """A rank that is no encoder place sends and receives nothing."""
+        of = self.round
+        own: Fields = {"image_document": of.own_document.astype(np.int32), "image_tokens": of.own_tokens}
+        at = place_of(place, tree, of.axis)
+        if at is None:
+            return own
+        found = routing(of, at, places_of_groups(tree, of.axis))
+        return own | {
+            "encode_images": stacked_images([self.images[i] for i in found.encoded.tolist()]),
+            "encode_tokens": of.tokens[found.encoded],
+            "send_rows": found.send_rows,
+            "send_counts": found.send_counts,
+            "receive_counts": found.receive_counts,
+            "receive_rows": found.receive_rows,
+        }
+
+
+def stacked_images(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | list[NDArray[np.uint8]]:
+    """Images as one array, or as they are where their sizes differ."""
+    if len({image.shape for image in images}) > 1:
+        return images
+    return _stacked(images) if images else np.empty((0, 0, 0, 3), np.uint8)
+
+
+def _stacked(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Images of one shape as one array; without a copy where they already lie one after the other."""
+    first, size = images[0], images[0].nbytes
+    base, address = first.base, first.ctypes.data
+    in_a_row = base is not None and all(
+        image.base is base and image.flags.c_contiguous and image.ctypes.data == address + i * size
+        for i, image in enumerate(images)
+    )
+    if not in_a_row:
+        return np.stack(images)
+    return np.lib.stride_tricks.as_strided(first, (len(images), *first.shape), (size, *first.strides))
 
 
 def places_of_groups(tree: ClientPlaceTree, axis: Bucket) -> list[list[int]]:
@@ -138,6 +222,10 @@ class Placement:
     share_that_stays: float
     """Of all image tokens, those that are encoded in the group that trains on them."""
 
+    def in_plan(self, arrangement: Arrangement, order: Ints) -> Encoding:
+        """Where images are encoded, in a plan whose samples are run in `order`."""
+        return encoding_of(self, arrangement, order)
+
     @property
     def straggler(self) -> float:
         """How much longer the slowest place encodes in the whole step than the average one."""
@@ -154,6 +242,20 @@ def spread(images: Images, costs: Floats, a: Arrangement, tree: ClientPlaceTree,
         group_of_place[home] = number
     here = images.tokens[group_of_place[place] == group].sum() / max(1, images.tokens.sum())
     return Placement(axis, num_places, encoders_of_groups(tree, axis), images, costs, place, float(here))
+
+
+def encode(graph: DGraph, images: Images, cost: ImageCost, axis: Bucket = "cp") -> DGraph:
+    """Spread the encoding of images over all ranks along an axis ("cp": dp x cp, or "world"), evenly in each round of
+    microbatches, whatever the samples' arrangement. Trainers exchange what comes out."""
+    a = graph.arrangement
+    if a is None or (a.counts != a.counts[0]).any():
+        raise SpecError(
+            "ranks exchange images microbatch by microbatch: call balance(...) with equal_counts=True before encode"
+        )
+    found = spread(images, cost(images), a, graph.place, axis)
+    text = "{} images over {} ranks along {}: slowest {:.3f}x mean; {:.0%} of their tokens stay in their group"
+    stage = Stage("encode", text, (len(images), found.num_places, axis, found.straggler, found.share_that_stays))
+    return graph.change(stage, parts=(*graph.parts, found))
 
 
 def encoding_of(of: Placement, a: Arrangement, order: Ints) -> Encoding:

@@ -10,8 +10,10 @@ import numpy as np
 
 from overlord.errors import SpecError
 from overlord.planning.cost import ATTENTION_SLOWDOWN
+from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Floats, Ints, Samples
 from overlord.planning.images.image_sizes import ImageSizes
+from overlord.planning.plan import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,12 @@ def images_of(samples: Samples, grid: PatchGrid) -> Images:
     number = np.arange(len(sizes.height)) - np.repeat(sizes.first, sizes.count)
     patches, tokens = (measure(sizes.height, sizes.width) for measure in (grid.patches, grid.tokens))
     return Images(np.repeat(np.arange(len(samples)), sizes.count), number, patches, tokens)
+
+
+def fuse(graph: DGraph, images: Images) -> DGraph:
+    """Count the tokens of its images to every sample's length, for texts that have no places for them."""
+    extra = np.bincount(images.sample, images.tokens, len(graph.samples)).astype(np.int64)
+    return graph.change(Stage("fuse", "{} images with {} tokens", (len(images), int(extra.sum()))), extra=extra)
 
 
 def fused(samples: Samples, images: Images) -> Samples:

@@ -10,11 +10,11 @@ A decision was made about a declaration: where that has changed since, the decla
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from overlord.planning.learned_cost import digest_of
 from overlord.planning.recovery import COSTS, WEIGHTS, Decision, in_force
 from overlord.spec import Mixture
 
@@ -57,7 +57,3 @@ def mixture_digest(mixture: Mixture) -> str:
         (step, sorted((name, float(weight)) for name, weight in weights.items())) for step, weights in mixture.schedule
     ]
     return digest_of(schedule, mixture.unit, mixture.ramp)
-
-
-def digest_of(*parts: object) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

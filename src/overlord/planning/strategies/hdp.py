@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from overlord.planning.dgraph import CostFunction, DGraph
 from overlord.planning.hdp.offload import Offload
+from overlord.planning.hdp.splitting import split
 from overlord.planning.hdp.spread import Mode
 from overlord.planning.plan import Plan
 from overlord.spec import Axis
@@ -34,7 +35,7 @@ def hdp(
 
     def strategy(graph: DGraph) -> Plan:
         graph = graph.cost(cost).distribute("cp")
-        graph = graph.split(capacity, mode=mode, offload=offload, communication=communication, widen=widen)
+        graph = split(graph, capacity, mode=mode, offload=offload, communication=communication, widen=widen)
         return (graph.broadcast_at(*broadcast) if broadcast else graph).plan()
 
     return strategy

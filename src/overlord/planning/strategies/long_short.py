@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from overlord.planning.balancing import Balancer, greedy
 from overlord.planning.dgraph import CostFunction, DGraph
+from overlord.planning.micro_order import level, order, timing
 from overlord.planning.pipeline import Pipeline
 from overlord.planning.plan import Plan
 from overlord.spec import Axis
@@ -39,9 +40,9 @@ def long_short(
         balanced = graph.balance(method, max_tokens=max_tokens, equal_counts=equal_counts)
         if pipeline is not None:
             may_differ = not equal_counts and graph.rows is None
-            levelled = [graph.level(pipeline, max_tokens=max_tokens)] if may_differ else []
-            found = [candidate.order(pipeline) for candidate in (balanced, *levelled)]
-            times = [candidate.timing(pipeline).step_time for candidate in found]
+            levelled = [level(graph, pipeline, max_tokens=max_tokens)] if may_differ else []
+            found = [order(candidate, pipeline) for candidate in (balanced, *levelled)]
+            times = [timing(candidate, pipeline).step_time for candidate in found]
             balanced = found[times.index(min(times))]
         return (balanced.broadcast_at(*broadcast) if broadcast else balanced).plan()
 

@@ -12,8 +12,10 @@ from overlord.planning.balancing import greedy
 from overlord.planning.cost import CostFunction, costs_of
 from overlord.planning.dgraph import DGraph
 from overlord.planning.facts import Floats, Samples
+from overlord.planning.images.encoding import encode
 from overlord.planning.images.hybrid import hybrid
-from overlord.planning.images.vision import ImageCost, PatchGrid, fused, images_of
+from overlord.planning.images.vision import ImageCost, PatchGrid, fuse, fused, images_of
+from overlord.planning.micro_order import order
 from overlord.planning.pipeline import Pipeline
 from overlord.planning.plan import Plan
 from overlord.spec import Axis
@@ -53,7 +55,7 @@ def multimodal(
     def strategy(graph: DGraph) -> Plan:
         images = images_of(graph.samples, grid)
         if not places_in_text:
-            graph = graph.fuse(images)
+            graph = fuse(graph, images)
         per_sample = np.bincount(images.sample, encoder(images), len(graph.samples)).astype(np.float64)
         if exchange is not None:
             graph, method = graph.cost(backbone_costs), greedy
@@ -64,9 +66,9 @@ def multimodal(
             graph = graph.pack()
         graph = graph.distribute("dp").balance(method, max_tokens=max_tokens, equal_counts=equal_counts)
         if pipeline is not None:
-            graph = graph.order(pipeline)
+            graph = order(graph, pipeline)
         if exchange is not None:
-            graph = graph.encode(images, encoder, exchange)
+            graph = encode(graph, images, encoder, exchange)
         return (graph.broadcast_at(*broadcast) if broadcast else graph).plan()
 
     return strategy

@@ -69,14 +69,15 @@ def plan_time(plan: Plan, mesh: Mesh, model: TimeModel) -> PlanTime:
     With pp > 1 pool ranks are timed as pipelines apart from each other: waits for partners of a ring are not counted. Images
     that ranks exchange are encoded before the rest, round by round, each as long as its slowest place takes.
     """
-    if (plan.axis, plan.group_size) != ("cp" if plan.rings is not None else "dp", 1):
+    rings, encoding = plan.part(Rings), plan.part(Encoding)
+    if (plan.axis, plan.group_size) != ("cp" if rings is not None else "dp", 1):
         raise SpecError(
             f"a plan is timed over dp groups, or over dp x cp ranks with rings; this one has groups of {plan.group_size} "
             f"along {plan.axis}"
         )
-    micros = _of_groups(plan, mesh.cp, model) if plan.rings is None else _of_pool(plan, plan.rings, model)
-    if plan.rings is not None and mesh.pp == 1:
-        last_s = _last_end(plan.counts, micros.seconds, plan.rings)
+    micros = _of_groups(plan, mesh.cp, model) if rings is None else _of_pool(plan, rings, model)
+    if rings is not None and mesh.pp == 1:
+        last_s = _last_end(plan.counts, micros.seconds, rings)
     else:
         last_s = simulated(micros.seconds, plan.counts, Pipeline(mesh.pp)).step_time
     group = np.repeat(np.arange(plan.num_groups), plan.counts)
@@ -84,8 +85,8 @@ def plan_time(plan: Plan, mesh: Mesh, model: TimeModel) -> PlanTime:
     np.maximum.at(held, group, micros.places)
     ranks_each = mesh.dp * mesh.cp // plan.num_groups
     busy_s = np.repeat(summed(group, micros.seconds, plan.num_groups) / mesh.pp, ranks_each)
-    if plan.encoding is not None and model.encoder is not None:
-        rounds_s = _rounds(plan.encoding, model.encoder)
+    if encoding is not None and model.encoder is not None:
+        rounds_s = _rounds(encoding, model.encoder)
         busy_s, last_s = busy_s + rounds_s.sum(axis=0), last_s + float(rounds_s.max(axis=1).sum())
     places = float(micros.places.sum())
     # A pipeline of p stages does a microbatch of cost c in c / p on each: its pool rank is busy for that long.
@@ -106,7 +107,7 @@ def _of_groups(plan: Plan, cp: int, model: TimeModel) -> _Micros:
     attention_s = model.attention_s(squares, np.diff(plan.offsets), cp)
     sending_s = np.maximum(model.ring_s(tokens, cp) - attention_s, 0.0)
     seconds = model.matmul_s(places, cp) + attention_s + sending_s
-    if model.encoder is not None and plan.encoding is None:
+    if model.encoder is not None and plan.part(Encoding) is None:
         seconds += plan.micro_costs(model.encoder.samples_s(plan.samples)) / cp
     return _Micros(seconds, sending_s, places / cp, tokens / cp)
 

@@ -3,6 +3,7 @@ with the step's graph, so that a strategy stays a pure function."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -11,7 +12,6 @@ import numpy as np
 
 from overlord.errors import SpecError
 from overlord.planning.facts import Floats, Samples
-from overlord.planning.learning.steering import digest_of
 
 ALONE = "model"
 """The name of the module where there is one."""
@@ -108,3 +108,8 @@ class LearnedCost:
             parts[name] = coefficients[first:end].tolist()
             first = end
         return parts
+
+
+def digest_of(*parts: object) -> str:
+    """A short name for a declaration, by which a decision says what it was made about."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
