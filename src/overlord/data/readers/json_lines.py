@@ -7,19 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import orjson
 import pyarrow as pa
 
+from overlord.data.column_types import UNFIT, Column, fitted, has_null, largest_float, wider
 from overlord.data.read_result import BadRow, ReadResult, kept_rows
 from overlord.data.readers.schemas import spelled_type
-from overlord.data.widening import wider
 from overlord.errors import BufferTooSmallError, SchemaError, SourceError
 
-Column = pa.Array | pa.ChunkedArray
-
-# What pa.array raises for a Python value that does not fit a type.
-_UNFIT = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 _REPORT_BYTES = 512  # about what a bad row takes until it is handed to its policy
 _PARSER_INTS = 2**63  # beyond this (and its double, without a sign) orjson makes a float of a whole number
 _LONG_NUMBER = re.compile(rb"\d{19}")
@@ -38,7 +33,7 @@ def inferred_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa
     for name in columns or found:
         try:
             fields.append((name, pa.array([row.get(name) for row in rows]).type))
-        except _UNFIT as error:
+        except UNFIT as error:
             kinds = sorted({type(row[name]).__name__ for row in rows if row.get(name) is not None})
             raise SchemaError(
                 f"the type of the field {name!r} cannot be inferred from {path}, where it is {' and '.join(kinds)}: {error}"
@@ -118,7 +113,7 @@ class JsonRows:
         unfit = self._unfit[field.name]
         if not unfit:
             return
-        if _has_null(field.type):
+        if has_null(field.type):
             raise SchemaError(
                 f"{self._path} has the field {field.name!r} as {unfit[0]}, but its type is not known: it is {field.type} in "
                 f"the first unit of the source, from which types are inferred; give it, columns={{{field.name!r}: "
@@ -138,7 +133,7 @@ class JsonRows:
         if _is_json(type_):
             column, unfit = _as_text(lines, values, name)
         else:
-            column, unfit = _fitted(values, type_)
+            column, unfit = fitted(values, type_)
             unfit |= _rounded(column, lines, name, type_)
         if not unfit:
             return column
@@ -146,69 +141,12 @@ class JsonRows:
             bad.setdefault(i, f"the field {name!r} does not fit its type {type_}: {error}{_offer(name, type_, values[i])}")
             self._unfit[name].append(type(values[i]).__name__)
             values[i] = None
-        return _as_text(lines, values, name)[0] if _is_json(type_) else _fitted(values, type_)[0]
-
-
-def _fitted(values: list[Any], type_: pa.DataType) -> tuple[Column, dict[int, str]]:
-    """The values as they are under a type, and why some of them are not: given a type, Arrow would cut 0.97 to 0 and text
-    into letters without a word. What it infers by itself is true to the values."""
-    try:
-        column = pa.array(values)
-        if column.type.equals(type_):
-            return column, {}
-        if pa.types.is_null(column.type):
-            return pa.array(values, type_), {}
-        if _are_numbers(column.type, type_):
-            column = column.cast(type_)
-            if np.isfinite(_largest(column)):
-                return column, {}
-    except _UNFIT:
-        pass
-    try:
-        column = pa.array(values, type_)
-    except _UNFIT:
-        unfit = {i: error for i, value in enumerate(values) if (error := _misfit(value, type_))}
-        column = pa.array([None if i in unfit else value for i, value in enumerate(values)], type_)
-        return column, unfit
-    return column, {i: error for i, value in enumerate(values) if (error := _changed(value, type_))}
-
-
-def _misfit(value: Any, type_: pa.DataType) -> str:
-    try:
-        pa.array([value], type_)
-    except _UNFIT as error:
-        return str(error)
-    return _changed(value, type_)
-
-
-def _changed(value: Any, type_: Any) -> str:
-    """How a JSON value would be changed by Arrow's conversion to a type; empty where it stays what it is."""
-    if value is None:
-        return ""
-    if pa.types.is_dictionary(type_):
-        return _changed(value, type_.value_type)
-    if _is_list(type_):
-        if type(value) is not list:
-            return f"{type(value).__name__} is not a list"
-        return next((error for entry in value if (error := _changed(entry, type_.value_type))), "")
-    if (pa.types.is_struct(type_) or pa.types.is_map(type_)) and type(value) is not dict:
-        return f"{type(value).__name__} is not an object"
-    if pa.types.is_struct(type_):
-        return next((error for field in type_ if (error := _changed(value.get(field.name), field.type))), "")
-    if pa.types.is_map(type_):
-        return next((error for entry in value.values() if (error := _changed(entry, type_.item_type))), "")
-    if pa.types.is_floating(type_):
-        if type(value) is bool:
-            return f"{json.dumps(value)} is not a number"
-        return "" if np.isfinite(pa.scalar(value, type_).as_py()) else f"{value!r} is too large"
-    if type(value) is float and not value.is_integer():
-        return f"{value!r} is not a whole number"
-    return ""
+        return _as_text(lines, values, name)[0] if _is_json(type_) else fitted(values, type_)[0]
 
 
 def _rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType) -> dict[int, str]:
     """Whole numbers so large that the parser made floats of them, which are other numbers."""
-    if _largest(column) < _PARSER_INTS:
+    if largest_float(column) < _PARSER_INTS:
         return {}
     found = {}
     for i, line in enumerate(lines):
@@ -246,32 +184,6 @@ def _ints(value: Any) -> Iterator[int]:
             yield from _ints(entry)
 
 
-def _largest(column: Column) -> float:
-    """The largest absolute value of all floats in a column, 0 where there are none; inf where one overflowed."""
-    if isinstance(column, pa.ChunkedArray):
-        return max(map(_largest, column.chunks), default=0.0)
-    type_ = column.type
-    if pa.types.is_floating(type_):
-        values = column.drop_null().to_numpy(zero_copy_only=False)
-        return float(np.abs(values).max(initial=0))
-    if _is_list(type_):
-        return _largest(column.flatten())  # pyright: ignore[reportAttributeAccessIssue]
-    if pa.types.is_struct(type_):
-        return max(map(_largest, column.flatten()), default=0.0)  # pyright: ignore[reportAttributeAccessIssue]
-    return 0.0
-
-
-def _are_numbers(found: Any, wanted: Any) -> bool:
-    """Whether both are numbers, or lists of them: then a checked cast is all that one needs to become the other."""
-    if _is_list(found) and _is_list(wanted) and not pa.types.is_fixed_size_list(wanted):
-        return _are_numbers(found.value_type, wanted.value_type)
-    return all(pa.types.is_integer(type_) or pa.types.is_floating(type_) for type_ in (found, wanted))
-
-
-def _is_list(type_: pa.DataType) -> bool:
-    return pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)
-
-
 def _is_json(type_: pa.DataType) -> bool:
     return isinstance(type_, pa.JsonType)
 
@@ -280,18 +192,11 @@ def _stored_type(type_: pa.DataType) -> pa.DataType:
     return pa.string() if _is_json(type_) else type_
 
 
-def _has_null(type_: Any) -> bool:
-    """Whether a part of the type is not known: there were only nulls, or empty lists."""
-    if pa.types.is_struct(type_):
-        return any(_has_null(field.type) for field in type_)
-    return pa.types.is_null(type_) or (_is_list(type_) and _has_null(type_.value_type))
-
-
 def _offer(name: str, type_: pa.DataType, value: Any) -> str:
     """A type that would hold the value too, as it is declared."""
     try:
         both = pa.uint64() if type(value) is int and 2**63 <= value < 2**64 else wider(type_, pa.array([value]).type)
-    except _UNFIT:
+    except UNFIT:
         both = None
     if both is None or both.equals(type_):
         return ""
