@@ -28,7 +28,7 @@ class PerRow:
     """A transform made by `per_row`. Called directly it raises the error of the first row that fails."""
 
     fn: RowFunction
-    types: Mapping[str, pa.DataType] = field(default_factory=dict)
+    types: Mapping[str, pa.DataType] = field(default_factory=dict, hash=False)
     wants_rng: bool = field(init=False)
 
     def __post_init__(self) -> None:
