@@ -279,6 +279,15 @@ def test_tensors_and_arrays_of_any_shape_come_out_of_a_row_function() -> None:
     assert table["v"].to_pylist() == [[], [0]]
 
 
+@pytest.mark.strangers
+def test_a_chunk_without_any_text_is_tokenized_whether_it_is_the_first_or_not() -> None:
+    for order in ([0, 1], [1, 0]):
+        texts = per_row(lambda row: {"text": "ab" if row["n"] else None})
+        transforms = Transforms([texts, Tokenize(encoding=ByteTokenizer())])
+        made = {n: transforms.run(numbers(2).slice(n, 1), CONTEXT, np.arange(1), reporter())[0] for n in order}
+        assert [made[n]["tokens"].to_pylist() for n in (0, 1)] == [[[]], [[97, 98]]]
+
+
 # Errors
 
 
