@@ -123,6 +123,12 @@ class Source:
         return self.on_bad_row if isinstance(self.on_bad_row, BadRows) else BadRows(self.on_bad_row)
 
     @property
+    def most_unit_bytes(self) -> int:
+        """What one unit may take while it is read, before transforms: more than the buffer, because they may leave little
+        of it, but bounded, because a small compressed file may hold any amount."""
+        return max(8 * self.buffer_bytes, 32 * MIB)
+
+    @property
     def num_epochs(self) -> int | None:
         """None when endless."""
         return None if self.repeat is True else int(self.repeat) or 1

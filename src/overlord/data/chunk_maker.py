@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from overlord.data.bad_rows import BadRowLog
 from overlord.data.chunk import Chunk, Documents, Lineage, Rows, loss_tokens, rows_of
+from overlord.data.column_types import under_schema, wider, wider_schema
 from overlord.data.images import ImageFacts
 from overlord.data.processes import ProcessPool
 from overlord.data.read_result import ReadResult
@@ -82,17 +83,41 @@ class ChunkMaker:
         units = self._units_of(number)
         results = [self._read_unit(unit) for unit in units]
         tables = [result.table for result in results]
-        for unit, table in zip(units[1:], tables[1:], strict=True):
-            if not table.schema.equals(tables[0].schema):
-                raise SchemaError(
-                    f"source {self._name!r}: {unit} has the columns {_fields(table)}, but {units[0]} has "
-                    f"{_fields(tables[0])}; all units of a source must have the same columns"
-                )
+        if any(not table.schema.equals(tables[0].schema) for table in tables[1:]):
+            tables = self._under_one_schema(units, tables)
         sizes = [table.num_rows for table in tables[:-1]]
         first = np.cumsum([0, *sizes], dtype=np.int64) if sizes else _FIRST_OF_ONE
         mapped = tuple(data for result in results for data in result.mapped)
         lineage = Lineage(tuple(units), first, tuple(result.row_numbers for result in results), mapped)
         return tables[0] if len(tables) == 1 else pa.concat_tables(tables), lineage
+
+    def _under_one_schema(self, units: Sequence[Unit], tables: Sequence[pa.Table]) -> list[pa.Table]:
+        """The tables of units whose types differ, each column under the type that holds them all: what is inferred from the
+        rows of one unit (nulls, empty lists, whole numbers) may be narrower than what another needs."""
+        schema = tables[0].schema.remove_metadata()
+        for unit, table in zip(units[1:], tables[1:], strict=True):
+            if sorted(table.column_names) != sorted(schema.names):
+                raise SchemaError(
+                    f"source {self._name!r}: {unit} has the columns {_fields(table)}, but {units[0]} has "
+                    f"{_fields(tables[0])}; all units of a source must have the same columns: leave those out that are not "
+                    "needed, where the source has an option columns="
+                )
+            merged = wider_schema(schema, table.schema)
+            if merged is None:
+                name = next(f.name for f in table.schema if wider(f.type, schema.field(f.name).type) is None)
+                raise SchemaError(
+                    f"source {self._name!r}: {unit} has the column {name!r} as {table.schema.field(name).type}, but "
+                    f"{units[0]} has it as {schema.field(name).type}; give it one type, or leave it out if it is not "
+                    "needed, where the source has an option columns="
+                )
+            schema = merged
+        try:
+            return [under_schema(table, schema) for table in tables]
+        except pa.ArrowInvalid as error:
+            raise SchemaError(
+                f"source {self._name!r}: {', '.join(map(str, units))} have columns of different types, and not all values "
+                f"fit the types that hold both: {error}; give each column one type"
+            ) from error
 
     def _read_unit(self, unit: Unit) -> ReadResult:
         read_rows = getattr(self._source, "read_rows", None)
@@ -106,6 +131,8 @@ class ChunkMaker:
         return result
 
     def _chunk(self, number: int, table: pa.Table, origin: Ints, lineage: Lineage) -> Chunk:
+        if table.num_rows == 0:  # whatever columns it has, and of whatever types
+            return _empty_chunk(table, lineage, has_text=self._source.tokens is not None)
         table, origin, images = self._with_sizes(table, origin, lineage)
         source, batch = self._source, self._batch
         if source.tokens is None:
@@ -205,6 +232,10 @@ class ChunkMaker:
         if array.type == _PLAIN:
             return self._list_parts(array, name)
         kind = array.type
+        if pa.types.is_null(kind) or (pa.types.is_list(kind) and pa.types.is_null(kind.value_type)):
+            # Nothing but nulls or empty lists, of which no type can be told.
+            array = array.cast(_PLAIN)
+            kind = array.type
         if pa.types.is_fixed_size_list(kind):
             array = array.cast(pa.list_(kind.value_type))
             kind = array.type
@@ -243,6 +274,12 @@ class ChunkMaker:
             "; tokenise text with transform=ol.Tokenize(...), or name the column with tokens=" if option == "tokens" else ""
         )
         return f"source {self._name!r} has no column {column!r} (its option {option}); it has {table.column_names}{hint}"
+
+
+def _empty_chunk(table: pa.Table, lineage: Lineage, has_text: bool) -> Chunk:
+    none = np.zeros(0, np.int64)
+    values = np.zeros(0, np.int32) if has_text else None
+    return Chunk(ChunkFacts(none, none), table, none, none, lineage, values)
 
 
 def _fields(table: pa.Table) -> str:

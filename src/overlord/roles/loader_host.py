@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from overlord.data.arenas import Arenas
 from overlord.data.bad_rows import BadRow, BadRowLog
 from overlord.data.chunk import Chunk
+from overlord.data.column_types import joined_arrays
 from overlord.data.payload import NO_LOSS, Payload
 from overlord.data.views import compact, joined, take_rows
 from overlord.errors import ClosedError, DataError
@@ -107,6 +108,7 @@ class LoaderHost:
         images: dict[int, Sequence[NDArray[np.uint8]]] = {}
         ignored: set[int] = set()
         columns: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]] = []
+        owners: list[str] = []  # for an error about a column: whose each part of it is
         if keep_all:
             rooms = ImageRooms(samples, self._arenas)
             for (source, number), places in _places_by_chunk(samples):
@@ -119,6 +121,7 @@ class LoaderHost:
                         if decoded.is_bad:
                             ignored.add(decoded.place)
                 columns.append((places, chunk, chunk.table_row[samples.row[places]]))
+                owners.append(f"source {samples.source_names[source]!r} (chunk {number})")
         for source, number in [key for key, opened in given.opened.items() if opened.left <= 0]:
             self._of(samples.source_names[source]).loader.let_go(number)
         return Payload(
@@ -126,7 +129,7 @@ class LoaderHost:
             following=given.following,
             loss_masks=given.masks if given.some_mask else None,
             images=[images.get(i, ()) for i in range(len(samples))] if images else None,
-            columns=_columns(self._columns, columns, len(samples)),
+            columns=_columns(self._columns, columns, owners, len(samples)),
             ignored=frozenset(ignored),
         )
 
@@ -296,7 +299,10 @@ def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArra
 
 
 def _columns(
-    names: Sequence[str], parts: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]], n: int
+    names: Sequence[str],
+    parts: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]],
+    owners: Sequence[str],
+    n: int,
 ) -> dict[str, pa.Array]:
     if not names or not parts:
         return {}
@@ -305,15 +311,11 @@ def _columns(
     back[places] = np.arange(n)
     found = {}
     for name in names:
-        taken = [
+        arrays = [
             joined(compact(take_rows(chunk.table.select([name]), rows)).column(0))
             if name in chunk.table.column_names
-            else None
+            else pa.nulls(len(rows))
             for _, chunk, rows in parts
         ]
-        kind = next((array.type for array in taken if array is not None), pa.null())
-        arrays = [
-            pa.nulls(len(rows), kind) if array is None else array for array, (_, _, rows) in zip(taken, parts, strict=True)
-        ]
-        found[name] = pa.concat_arrays(arrays).take(back)
+        found[name] = joined_arrays(name, arrays, owners).take(back)
     return found

@@ -110,7 +110,7 @@ class Routes:
 
         def given() -> Payload:
             payloads = [self._given(wait, part, tries) for wait, part in zip(asked, parts, strict=True)]
-            return Payload.merged(payloads, places) if places else payloads[0]
+            return Payload.merged(payloads, places, list(map(_named_sources, parts))) if places else payloads[0]
 
         return given
 
@@ -226,6 +226,10 @@ def _sent(host: Handle[Any], method: Callable[..., Any], *args: Any) -> Answer[A
         return host.ask(method, *args)
     except ClosedError as error:
         return _Gone(error)
+
+
+def _named_sources(samples: Samples) -> str:
+    return ", ".join(f"source {samples.source_names[source]!r}" for source in np.unique(samples.source).tolist())
 
 
 def _batches(parts: Sequence[Samples]) -> list[list[Samples]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from overlord.data.read_result import held_bytes
 from overlord.data.readers import ArrowIpc
-from overlord.errors import SchemaError, SourceError
+from overlord.errors import BufferTooSmallError, SchemaError, SourceError
 
 
 def documents(num_rows: int) -> pa.Table:
@@ -151,3 +151,26 @@ def test_columns_are_checked_over_all_files(tmp_path: Path) -> None:
     write(tmp_path / "b", documents(5).drop_columns(["text"]), "stream")
     with pytest.raises(SchemaError, match=r"b has no column 'text'; it has \('id', 'tokens'\)"):
         ArrowIpc(f"{tmp_path}/*").units()
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("kind", ["file", "stream"])
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_small_compressed_batch_that_would_take_far_more_than_the_buffer_is_refused_before_it_is_read(
+    tmp_path: Path, kind: str, codec: str
+) -> None:
+    path = tmp_path / "a.arrow"
+
+    def written(count: int) -> tuple[ArrowIpc, pa.Table]:
+        table = pa.table({"n": np.zeros(count, np.int64), "m": np.ones(count, np.int64)})
+        make = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with make(str(path), table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write_table(table)
+        return ArrowIpc(str(path), buffer_bytes=1 << 20), table
+
+    source, _ = written(1 << 23)
+    assert path.stat().st_size < 4 << 20
+    with pytest.raises(BufferTooSmallError, match=r"a\.arrow takes 134,217,728 bytes decompressed.*buffer_bytes"):
+        source.read(source.units()[0])
+    source, table = written(1 << 10)
+    assert source.read(source.units()[0]).equals(table)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.data.readers import Parquet
-from overlord.errors import SchemaError, SourceError, SpecError
+from overlord.errors import BufferTooSmallError, SchemaError, SourceError, SpecError
 
 
 def documents(num_rows: int, seed: int = 0) -> pa.Table:
@@ -173,6 +173,28 @@ def test_another_type_in_one_file_names_file_and_both_types(tmp_path: Path) -> N
     write(tmp_path / "b.parquet", pa.table({"x": pa.array([1], pa.int64())}))
     with pytest.raises(SchemaError, match=r"b\.parquet has the column 'x' as int64, but .*a\.parquet has it as int32"):
         Parquet(f"{tmp_path}/*").units()
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("other", [pa.table({"id": [1], "score": ["high"]}), pa.table({"id": [1]})])
+def test_columns_that_nobody_needs_and_that_differ_are_left_out_as_the_error_says(tmp_path: Path, other: pa.Table) -> None:
+    write(tmp_path / "a.parquet", pa.table({"id": [1], "score": [0.5]}))
+    write(tmp_path / "b.parquet", other)
+    with pytest.raises(SchemaError, match=r"b\.parquet has .*'score'.*a\.parquet has .*columns=\('id',\)"):
+        Parquet(f"{tmp_path}/*").units()
+    source = Parquet(f"{tmp_path}/*", ("id",))
+    assert [source.read(unit).to_pydict() for unit in source.units()] == [{"id": [1]}, {"id": [1]}]
+
+
+@pytest.mark.strangers
+def test_a_row_group_that_would_take_far_more_than_the_buffer_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).integers(0, 2**62, 1 << 23)
+    pq.write_table(pa.table({"n": numbers}), tmp_path / "a.parquet", use_dictionary=False, row_group_size=1 << 23)
+    source = Parquet(str(tmp_path / "a.parquet"), buffer_bytes=1 << 20)
+    with pytest.raises(
+        BufferTooSmallError, match=r"row group 0 of .*a\.parquet has 67,\d+,\d+ bytes.*buffer_bytes, which is"
+    ):
+        source.read(source.units()[0])
 
 
 def test_files_without_rows_are_no_units_and_a_source_without_rows_is_an_error(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from overlord.data.readers.ipc_blocks import (
     MAGIC,
     Blocks,
     batch_rows,
+    decompressed_bytes,
     file_blocks,
     stream_blocks,
 )
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
-from overlord.errors import SourceError, SpecError, StorageError
+from overlord.errors import BufferTooSmallError, SourceError, SpecError, StorageError
 from overlord.spec import MIB, Unit
 
 HEAD_BYTES = 64 << 10
@@ -89,11 +90,20 @@ class ArrowIpc(FileSource):
         else:
             data = self.storage.read(unit.path, origin, max(detail.stops))
         try:
-            table = _table(data, origin, detail) if detail.starts else _whole(data)
-        except (pa.ArrowException, OSError) as error:
+            pieces = _pieces(data, origin, detail)
+            self._check_bytes(unit, sum(map(decompressed_bytes, pieces)))
+            table = _table(pieces, detail) if detail.starts else _whole(data)
+        except (pa.ArrowException, OSError, struct.error, ValueError, IndexError) as error:
             raise SourceError(f"{unit} cannot be decoded as Arrow IPC: {error}; copy or write the file again") from error
         table = table.select(detail.schema.names).replace_schema_metadata(None)
         return ReadResult(table, mapped=(data,) if local else ())
+
+    def _check_bytes(self, unit: Unit, num_bytes: int) -> None:
+        if num_bytes > self.most_unit_bytes:
+            raise BufferTooSmallError(
+                f"{unit} takes {num_bytes:,} bytes decompressed, and a unit may take {self.most_unit_bytes:,}; raise "
+                f"buffer_bytes, which is {self.buffer_bytes:,}, lower unit_bytes, or write smaller record batches"
+            )
 
     def identity(self) -> str:
         columns = self.columns and list(self.columns)
@@ -189,8 +199,11 @@ def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
     return pa.ipc.read_schema(head)
 
 
-def _table(data: pa.Buffer, origin: int, detail: Batches) -> pa.Table:
-    pieces = [data.slice(start - origin, stop - start) for start, stop in zip(detail.starts, detail.stops, strict=True)]
+def _pieces(data: pa.Buffer, origin: int, detail: Batches) -> list[pa.Buffer]:
+    return [data.slice(start - origin, stop - start) for start, stop in zip(detail.starts, detail.stops, strict=True)]
+
+
+def _table(pieces: Sequence[pa.Buffer], detail: Batches) -> pa.Table:
     batches = [pa.ipc.read_record_batch(piece, detail.file_schema) for piece in pieces]
     return pa.Table.from_batches(batches, detail.file_schema)
 

@@ -67,12 +67,30 @@ def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
 def batch_rows(data: pa.Buffer, start: int) -> int:
     """The number of rows of the record batch whose message begins at `start`."""
     header = data.slice(start + 8)
-    table = _u32(header, 0)
-    place = _field(header, table, 2)
-    assert place is not None  # every message has a header
-    batch = place + _u32(header, place)
-    length = _field(header, batch, 0)
+    length = _field(header, _record_batch(header), 0)
     return struct.unpack_from("<q", header, length)[0] if length is not None else 0
+
+
+def decompressed_bytes(message: pa.Buffer) -> int:
+    """What decompressing a record batch takes, as its buffers say; 0 where it is not compressed."""
+    header = message.slice(8)
+    batch = _record_batch(header)
+    buffers = _field(header, batch, 2)
+    if _field(header, batch, 3) is None or buffers is None:
+        return 0
+    vector = buffers + _u32(header, buffers)
+    places = np.frombuffer(memoryview(header), "<i8", count=2 * _u32(header, vector), offset=vector + 4)
+    body = message.slice(8 + _u32(message, 4))
+    # A buffer begins with its length, or -1 where it was not worth compressing.
+    sizes = (struct.unpack_from("<q", body, start)[0] for start, size in places.reshape(-1, 2).tolist() if size)
+    return sum(size for size in sizes if size > 0)
+
+
+def _record_batch(header: pa.Buffer) -> int:
+    """Where the table of a record batch begins in the header of its message."""
+    place = _field(header, _u32(header, 0), 2)
+    assert place is not None  # every message has a header
+    return place + _u32(header, place)
 
 
 def _message(header: pa.Buffer) -> tuple[int, int]:

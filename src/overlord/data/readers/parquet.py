@@ -15,7 +15,7 @@ from overlord.data.readers.flat_lists import ListColumn, Lists, NotFlat, is_wort
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
-from overlord.errors import SourceError
+from overlord.errors import BufferTooSmallError, SourceError
 from overlord.spec import Unit
 from overlord.threads import is_crowded
 
@@ -76,6 +76,12 @@ class Parquet(FileSource):
         import pyarrow.parquet as pq
 
         detail: RowGroup = unit.detail
+        if unit.num_bytes > self.most_unit_bytes:
+            raise BufferTooSmallError(
+                f"row group {unit.index} of {unit.path} has {unit.num_bytes:,} bytes decompressed, and a unit may take "
+                f"{self.most_unit_bytes:,}; raise buffer_bytes, which is {self.buffer_bytes:,}, read fewer columns with "
+                "columns=, or write smaller row groups"
+            )
         options = {"metadata": detail.footer, "pre_buffer": False, "page_checksum_verification": True}
         remote, ranges = is_remote(unit.path), {}
         if remote:

@@ -75,7 +75,7 @@ class WebDataset(FileSource):
 
     def read_rows(self, unit: Unit) -> ReadResult:
         shard: Shard = unit.detail
-        data = _content(self.storage, unit.path, shard.num_bytes)
+        data = _content(self.storage, unit.path, shard.num_bytes, self.most_unit_bytes)
         samples = _samples(unit.path, members(unit.path, data))
         wanted = [name for name in shard.schema.names if name != KEY]
         if not shard.chosen and (other := [name for name in samples.places if name not in wanted]):
@@ -107,7 +107,7 @@ class WebDataset(FileSource):
     def _schema(self, first: StoredFile) -> pa.Schema:
         if isinstance(self.columns, Mapping):
             return pa.schema([(KEY, pa.string()), *self.columns.items()])
-        found = sorted(_endings(self.storage, first))
+        found = sorted(_endings(self.storage, first, self.most_unit_bytes))
         for name in self.columns or ():
             if name not in found:
                 raise SchemaError(
@@ -160,10 +160,11 @@ def _samples(path: str, found: Sequence[Member]) -> _Samples:
     return _Samples(list(number), places)
 
 
-def _endings(storage: Storage, file: StoredFile) -> set[str]:
+def _endings(storage: Storage, file: StoredFile, most_bytes: int) -> set[str]:
     """The endings in a shard. Of a remote one only the start is fetched: as much as shows a whole sample."""
     if codec_of(file.path) or not is_remote(file.path):
-        return set(_samples(file.path, members(file.path, _content(storage, file.path, file.num_bytes))).places)
+        content = _content(storage, file.path, file.num_bytes, most_bytes)
+        return set(_samples(file.path, members(file.path, content)).places)
     head_bytes = min(HEAD_BYTES, file.num_bytes)
     while True:
         head = storage.read(file.path, 0, head_bytes)
@@ -173,10 +174,10 @@ def _endings(storage: Storage, file: StoredFile) -> set[str]:
         head_bytes = min(head_bytes * 8, file.num_bytes)
 
 
-def _content(storage: Storage, path: str, num_bytes: int) -> pa.Buffer:
+def _content(storage: Storage, path: str, num_bytes: int, most_bytes: int) -> pa.Buffer:
     data = storage.map(path, num_bytes)
     codec = codec_of(path)
-    return data if codec is None else decompressed(path, codec, data)
+    return data if codec is None else decompressed(path, codec, data, most_bytes)
 
 
 def _typed(views: pa.Array, field: pa.Field, bad: dict[int, str]) -> pa.Array:

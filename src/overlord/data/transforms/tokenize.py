@@ -92,6 +92,8 @@ class Tokenize:
         kind = column.type
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             column = column.cast(pa.large_string())  # a text member of a tar; bytes that are no UTF-8 are a bad row
+        elif pa.types.is_null(kind):
+            column = column.cast(pa.string())  # a chunk without any text, of which no type could be told
         elif not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             raise SchemaError(f"Tokenize: column {self.column!r} must be text, it is {kind}")
         flat, lengths = _encoded(_encoder(self.encoding), column)
