@@ -19,6 +19,7 @@ _ROWS = [1, 2, 3]
 
 class BrokenReader:
     name = "tests.fuzz.broken_reader"
+    names_its_file = True
     seeds = tuple(Seed(way, way.encode()) for way in WAYS)
 
     def damage(self, rng: random.Random, base: Seed) -> bytes:

@@ -96,6 +96,7 @@ def _edited(rng: random.Random, body: bytes) -> bytes:
 
 class PlanLogs:
     name = "plan_logs"
+    names_its_file = True
 
     @cached_property
     def seeds(self) -> list[Seed]:

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -64,6 +64,8 @@ class Wrong(Exception):
 
 class Target(Protocol):
     name: str
+    names_its_file: bool
+    """Whether errors must name the file that is read. An image or a message has none."""
 
     @property
     def seeds(self) -> Sequence[Seed]: ...
@@ -79,9 +81,6 @@ class Target(Protocol):
     def expected(self, case: Case) -> list[Answer]:
         """All answers that would be right, by the oracle. OracleFailed when it has none."""
         ...
-
-
-Equal = Callable[[Answer, Answer], bool]
 
 
 def equal(found: Answer, expected: Answer) -> bool:
@@ -104,8 +103,9 @@ class FileTarget:
     read_file: Callable[[str], Answer]
     oracle: Callable[[bytes, str], list[Answer]]
     """From the content of a file and the end of its name."""
-    ways: Sequence[Callable[[random.Random, Seed], bytes | None]] = field(default=())
+    ways: Sequence[Callable[[random.Random, Seed], bytes | None]] = ()
     """Ways to damage this format; None where a seed does not lend itself to one."""
+    names_its_file: bool = True
 
     @cached_property
     def seeds(self) -> Sequence[Seed]:

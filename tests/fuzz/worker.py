@@ -52,7 +52,7 @@ def _read(target: Target, case: Case, folder: Path) -> Answer | dict[str, str]:
         return _finding(str(error).partition("\n")[0][:100], "".join(traceback.format_exception(error)))
     except OverlordError as error:
         told = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        if folder.name in told or not getattr(target, "names_its_file", True):
+        if folder.name in told or not target.names_its_file:
             return {"verdict": "refused", "detail": told}
         return _finding(f"{type(error).__name__} does not name the file: {_frame(error)}", told)
     except BaseException as error:  # whatever it is, it is a finding
