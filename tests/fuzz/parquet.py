@@ -224,7 +224,7 @@ def read(path: str) -> Answer:
 def checked(table: pa.Table) -> Answer:
     try:
         return answer_of(table)
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # names of columns may be damaged too
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # names of columns may be damaged too
         raise Wrong("returns a table that is not valid Arrow") from error
 
 
