@@ -62,7 +62,7 @@ def start(
 
     `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`; it may come from any
     mesh. `accept_changes` names differences between the job and the state to take all the same. `world_size`, where given,
-    must fit the mesh.
+    must fit the mesh; a mesh without `dp` takes its dp from it.
 
     `log` is where the planner writes down what it decided, so that it can be made anew and give the same plans. A checkpoint
     belongs to a model, so `resume=state` decides where a run goes on, whatever the log says. `resume="log"` is for a run
@@ -74,7 +74,7 @@ def start(
     changes what is in a step.
     """
     if world_size is not None:
-        job.mesh.check_world_size(world_size)
+        job = replace(job, mesh=job.mesh.for_world(world_size))
     units = list_units(job.sources)
     fingerprint = Fingerprint.of(job, units)
     if log is not None and not isinstance(log, Log):
