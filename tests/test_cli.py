@@ -156,6 +156,18 @@ def test_explain_shows_how_a_step_was_drawn_and_arranged(tmp_path):
     assert found["groups"] == len(found["microbatches"]) == 2
 
 
+@pytest.mark.strangers
+@pytest.mark.parametrize("unit", ["tokens", "samples"])
+def test_explain_shows_weights_beside_shares_of_the_same_unit(tmp_path, unit):
+    text = JOB.format(transform="()", repeat=True).replace('unit="tokens"', f'unit="{unit}"').replace("64", "4096")
+    path = job_file(tmp_path, text)
+    told = overlord("explain", path).stdout
+    assert f"{unit} asked   {unit} drawn" in told
+    source = json.loads(overlord("explain", path, "--json").stdout)["sources"]["a"]
+    assert abs(source["asked"] - source["share"]) < 0.05
+    assert f"share of {unit} asked/drawn: a 0.750/{source['share']:.3f}," in told
+
+
 def test_a_step_can_be_explained_from_a_saved_state_and_not_past_the_end(tmp_path):
     path, state = job_file(tmp_path, repeat=False), tmp_path / "state.json"
     overlord("run", path, "--steps", 5, "--state", state)
@@ -208,7 +220,8 @@ def test_what_was_read_before_an_error_is_kept_in_the_state(tmp_path):
     assert 50 <= chunk <= 60  # of five rows each
 
 
-def test_ctrl_c_saves_the_state_and_leaves_no_process(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_save_the_state_and_leave_no_process(tmp_path, number, code):
     path, state = job_file(tmp_path, transform="ol.InProcesses(same)"), tmp_path / "state.json"
     command = [sys.executable, "-u", "-m", "overlord.cli", "run", str(path), "--state", str(state)]
     pipe = subprocess.PIPE
@@ -216,12 +229,13 @@ def test_ctrl_c_saves_the_state_and_leaves_no_process(tmp_path):
         assert run.stderr is not None
         first_line = run.stderr.readline()  # it tells how it stands after the first step
         children = psutil.Process(run.pid).children(recursive=True)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         told, errors = run.communicate(timeout=30)
     assert first_line.startswith("my_job.py: step ")
-    assert run.returncode == 130
+    assert run.returncode == code
+    assert f"stopping ({number.name})" in errors
     assert "Traceback" not in errors
-    assert "stopped by Ctrl-C before step" in told
+    assert "stopped before step" in told
     assert children
     assert psutil.wait_procs(children, timeout=10)[1] == []
     stopped = json.loads(state.read_bytes())
@@ -233,4 +247,83 @@ def test_ctrl_c_saves_the_state_and_leaves_no_process(tmp_path):
 def test_ctrl_c_in_a_job_file_ends_quietly(tmp_path):
     """A job that is still being declared when Ctrl-C comes."""
     path = job_file(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    assert overlord("run", path, expect=130).stderr == ""
+    assert overlord("run", path, expect=130).stderr == "stopping (SIGINT); a second one ends the process at once\n"
+
+
+HANGS = """
+import sys, threading
+from dataclasses import dataclass
+import overlord as ol
+from tests.sources import Numbered, job_of
+
+@dataclass(frozen=True)
+class Hangs(Numbered):
+    def {method}:
+        sys.stderr.write("hangs\\n")
+        threading.Event().wait()
+
+job = job_of({{name: Hangs(rows=400, first=1) for name in "abcdef"}}, num_workers=8)
+"""
+
+
+def _stopped(command: list[object], *signals: int, told: str = "hangs\n") -> tuple[int, str]:
+    """Sends signals to a program, the first when it has said something, the next when it has said that it stops. Returns its
+    exit code and what it said in between and after."""
+    words = [sys.executable, "-u", *map(str, command)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()) as run:
+        assert run.stderr is not None
+        while run.stderr.readline() != told:
+            assert run.poll() is None
+        lines = ""
+        for number in signals:
+            run.send_signal(number)
+            while "stopping" not in lines and run.poll() is None:
+                line = run.stderr.readline()
+                lines += "" if line == told else line
+        _, errors = run.communicate(timeout=60)
+    return run.returncode, lines + errors
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("verb", ["run", "explain", "check", "serve"])
+def test_ctrl_c_says_at_once_that_it_stops_and_what_it_waits_for_though_every_read_hangs(tmp_path, verb):
+    path = job_file(tmp_path, HANGS.format(method="read(self, unit)"))
+    code, told = _stopped(["-m", "overlord.cli", verb, path], signal.SIGINT)
+    assert code in ({0, 130} if verb == "serve" else {130})  # it may not be serving yet
+    assert told.startswith("stopping")
+    assert "closing waits up to 1.2 s for what is under way: source 'a' is making chunk 0 for" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.strangers
+def test_ctrl_c_does_not_wait_for_a_listing_that_hangs(tmp_path):
+    path = job_file(tmp_path, HANGS.format(method="units(self)"))
+    code, told = _stopped(["-m", "overlord.cli", "run", path], signal.SIGINT)
+    assert (code, told.replace("hangs\n", "")) == (130, "stopping (SIGINT); a second one ends the process at once\n")
+
+
+@pytest.mark.strangers
+def test_a_second_ctrl_c_ends_the_process_where_it_stands(tmp_path):
+    text = """
+import sys, threading
+sys.stderr.write("hangs\\n")
+while True:
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass  # as a library may
+"""
+    code, told = _stopped(["-m", "overlord.cli", "run", job_file(tmp_path, text)], signal.SIGINT, signal.SIGINT)
+    assert code == -signal.SIGINT
+    assert told == "stopping (SIGINT); a second one ends the process at once\n"
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("block", ["loader = ol.start(job)\n", "with ol.start(job) as loader:\n    "])
+def test_a_script_that_ctrl_c_stops_says_what_it_still_waits_for(tmp_path, block):
+    script = tmp_path / "script.py"
+    script.write_text(HANGS.format(method="read(self, unit)") + block + "next(loader.client(0))\n")
+    code, told = _stopped([script], signal.SIGINT)
+    assert code == -signal.SIGINT
+    assert "closing waits up to 1.2 s for what is under way: source 'a' is making chunk 0 for" in told
+    assert "KeyboardInterrupt" in told

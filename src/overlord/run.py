@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from overlord.roles.shadow import ShadowChange
 from overlord.roles.upkeep import Loaders, Upkeep
 from overlord.spec import Job, Log, Mesh, Source, Unit
 from overlord.state import Fingerprint, State, from_state, to_state
+from overlord.threads import Threads
 from overlord.transport.constructor import ServingConstructor, make_serving_constructor
 from overlord.workplace import WorkplaceSize
 
@@ -86,9 +86,10 @@ def start(
 
 def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
     """Every source's units, listed side by side. A source without any is an error."""
-    with ThreadPoolExecutor(min(_LISTING_THREADS, len(sources)), thread_name_prefix="overlord-list") as threads:
-        pending = {name: threads.submit(source.units) for name, source in sources.items()}
-        listed: dict[str, Sequence[Unit]] = {}
+    threads = Threads(min(_LISTING_THREADS, len(sources)), "overlord-list")
+    pending = {name: threads.submit(source.units) for name, source in sources.items()}
+    listed: dict[str, Sequence[Unit]] = {}
+    try:
         for name, future in pending.items():
             try:
                 listed[name] = future.result()
@@ -97,6 +98,8 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
                 raise
             if not listed[name]:
                 raise SourceError(f"source {name!r} has no data: its files hold no rows; remove it or check its paths")
+    finally:
+        threads.shutdown()  # after an error or Ctrl-C a listing may still wait for storage: it is left behind
     return listed
 
 

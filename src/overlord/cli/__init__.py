@@ -1,6 +1,7 @@
 """The command line. Each verb is a file; this one reads the arguments and turns what went wrong into a line and a code.
 
-Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 stopped by Ctrl-C, 143 by SIGTERM. Both signals stop a verb in the same
+way: it says so at once, writes the state that it was asked for, and leaves; a second one ends the process where it stands.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from overlord.cli.calibrate_options import add_calibrate
 from overlord.cli.mix_options import add_mix
@@ -20,15 +23,17 @@ from overlord.errors import OverlordError
 
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+TERMINATED = 143  # 128 + SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    came = _stop_at_signals()
     try:
-        return options.verb(options)
+        code = options.verb(options)
+        return TERMINATED if code == INTERRUPTED and signal.SIGTERM in came else code
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # we are leaving: another Ctrl-C would only print a traceback
-        return INTERRUPTED
+        return TERMINATED if signal.SIGTERM in came else INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -38,6 +43,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"error: {told(error)}\n")
         return FAILED
+
+
+def _stop_at_signals() -> list[int]:
+    """Let Ctrl-C and SIGTERM say that we stop, and raise KeyboardInterrupt; returns the list of those that came."""
+    came: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_DFL)
+        # Not by sys.stderr: the signal may have come in the middle of a write to it.
+        os.write(2, f"stopping ({signal.Signals(number).name}); a second one ends the process at once\n".encode())
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+    return came
 
 
 def told(error: Exception) -> str:

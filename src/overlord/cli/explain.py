@@ -37,8 +37,10 @@ def explain(path: Path, step: int | None, resume: Path | None, as_json: bool) ->
         (name, f"{d['asked']:.2%}", f"{d['share']:.2%}", f"{d['samples']:,}", f"{d['tokens']:,}", f"{d['longest']:,}")
         for name, d in drawn.items()
     ]
-    out.print(f"Step {number:,}: what was drawn, in {job.mix.unit}")
-    out.print(table("source", "asked", "this step", "samples", "tokens", "longest", rows=rows))
+    out.print(f"Step {number:,}: what was drawn")
+    unit = job.mix.unit
+    columns = "source", f"{unit} asked", f"{unit} drawn", "samples", "tokens", "longest"
+    out.print(table(*columns, rows=rows))
     out.print("How it was arranged")
     out.print(explained(planned.plan), soft_wrap=True, markup=False)
     if all(stage.bucket_costs is None for stage in planned.plan.stages):

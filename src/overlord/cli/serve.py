@@ -70,7 +70,7 @@ def _stopped_by_signals() -> threading.Event:
 
     def note(number: int, _: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         stop.set()
 
     signal.signal(signal.SIGTERM, note)
@@ -89,7 +89,10 @@ def _announce(loader: Loader, address: str, as_json: bool) -> None:
 
 
 def _finish(loader: Loader, options: ServeOptions) -> None:
-    sys.stderr.write(f"stopping: ranks may finish the step that one of them has, for up to {options.drain_s:g} s\n")
+    sys.stderr.write(
+        f"stopping: waits up to {options.drain_s:g} s for every rank to take the last step that one of them has; a second "
+        "signal ends the process at once\n"
+    )
     all_came = loader.drain(options.drain_s)
     state = loader.state_dict()
     missing = "" if all_came else ", which not every rank came for"
