@@ -1,14 +1,20 @@
 """The command line as users meet it: the real command in its own process."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+import overlord as ol
+from overlord.cli.job_file import load_job
 from tests.commands import environment, python
 
 JOB = """
@@ -166,6 +172,47 @@ def test_explain_shows_weights_beside_shares_of_the_same_unit(tmp_path, unit):
     source = json.loads(overlord("explain", path, "--json").stdout)["sources"]["a"]
     assert abs(source["asked"] - source["share"]) < 0.05
     assert f"share of {unit} asked/drawn: a 0.750/{source['share']:.3f}," in told
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    "strategy", ["ol.strategies.plain()", "ol.strategies.hdp(ol.TransformerCost(1.0, 0.1), capacity=64)"]
+)
+def test_explain_lists_the_documents_of_a_step_with_file_row_and_the_ranks_that_train_on_them(tmp_path, strategy):
+    for part in range(3):  # every token says which row of which file it is of
+        documents = [[1000 * part + row + 1] * (1 + (7 * row + part) % 40) for row in range(60)]
+        table = pa.table({"tokens": pa.array(documents, pa.list_(pa.int32()))})
+        pq.write_table(table, tmp_path / f"{part}.parquet", row_group_size=20)
+    text = f"""
+import overlord as ol
+job = ol.Job(
+    sources={{"web": ol.Parquet("{tmp_path}/*.parquet", repeat=False, window=2)}},
+    batch=ol.Batch(tokens=512, sequence_length=64),
+    mesh=ol.Mesh(dp=2, cp=2),
+    strategy={strategy},
+)
+"""
+    path, state = job_file(tmp_path, text), tmp_path / "state.json"
+    overlord("run", path, "--steps", 2, "--state", state)
+    told = json.loads(overlord("explain", path, "--step", 2, "--documents", "--json", "--resume", state).stdout)
+    listed: dict[int, list[int]] = {rank: [] for rank in range(4)}
+    for document in told["documents"]:
+        assert document["source"] == "web"
+        name, _, row_group = Path(document["file"]).name.partition("#")
+        token = 1000 * int(name[0]) + 20 * int(row_group or 0) + document["row"] + 1
+        for rank in document["ranks"]:
+            listed[rank].append(token)
+    with ol.start(load_job(path), resume=json.loads(state.read_bytes())) as loader:
+        for rank in range(4):
+            step = next(loader.client(rank))
+            found = {int(token) for micro in step for token in np.unique(micro["tokens"]) if token}
+            if "hdp" in strategy:
+                assert set(listed[rank]) == found
+            else:  # a rank has slices of its group's documents, which may leave it none of a short one
+                assert found <= set(listed[rank])
+    assert len(told["documents"]) == told["samples"]
+    shown = overlord("explain", path, "--step", 2, "--documents", "--resume", state).stdout
+    assert re.search(r"web +\S+/\d\.parquet\S* +\d+ +\d+ +\d+ +\d", shown)
 
 
 def test_a_step_can_be_explained_from_a_saved_state_and_not_past_the_end(tmp_path):

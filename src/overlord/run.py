@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+import numpy as np
+
 from overlord.engine import Engine, Handle
 from overlord.engines.embedded import Embedded
 from overlord.errors import SourceError, SpecError, WaitTimeoutError, WorkerDiedError
@@ -19,6 +21,7 @@ from overlord.planning.learning.steering import Steered
 from overlord.planning.loaders.autoscaling import Decision
 from overlord.planning.loaders.scaling import Budget, Partition
 from overlord.planning.place_tree import ClientPlaceTree
+from overlord.planning.plan import Plan
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import Decision as Decided
 from overlord.roles.assembly import is_kept, make_partition, make_planner
@@ -28,7 +31,7 @@ from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.in_process import InProcess
 from overlord.roles.plan_log import Era, resumed, starting_point
 from overlord.roles.planner import Planned, Planner, PlannerStatus
-from overlord.roles.report import Report
+from overlord.roles.report import Report, StepDocument
 from overlord.roles.resizing import agreed_step, thaw
 from overlord.roles.routes import Routes
 from overlord.roles.shadow import ShadowChange
@@ -222,6 +225,38 @@ class Loader:
         """The whole plan of a step, for looking at; None when the run ends before it."""
         return self._planner.ask(Planner.whole_plan, step).result()
 
+    def documents(self, step: int) -> list[StepDocument] | None:
+        """Every document of a step, by rank and microbatch, for looking at; None when the run ends before it. Its chunks are
+        read again where they are no longer in a buffer."""
+        planned = self.plan(step)
+        if planned is None:
+            return None
+        plan = planned.plan
+        samples = plan.samples.take(plan.order)
+        read: dict[int, tuple[str, int]] = {}
+        of_chunks: dict[tuple[int, int], list[int]] = {}
+        for place, key in enumerate(zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)):
+            of_chunks.setdefault(key, []).append(place)
+        for (source, chunk), places in of_chunks.items():
+            found = self._routes.origins(source, chunk, samples.row[places].tolist())
+            read.update(zip(places, found, strict=True))
+        micro = plan.micro_of_order()
+        first = np.cumsum(plan.counts) - plan.counts
+        group = np.repeat(np.arange(plan.num_groups), plan.counts)[micro]
+        ranks = [tuple(self._ranks_of(plan, number)) for number in range(plan.num_groups)]
+        return [
+            StepDocument(samples.source_names[source], *read[place], tokens, number, ranks[of])
+            for place, (source, tokens, number, of) in enumerate(
+                zip(
+                    samples.source.tolist(),
+                    samples.tokens.tolist(),
+                    (micro - first[group]).tolist(),
+                    group.tolist(),
+                    strict=True,
+                )
+            )
+        ]
+
     def report(self, step: int | None = None) -> Report:
         """How the run stood before a step (by default: where the slowest client is)."""
         at = self._slowest() if step is None else step
@@ -357,6 +392,13 @@ class Loader:
 
     def _constructor_of(self, rank: int) -> Handle[ServingConstructor]:
         return self._constructors[self.tree.coordinates(rank).dp]
+
+    def _ranks_of(self, plan: Plan, group: int) -> list[int]:
+        """The ranks that train on the samples of a group of a plan."""
+        if plan.axis == "dp":
+            return self.tree.ranks_of(group)
+        dp, cp = divmod(group, self.job.mesh.cp)
+        return [rank for rank in self.tree.ranks_of(dp) if self.tree.coordinates(rank).cp == cp]
 
     def _waiting(self) -> dict[int, int]:
         """The ranks that read in this process, with the step each takes next."""

@@ -139,11 +139,12 @@ def _add_explain(verbs: argparse._SubParsersAction) -> None:
     verb.add_argument("job", type=Path, help="a Python file with `job = overlord.Job(...)`")
     verb.add_argument("--step", type=_at_least(0), help="the step to explain (default: the first)")
     verb.add_argument("--resume", type=Path, metavar="FILE", help="count from this saved state: quick for late steps")
+    verb.add_argument("--documents", action="store_true", help="list its documents: source, file, row, microbatch and ranks")
 
     def call(options: argparse.Namespace) -> int:
         from overlord.cli.explain import explain
 
-        return explain(options.job, options.step, options.resume, options.json)
+        return explain(options.job, options.step, options.resume, options.documents, options.json)
 
     verb.set_defaults(verb=call)
 
