@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
-from overlord.cli.job_file import load_job
+from overlord.cli.token_file import read_token
 from tests.commands import environment, python
 
 JOB = """
@@ -135,6 +136,80 @@ def test_a_job_file_that_is_no_job_gets_one_clear_line(tmp_path, text, told):
     assert "my_job.py" in line
 
 
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("job = ol.Jobb()", "module 'overlord' has no attribute 'Jobb'; did you mean 'Job'?"),
+        ("ol.Batch(token=64, sequence_length=16)", "unexpected keyword argument 'token'; did you mean 'tokens'?"),
+        ("ol.Parquet('x', onbadrow='skip')", "unexpected keyword argument 'onbadrow'; did you mean 'on_bad_row'?"),
+        ("ol.Mesh(quux=2)", "unexpected keyword argument 'quux' ("),
+    ],
+)
+def test_a_misspelt_name_in_a_job_file_is_told_with_the_nearest_one(tmp_path, line, told):
+    (error,) = overlord("check", job_file(tmp_path, f"import overlord as ol\n{line}\n"), expect=1).stderr.splitlines()
+    assert told in error
+    assert "my_job.py, line 2)" in error
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["run", "JOB", "--steps", "abc"], 2, "--steps: must be a whole number of at least 1, got 'abc'"),
+        (["explain", "JOB", "--step", "3.5"], 2, "--step: must be a whole number of at least 0, got '3.5'"),
+        (["explain", "JOB", "--resume", "."], 1, "error: the state cannot be read from .: Is a directory"),
+        (["run", "JOB", "--state", "."], 1, "error: the state cannot be written to .: it is a folder"),
+        (
+            ["run", "JOB", "--state", "/proc/x"],
+            1,
+            "error: the state cannot be written to /proc/x: No such file or directory",
+        ),
+        (["run", "JOB", "--stepz", "3"], 2, "unrecognized arguments: --stepz 3"),
+        (["serve", "JOB", "--drain", "-3"], 2, "--drain: must be a number of at least 0, got '-3'"),
+        (["serve", "JOB", "--leave-after", "0"], 2, "--leave-after: must be a number above 0, got '0'"),
+        (["serve", "JOB", "--address", "192.0.2.1:0"], 1, "error: cannot listen on 192.0.2.1:0: Cannot assign requested"),
+        (["serve", "JOB", "--address", "127.0.0.1:TAKEN"], 1, ": Address already in use; choose an address of this machine"),
+        (["serve", "JOB", "--token-file", "EMPTY"], 1, "holds no token: it is empty; `openssl rand -hex 32 > "),
+        (
+            ["serve", "JOB", "--token-file", "none"],
+            1,
+            "error: the token cannot be read from none: No such file or directory",
+        ),
+        (["mix", "127.0.0.1:1", "--timeout", "0"], 2, "--timeout: must be a number above 0, got '0'"),
+        (["mix", "127.0.0.1:1", "a=1", "--from-step", "-5"], 2, "--from-step: must be at least 0, got -5"),
+        (["mix", "127.0.0.1:1", "--timeout", "1"], 1, "error: the service could not be reached for"),
+        (["mix", "127.0.0.1:1", "--from-step", "5", "a=x"], 1, "error: a weight is written as source=number"),
+        (["mix", "127.0.0.1:1", "--from-step", "5", "a=1", "--b=2"], 2, "unrecognized arguments: a=1 --b=2"),
+    ],
+)
+def test_what_a_newcomer_gets_wrong_is_told_in_one_line(tmp_path, arguments, code, told):
+    empty = tmp_path / "empty"
+    empty.touch(0o600)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        there = {"JOB": str(job_file(tmp_path)), "EMPTY": str(empty)}
+        words = [there.get(word, word.replace("TAKEN", str(taken.getsockname()[1]))) for word in arguments]
+        errors = overlord(*words, expect=code).stderr
+    assert told in errors
+    if code == 1:
+        assert len(errors.splitlines()) == 1
+        assert errors.startswith("error: ")
+
+
+@pytest.mark.strangers
+def test_a_token_that_others_may_read_is_warned_of(tmp_path, capsys):
+    token = tmp_path / "token"
+    token.write_text("hard-to-guess\n")
+    token.chmod(0o640)
+    assert read_token(token) == "hard-to-guess"
+    assert capsys.readouterr().err == f"warning: other users of this machine may read the token: chmod 600 {token}\n"
+    token.chmod(0o600)
+    assert read_token(token) == "hard-to-guess"
+    assert capsys.readouterr().err == ""
+
+
 def test_the_line_of_a_job_file_that_raised_is_named(tmp_path):
     path = job_file(tmp_path, "\nx = 1 / 0\n")
     assert "my_job.py, line 2)" in overlord("check", path, expect=1).stderr
@@ -202,7 +277,9 @@ job = ol.Job(
         token = 1000 * int(name[0]) + 20 * int(row_group or 0) + document["row"] + 1
         for rank in document["ranks"]:
             listed[rank].append(token)
-    with ol.start(load_job(path), resume=json.loads(state.read_bytes())) as loader:
+    declared: dict[str, ol.Job] = {}
+    exec(text, declared)  # type: ignore[arg-type]
+    with ol.start(declared["job"], resume=json.loads(state.read_bytes())) as loader:
         for rank in range(4):
             step = next(loader.client(rank))
             found = {int(token) for micro in step for token in np.unique(micro["tokens"]) if token}
