@@ -279,14 +279,22 @@ class _Attendant:
 
     def _living(self) -> WorkerProcess:
         if self._worker is None:
-            worker = WorkerProcess.started()
-            with self._lock:
-                self._worker = worker
-                if self._stopped:  # closed while it was starting
-                    worker.kill()
-        if self._stopped:
+            try:
+                WorkerProcess.started(self._admit)
+            except BaseException:
+                self._bury()
+                raise
+        worker = self._worker
+        if worker is None or self._stopped:
             raise ClosedError("the process pool was closed while a transform was running")
-        return self._worker
+        return worker
+
+    def _admit(self, worker: WorkerProcess) -> bool:
+        """Take a worker that is starting as this thread's own, so that `stop` need not wait until it is ready."""
+        with self._lock:
+            if not self._stopped:
+                self._worker = worker
+            return not self._stopped
 
     def _bury(self) -> None:
         with self._lock:

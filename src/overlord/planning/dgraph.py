@@ -86,9 +86,9 @@ class DGraph:
         tokens = self.samples.tokens if self.extra is None else self.samples.tokens + self.extra
         return padded(tokens, self.batch.document_multiple)
 
-    def mix(self, weights: Floats) -> DGraph:
-        """Note how the step was drawn: by these weights, one per source."""
-        return self._with(Stage("mix", "samples asked/drawn: {}", (Shares(weights, self.samples),)))
+    def mix(self, weights: Floats, unit: str = "samples") -> DGraph:
+        """Note how the step was drawn: by these weights, one per source, which share out samples or tokens."""
+        return self._with(Stage("mix", "share of {} asked/drawn: {}", (unit, Shares(weights, self.samples, unit))))
 
     def cost(self, function: CostFunction) -> DGraph:
         """Say what each sample costs. Costs by module ({'encoder': ..., 'backbone': ...}) are added up."""

@@ -101,6 +101,11 @@ class LoaderHost:
     def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> int:
         return self._of(source).loader.opened(chunk).chunk.count_loss(row, start, stop)
 
+    def origins(self, source: str, chunk: int, rows: Sequence[int]) -> list[tuple[str, int]]:
+        """The unit and the row in it that each of these rows was read from; row -1 where a transform lost track."""
+        found = self._of(source).loader.opened(chunk).chunk
+        return [found.where(int(found.table_row[row])) for row in rows]
+
     def give(self, samples: Samples) -> Payload:
         """The payload of planned samples, in their order."""
         keep_all = bool(self._columns) or self._some_decode

@@ -58,6 +58,9 @@ class Routes:
     def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> int:
         return self._answered(source, chunk, LoaderHost.count_loss, self._names[source], chunk, row, start, stop)
 
+    def origins(self, source: int, chunk: int, rows: Sequence[int]) -> list[tuple[str, int]]:
+        return self._answered(source, chunk, LoaderHost.origins, self._names[source], chunk, rows)
+
     def prefetch(self, source: int, chunk: int, end: int | None = None) -> None:
         """Let a chunk and some after it, before `end`, be prepared. It is advice: nobody waits for it, and what is lost of
         it is made when it is asked for."""
