@@ -23,7 +23,7 @@ from overlord.spec import Unit
 KEY = "__key__"
 HEAD_BYTES = 1 << 20
 # A sample's key is the name up to the first dot of its last part; names like .hidden and README are no part of a sample.
-_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
+_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 # Small, and wanted by transforms as they are: not worth a view.
 TEXT = frozenset(("txt", "text", "json", "cls", "cls2", "id", "index", "caption", "transcript", "csv", "tsv", "md"))
 _TYPES = (pa.binary(), pa.large_binary(), pa.string(), pa.large_string(), pa.binary_view())
@@ -152,6 +152,11 @@ def _samples(path: str, found: Sequence[Member]) -> _Samples:
             raise SourceError(
                 f"{path} has the member {member.name!r} twice, again at byte {member.offset:,}: a sample has one member "
                 "for each ending; write the archive again"
+            )
+        if member.fault:
+            raise SourceError(
+                f"{path} has the member {member.name!r} at byte {member.offset:,}, which {member.fault} and has no "
+                "bytes to read: write the archive again with the file itself (tar --dereference), or without the member"
             )
         if member.num_bytes > MOST_BYTES:
             raise SourceError(f"{path} has the member {member.name!r} of {member.num_bytes:,} bytes: the most is 2 GiB")
