@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from overlord.data.read_result import ReadResult
 from overlord.data.readers.file_source import FileSource
 from overlord.data.readers.flat_lists import ListColumn, Lists, NotFlat, is_worth_it, list_columns, read_lists
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
+from overlord.data.readers.validation import validated
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
 from overlord.errors import SourceError
 from overlord.spec import Unit
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ColumnChunkMetaData, FileMetaData, ParquetFile
 
 MAGIC = b"PAR1"
+ENCRYPTED_MAGIC = b"PARE"
 TAIL_BYTES = 64 << 10
 GAP_BYTES = 1 << 20
 
@@ -63,16 +66,23 @@ class Parquet(FileSource):
     def units(self) -> list[Unit]:
         files = self.files()
         footers = map_threads(lambda file: _footer(self.storage, file), files)
-        schemas = ((file.path, footer.schema.to_arrow_schema()) for file, footer in zip(files, footers, strict=True))
+        schemas = ((file.path, _arrow_schema(file, footer)) for file, footer in zip(files, footers, strict=True))
         schema = common_schema(schemas, self.columns).remove_metadata()
         units: list[Unit] = []
         for file, footer in zip(files, footers, strict=True):
+            _check_chunks(file, footer, schema.names)
             leaves, lists = _leaves(footer, schema.names), list_columns(footer, schema)
             detail = RowGroup(footer, schema, leaves, file.num_bytes, lists)
             units += _row_groups(file, detail)
         return self._some(units)
 
     def read(self, unit: Unit) -> pa.Table:
+        return self.read_rows(unit).strict()
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        return validated(self._decoded(unit), f"row group {unit.index} of {unit.path}")
+
+    def _decoded(self, unit: Unit) -> pa.Table:
         import pyarrow.parquet as pq
 
         detail: RowGroup = unit.detail
@@ -99,7 +109,7 @@ class Parquet(FileSource):
                 self._files.put_back(opened)
         except FileNotFoundError as error:
             raise SourceError(f"{unit.path} was there when the source was listed and is gone now; put it back") from error
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, EOFError) as error:
             raise SourceError(
                 f"row group {unit.index} of {unit.path} cannot be decoded: {error}; write the file again"
             ) from error
@@ -117,6 +127,7 @@ class Parquet(FileSource):
             name, chunk = column.field.name, group.column(column.leaf)
             if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
                 continue
+            _check_codec(detail.footer, unit.index, column.leaf)
             start, stop = _extent(chunk)
             file.seek(start)
             try:
@@ -211,6 +222,79 @@ def _leaves(footer: FileMetaData, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(i for i, path in enumerate(paths) if path in wanted or path.startswith(nested))
 
 
+def _arrow_schema(file: StoredFile, footer: FileMetaData) -> pa.Schema:
+    try:
+        schema = footer.schema.to_arrow_schema()
+        for i in range(footer.num_columns):
+            _ = footer.schema.column(i).path  # a name that is not UTF-8 fails here, not somewhere in planning
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
+    return schema
+
+
+def _check_chunks(file: StoredFile, footer: FileMetaData, names: Sequence[str]) -> None:
+    """Raises SourceError where the footer's entry for a column chunk of the named columns cannot be used."""
+    num_rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+    if min(num_rows, default=0) < 0 or sum(num_rows) != footer.num_rows:
+        raise _unreadable(file, f"its row groups have {sum(num_rows):,} rows, but it says {footer.num_rows:,}")
+    leaves = _leaves(footer, names)
+    error = _chunks_error(footer, leaves)
+    if error is None:
+        return
+    for i in leaves:
+        column = footer.schema.column(i).path
+        found = _chunks_error(footer, [i])
+        if found is not None and "crypt" in str(found):
+            raise SourceError(
+                f"{file.path} has the encrypted column {column!r}, and encrypted columns cannot be read: name the others "
+                "with columns=, or write the file without encryption"
+            ) from found
+        if found is not None:
+            raise _unreadable(file, f"column {column!r}: {found}") from found
+    raise _unreadable(file, error) from error
+
+
+def _chunks_error(footer: FileMetaData, leaves: Sequence[int]) -> Exception | None:
+    # A pre-buffered read begins with a look at every entry.
+    groups, columns = list(range(footer.num_row_groups)), list(leaves)
+    return _dry_run_error(
+        footer, lambda file: next(file.reader.iter_batches(1, groups, columns, use_threads=False), None), pre_buffer=True
+    )
+
+
+def _check_codec(footer: FileMetaData, group: int, leaf: int) -> None:
+    # A buffered read asks for the codec of a column chunk before it asks for data.
+    error = _dry_run_error(
+        footer,
+        lambda file: file.reader.read_row_group(group, column_indices=[leaf], use_threads=False),
+        pre_buffer=False,
+        buffer_size=4096,
+    )
+    if error is not None:
+        raise error
+
+
+def _dry_run_error(footer: FileMetaData, read: Callable[[ParquetFile], object], **options: Any) -> Exception | None:
+    """What Arrow says of a footer when it begins to read.
+
+    pyarrow's accessors of a column chunk do not catch what Arrow's C++ throws at damaged or encrypted entries: the process
+    aborts. Reading makes the same calls where errors are caught. There is no data to read, so a good footer leads to the
+    EOFError of SparseFile.
+    """
+    import pyarrow.parquet as pq
+
+    # Of no particular length: where a chunk lies beyond the end of the file, `_row_groups` has more to say about it.
+    without_data = pa.PythonFile(SparseFile(1 << 62, {}), mode="r")
+    try:
+        with pq.ParquetFile(without_data, metadata=footer, **options) as file:
+            read(file)
+    except EOFError:
+        return None
+    except (pa.ArrowException, OSError) as error:
+        return error
+    return None
+
+
 def _extent(chunk: ColumnChunkMetaData) -> tuple[int, int]:
     start = chunk.data_page_offset
     if chunk.dictionary_page_offset is not None:
@@ -236,6 +320,11 @@ def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
     tail_start = max(0, file.num_bytes - TAIL_BYTES)
     tail = storage.read(file.path, tail_start, file.num_bytes)
     end = tail[-8:].to_pybytes()
+    if end[4:] == ENCRYPTED_MAGIC:
+        raise SourceError(
+            f"{file.path} is an encrypted Parquet file (its last four bytes are b'PARE'), and encrypted files cannot be "
+            "read: write it without encryption"
+        )
     if file.num_bytes < 12 or end[4:] != MAGIC:
         raise SourceError(
             f"{file.path} does not end like a Parquet file ({file.num_bytes:,} bytes, the last four are {end[4:]!r} and "
@@ -249,5 +338,9 @@ def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
     try:
         # The parser counts from the end, so it does not miss the rest of the file.
         return pq.read_metadata(pa.BufferReader(tail.slice(footer_start - tail_start)))
-    except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.path} has a footer that cannot be read: {error}; copy or write it again") from error
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is not UTF-8
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: StoredFile, what: object) -> SourceError:
+    return SourceError(f"{file.path} has a footer that cannot be read: {what}; copy or write it again")
