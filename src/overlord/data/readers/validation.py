@@ -6,6 +6,7 @@ themselves cannot be checked without a checksum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,24 +17,27 @@ from overlord.data.views import take_rows
 from overlord.errors import SourceError
 
 
-def validated(table: pa.Table, where: str, mapped: tuple[pa.Buffer, ...] = ()) -> ReadResult:
+def validated(table: pa.Table, where: str | Sequence[str], mapped: tuple[pa.Buffer, ...] = ()) -> ReadResult:
     """The rows whose text is UTF-8; the others are bad rows. SourceError where a column is damaged as a whole.
 
-    `where` says which part of which file was read. Looks at offsets, indices and text, not at numbers or binary values.
+    `where` says which part of which file was read, for the whole table or for each chunk of its columns. Looks at offsets,
+    indices and text, not at numbers or binary values.
     """
-    bad: dict[int, str] = {}
+    bad: dict[int, BadRow] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         first = 0
-        for chunk in column.chunks:
+        for i, chunk in enumerate(column.chunks):
             try:
                 chunk.validate(full=True)
             except pa.ArrowException:
-                for row, error in _rows_at_fault(chunk, where, name).items():
-                    bad.setdefault(first + row, f"column {name!r} is not UTF-8 text: {error}")
+                place = where if isinstance(where, str) else where[i]
+                for row, error in _rows_at_fault(chunk, place, name).items():
+                    text = f"column {name!r} is not UTF-8 text: {error}"
+                    bad.setdefault(first + row, BadRow(first + row, text, place))
             first += len(chunk)
     if not bad:
         return ReadResult(table, mapped=mapped)
-    reports = tuple(BadRow(row, bad[row], where) for row in sorted(bad))
+    reports = tuple(bad[row] for row in sorted(bad))
     kept = kept_rows(table.num_rows, reports)
     return ReadResult(take_rows(table, kept), kept, reports, mapped)
 
@@ -49,6 +53,7 @@ def _rows_at_fault(array: pa.Array, where: str, name: str) -> dict[int, str]:
 
 def _rows_without_utf8(array: Any) -> dict[int, str]:
     """The rows whose text is not UTF-8, with Arrow's words for it. Raises what Arrow says where that is not all."""
+    array.validate()  # what follows may look at offsets only when their buffers are long enough
     try:
         array.validate(full=True)
     except pa.ArrowException as error:
