@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -127,7 +129,8 @@ class Parquet(FileSource):
             name, chunk = column.field.name, group.column(column.leaf)
             if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
                 continue
-            _check_codec(detail.footer, unit.index, column.leaf)
+            if (error := _entries_error(detail.footer, detail.num_bytes, [unit.index], [column.leaf])) is not None:
+                raise error
             start, stop = _extent(chunk)
             file.seek(start)
             try:
@@ -237,13 +240,13 @@ def _check_chunks(file: StoredFile, footer: FileMetaData, names: Sequence[str]) 
     num_rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
     if min(num_rows, default=0) < 0 or sum(num_rows) != footer.num_rows:
         raise _unreadable(file, f"its row groups have {sum(num_rows):,} rows, but it says {footer.num_rows:,}")
-    leaves = _leaves(footer, names)
-    error = _chunks_error(footer, leaves)
+    leaves, groups = list(_leaves(footer, names)), list(range(footer.num_row_groups))
+    error = _entries_error(footer, file.num_bytes, groups, leaves)
     if error is None:
         return
     for i in leaves:
         column = footer.schema.column(i).path
-        found = _chunks_error(footer, [i])
+        found = _entries_error(footer, file.num_bytes, groups, [i])
         if found is not None and "crypt" in str(found):
             raise SourceError(
                 f"{file.path} has the encrypted column {column!r}, and encrypted columns cannot be read: name the others "
@@ -254,45 +257,40 @@ def _check_chunks(file: StoredFile, footer: FileMetaData, names: Sequence[str]) 
     raise _unreadable(file, error) from error
 
 
-def _chunks_error(footer: FileMetaData, leaves: Sequence[int]) -> Exception | None:
-    # A pre-buffered read begins with a look at every entry.
-    groups, columns = list(range(footer.num_row_groups)), list(leaves)
-    return _dry_run_error(
-        footer, lambda file: next(file.reader.iter_batches(1, groups, columns, use_threads=False), None), pre_buffer=True
-    )
+def _entries_error(footer: FileMetaData, num_bytes: int, groups: list[int], leaves: list[int]) -> Exception | None:
+    """What Arrow says of the footer's entries for column chunks when it is about to read them.
 
-
-def _check_codec(footer: FileMetaData, group: int, leaf: int) -> None:
-    # A buffered read asks for the codec of a column chunk before it asks for data.
-    error = _dry_run_error(
-        footer,
-        lambda file: file.reader.read_row_group(group, column_indices=[leaf], use_threads=False),
-        pre_buffer=False,
-        buffer_size=4096,
-    )
-    if error is not None:
-        raise error
-
-
-def _dry_run_error(footer: FileMetaData, read: Callable[[ParquetFile], object], **options: Any) -> Exception | None:
-    """What Arrow says of a footer when it begins to read.
-
-    pyarrow's accessors of a column chunk do not catch what Arrow's C++ throws at damaged or encrypted entries: the process
-    aborts. Reading makes the same calls where errors are caught. There is no data to read, so a good footer leads to the
-    EOFError of SparseFile.
+    pyarrow's accessors of these entries do not catch what Arrow's C++ throws at damaged or encrypted ones: the process
+    aborts. Reading makes the same calls where errors are caught. A read of several row groups that is pre-buffered looks at
+    every entry; a buffered read of one row group looks at its codecs too. It is asked for no rows, and so comes to an end
+    before it looks at data.
     """
     import pyarrow.parquet as pq
 
-    # Of no particular length: where a chunk lies beyond the end of the file, `_row_groups` has more to say about it.
-    without_data = pa.PythonFile(SparseFile(1 << 62, {}), mode="r")
+    options = {"metadata": footer, "pre_buffer": len(groups) > 1, "buffer_size": 4096}
     try:
-        with pq.ParquetFile(without_data, metadata=footer, **options) as file:
-            read(file)
-    except EOFError:
+        with pq.ParquetFile(_without_data(num_bytes), **options) as file:
+            next(file.reader.iter_batches(0, groups, leaves, use_threads=False), None)
+    except EOFError:  # of SparseFile: Arrow wants to see data, so the entries are fine
         return None
     except (pa.ArrowException, OSError) as error:
         return error
     return None
+
+
+def _without_data(num_bytes: int) -> pa.NativeFile:
+    # An offset beyond the file is for `_row_groups` to report, which has more to say about it, hence some room.
+    bits = max(30, num_bytes.bit_length())
+    try:
+        return pa.BufferReader(_address_space(bits))
+    except (OSError, ValueError, OverflowError):  # limited by ulimit -v
+        return pa.PythonFile(SparseFile(1 << bits, {}), mode="r")
+
+
+@lru_cache(maxsize=64)
+def _address_space(bits: int) -> pa.Buffer:
+    """Bytes that are never looked at and take no memory."""
+    return pa.py_buffer(mmap.mmap(-1, 1 << bits, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ))
 
 
 def _extent(chunk: ColumnChunkMetaData) -> tuple[int, int]:
