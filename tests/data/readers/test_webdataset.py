@@ -361,6 +361,22 @@ def test_text_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
         source.read(source.units()[0])
 
 
+@pytest.mark.strangers
+def test_more_text_than_a_column_has_room_for_is_an_error(tmp_path: Path) -> None:
+    with open(tmp_path / "a.tar", "wb") as file:
+        for i in range(3):  # of holes, which take no room on disk and are not read
+            info = tarfile.TarInfo(f"{i}.txt")
+            info.size = 1 << 30
+            file.write(info.tobuf(tarfile.USTAR_FORMAT))
+            file.seek(info.size, io.SEEK_CUR)
+        file.write(END)
+    source = WebDataset(str(tmp_path / "a.tar"))
+    with pytest.raises(
+        SourceError, match=r"3,221,225,472 bytes in its members that end in \.txt, .*'txt': pa\.large_binary"
+    ):
+        source.read(source.units()[0])
+
+
 def test_the_declaration_checks_itself() -> None:
     with pytest.raises(SpecError, match=r"column 'n' of a tar is one of binary, .*, not int64"):
         WebDataset("x", {"n": pa.int64()})

@@ -89,6 +89,7 @@ class WebDataset(FileSource):
         columns: list[pa.Array] = [pa.array(samples.keys, pa.string())]
         for field in list(shard.schema)[1:]:
             offsets, lengths = samples.column(field.name)
+            _check_fits(unit.path, field, lengths)
             columns.append(_typed(views_into(data, offsets, lengths), field, bad))
         table = pa.table(columns, schema=shard.schema)
         mapped = () if is_remote(unit.path) or codec_of(unit.path) else (data,)
@@ -182,6 +183,16 @@ def _content(storage: Storage, path: str, num_bytes: int) -> pa.Buffer:
     data = storage.map(path, num_bytes)
     codec = codec_of(path)
     return data if codec is None else decompressed(path, codec, data)
+
+
+def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
+    num_bytes = int(lengths[lengths > 0].sum())
+    if num_bytes > MOST_BYTES and field.type in (pa.binary(), pa.string()):
+        # Arrow would not complain, but wrap the offsets around.
+        raise SourceError(
+            f"{path} has {num_bytes:,} bytes in its members that end in .{field.name}, and a column of {field.type} has room "
+            f"for 2 GiB: write smaller shards, or declare columns={{{field.name!r}: pa.large_{field.type}(), ...}}"
+        )
 
 
 def _typed(views: pa.Array, field: pa.Field, bad: dict[int, str]) -> pa.Array:
