@@ -190,8 +190,8 @@ def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
     if num_bytes > MOST_BYTES and field.type in (pa.binary(), pa.string()):
         # Arrow would not complain, but wrap the offsets around.
         raise SourceError(
-            f"{path} has {num_bytes:,} bytes in its members that end in .{field.name}, and a column of {field.type} has room "
-            f"for 2 GiB: write smaller shards, or declare columns={{{field.name!r}: pa.large_{field.type}(), ...}}"
+            f"{path} has {num_bytes:,} bytes in its members that end in .{field.name}, and a column of {field.type} has "
+            f"room for 2 GiB: write smaller shards, or declare columns={{{field.name!r}: pa.large_{field.type}(), ...}}"
         )
 
 
