@@ -23,7 +23,7 @@ from overlord.spec import Unit
 KEY = "__key__"
 HEAD_BYTES = 1 << 20
 # A sample's key is the name up to the first dot of its last part; names like .hidden and README are no part of a sample.
-_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
+_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 # Small, and wanted by transforms as they are: not worth a view.
 TEXT = frozenset(("txt", "text", "json", "cls", "cls2", "id", "index", "caption", "transcript", "csv", "tsv", "md"))
 _TYPES = (pa.binary(), pa.large_binary(), pa.string(), pa.large_string(), pa.binary_view())
@@ -89,6 +89,7 @@ class WebDataset(FileSource):
         columns: list[pa.Array] = [pa.array(samples.keys, pa.string())]
         for field in list(shard.schema)[1:]:
             offsets, lengths = samples.column(field.name)
+            _check_fits(unit.path, field, lengths)
             columns.append(_typed(views_into(data, offsets, lengths), field, bad))
         table = pa.table(columns, schema=shard.schema)
         mapped = () if is_remote(unit.path) or codec_of(unit.path) else (data,)
@@ -153,6 +154,11 @@ def _samples(path: str, found: Sequence[Member]) -> _Samples:
                 f"{path} has the member {member.name!r} twice, again at byte {member.offset:,}: a sample has one member "
                 "for each ending; write the archive again"
             )
+        if member.fault:
+            raise SourceError(
+                f"{path} has the member {member.name!r} at byte {member.offset:,}, which {member.fault} and has no "
+                "bytes to read: write the archive again with the file itself (tar --dereference), or without the member"
+            )
         if member.num_bytes > MOST_BYTES:
             raise SourceError(f"{path} has the member {member.name!r} of {member.num_bytes:,} bytes: the most is 2 GiB")
         seen.add((sample, ending))
@@ -178,6 +184,16 @@ def _content(storage: Storage, path: str, num_bytes: int, most_bytes: int) -> pa
     data = storage.map(path, num_bytes)
     codec = codec_of(path)
     return data if codec is None else decompressed(path, codec, data, most_bytes)
+
+
+def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
+    num_bytes = int(lengths[lengths > 0].sum())
+    if num_bytes > MOST_BYTES and field.type in (pa.binary(), pa.string()):
+        # Arrow would not complain, but wrap the offsets around.
+        raise SourceError(
+            f"{path} has {num_bytes:,} bytes in its members that end in .{field.name}, and a column of {field.type} has "
+            f"room for 2 GiB: write smaller shards, or declare columns={{{field.name!r}: pa.large_{field.type}(), ...}}"
+        )
 
 
 def _typed(views: pa.Array, field: pa.Field, bad: dict[int, str]) -> pa.Array:
