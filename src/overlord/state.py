@@ -166,7 +166,8 @@ def _plain_policy(policy: OutlierDelay) -> list[Any]:
 def _declaration_digest(source: Source) -> str:
     transforms = [described(transform) for transform in source.transforms]
     parts = (source.identity(), transforms, described(source.decode), source.tokens, source.loss_mask)
-    return _digest(repr((*parts, source.window, source.shuffle)))
+    weights = () if source.loss_weights is None else (source.loss_weights,)
+    return _digest(repr((*parts, source.window, source.shuffle, *weights)))
 
 
 def described(value: Any) -> str:

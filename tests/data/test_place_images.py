@@ -63,4 +63,4 @@ def test_other_numbers_of_markers_than_images_and_missing_columns_are_refused():
     with pytest.raises(ol.SchemaError, match="keep="):
         ol.PlaceImages(DECODE, GRID, PLACE)(table_of([[1]], [[]]).drop(["pictures"]))
     with pytest.raises(ol.SpecError, match="token"):
-        ol.PlaceImages(DECODE, GRID, -1)
+        ol.PlaceImages(DECODE, GRID, 2**31)

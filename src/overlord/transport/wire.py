@@ -223,7 +223,7 @@ class Contents(Struct, frozen=True, tag="contents"):
     """A step is here: what lies where in the regions that follow."""
 
     step: int
-    loss_tokens: int
+    loss_tokens: int | float
     microbatches: list[list[Field]]
 
 
