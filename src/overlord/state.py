@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.errors import StateError
+from overlord.errors import SpecError, StateError
 from overlord.outlier_delay import OutlierDelay
 from overlord.planning.learning.steering import Steered
 from overlord.planning.progress import Progress
@@ -141,6 +141,8 @@ def refuse_differences(
     differences: Mapping[str, str], accept_changes: Collection[str] | bool, what: str, consequence: str
 ) -> None:
     """Raise StateError for the differences that were not accepted by name."""
+    if isinstance(accept_changes, str):  # a name within it would count as accepted
+        raise SpecError(f"accept_changes is True or a sequence of names: write accept_changes=({accept_changes!r},)")
     refused = {} if accept_changes is True else {k: v for k, v in differences.items() if k not in (accept_changes or ())}
     if refused:
         listed = "\n".join(f"  - {text}" for text in refused.values())

@@ -262,9 +262,13 @@ class ChunkMaker:
         if pa.types.is_dictionary(kind):
             array = array.dictionary_decode()
             kind = array.type
-        if pa.types.is_fixed_size_list(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-            array = array.cast(pa.large_list(kind.value_type))
-            kind = array.type
+        if pa.types.is_fixed_size_list(kind):
+            array = array.cast(pa.list_(kind.value_type))
+        elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):  # Arrow's own cast gives broken lists
+            lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            array = pa.LargeListArray.from_arrays(pa.array(offsets), array.flatten())
+        kind = array.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         if is_list and pa.types.is_null(kind.value_type):  # every list is empty, so that no type was found
             array, kind = array.cast(_PLAIN), _PLAIN
