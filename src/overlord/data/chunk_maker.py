@@ -267,7 +267,7 @@ class ChunkMaker:
         elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):  # Arrow's own cast gives broken lists
             lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-            array = pa.LargeListArray.from_arrays(pa.array(offsets), array.flatten())
+            array = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), array.flatten())
         kind = array.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         if is_list and pa.types.is_null(kind.value_type):  # every list is empty, so that no type was found
