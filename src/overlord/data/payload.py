@@ -30,13 +30,14 @@ class Payload:
 
     `following[i]` is the token that comes after sample i in its document, or NO_LOSS where the document ends with it: the
     last label of a cut document is known. `loss_masks[i]`, where given, has one entry per token of the sample and one
-    more for `following`; 0 means no loss on predicting that token. `images[i]` are the decoded uint8 images of sample i
-    (height, width, channels). `ignored` names samples whose deferred decode failed: no loss is taken on them.
+    more for `following`; 0 means no loss on predicting that token, floats are loss weights. `images[i]` are the decoded
+    uint8 images of sample i (height, width, channels). `ignored` names samples whose deferred decode failed:
+    no loss is taken on them.
     """
 
     tokens: Sequence[NDArray[np.integer]]
     following: NDArray[np.integer]
-    loss_masks: Sequence[NDArray[np.integer] | None] | None = None
+    loss_masks: Sequence[NDArray[np.generic] | None] | None = None
     images: Sequence[Sequence[NDArray[np.uint8]]] | None = None
     columns: Mapping[str, pa.Array] = field(default_factory=dict)
     ignored: frozenset[int] = frozenset()

@@ -28,11 +28,12 @@ class Step:
     """One rank's part of one global step: iterate over its microbatches, each a dict of arrays.
 
     `loss_tokens` counts the loss tokens of the whole step over all ranks: sum the token losses and divide by it, and
-    the gradient is right however the step was arranged.
+    the gradient is right however the step was arranged. Where a source has loss weights it is the sum of the weights of
+    these tokens, to divide the weighted sum by.
     """
 
     number: int
-    loss_tokens: int
+    loss_tokens: int | float
     microbatches: tuple[dict[str, Any], ...]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

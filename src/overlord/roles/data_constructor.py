@@ -40,7 +40,7 @@ class Delivery:
     """One rank's part of a step."""
 
     step: int
-    loss_tokens: int
+    loss_tokens: int | float
     microbatches: tuple[Fields, ...]
 
 
@@ -58,7 +58,7 @@ class HandedOut:
 class _Built:
     """A step as the group's ranks share it; context-parallel slices are cut once."""
 
-    loss_tokens: int
+    loss_tokens: int | float
     whole: tuple[Fields, ...]
     broadcast: frozenset[str]
     exchange: Exchange | None = None
@@ -98,8 +98,9 @@ class DataConstructor:
         prefetch: int,
         threads: Threads,
         arenas: Arenas,
+        weighted: bool = False,
     ) -> None:
-        """`arenas` may be shared with other groups."""
+        """`arenas` may be shared with other groups; `weighted` says whether batches have loss weights."""
         self.generation = 0
         """How often the run was moved to another state."""
         self._group = group
@@ -110,6 +111,7 @@ class DataConstructor:
         self._prefetch = prefetch
         self._threads = threads
         self._arenas = arenas
+        self._weighted = weighted
         self._most_idle = prefetch + 2
         arenas.keep_more(self._most_idle)
         self._num_ranks = len(tree.ranks_of(group))
@@ -270,7 +272,7 @@ class DataConstructor:
             asked = [micro.samples for micro in plan.microbatches] + [of.samples for of in rounds]
             payloads = self._routes.give_each(asked)
             whole = tuple(
-                with_pieces(collate(micro, payload, self._batch, self._arenas), micro.ring)
+                with_pieces(collate(micro, payload, self._batch, self._arenas, self._weighted), micro.ring)
                 for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of the rounds come after
             )
             exchange = Exchange.of(rounds, payloads, whole) if rounds else None

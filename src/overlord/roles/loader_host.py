@@ -24,7 +24,7 @@ from overlord.data.column_types import joined_arrays
 from overlord.data.payload import NO_LOSS, Payload
 from overlord.data.views import compact, joined, take_rows
 from overlord.errors import ClosedError, DataError
-from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, Samples
+from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, LossCount, Samples
 from overlord.roles.image_rooms import ImageRooms
 from overlord.roles.source_loader import BufferUse, Opened, SourceLoader, Work
 from overlord.threads import Threads
@@ -98,7 +98,7 @@ class LoaderHost:
         for chunk in chunks:
             loader.prefetch(chunk)
 
-    def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> int:
+    def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> LossCount:
         return self._of(source).loader.opened(chunk).chunk.count_loss(row, start, stop)
 
     def origins(self, source: str, chunk: int, rows: Sequence[int]) -> list[tuple[str, int]]:
@@ -251,7 +251,7 @@ class _Given:
     def __init__(self, finders: Sequence[Find], held_of: Callable[[str], Held], samples: Samples, keep_all: bool) -> None:
         self.opened: dict[tuple[int, int], Opened] = {}
         self.tokens: list[NDArray[np.integer]] = []
-        self.masks: list[NDArray[np.integer] | None] = []
+        self.masks: list[NDArray[np.generic] | None] = []
         following: dict[int, int] = {}
         opened, names, only = self.opened, samples.source_names, samples.sizes.get(ONLY_IMAGE)
         tokens, masks = self.tokens, self.masks
@@ -290,9 +290,9 @@ def _nothing(number: int) -> None:
     return None
 
 
-def _mask(mask: NDArray[np.integer], begin: int, end: int, goes_on: bool) -> NDArray[np.integer]:
+def _mask(mask: NDArray[np.generic], begin: int, end: int, goes_on: bool) -> NDArray[np.generic]:
     """One entry per token and one for the token that follows, 0 where none does."""
-    return mask[begin : end + 1] if goes_on else np.append(mask[begin:end], 0)
+    return mask[begin : end + 1] if goes_on else np.append(mask[begin:end], np.zeros(1, mask.dtype))
 
 
 def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArray[np.int64]]]:

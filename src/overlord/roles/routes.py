@@ -16,7 +16,7 @@ import numpy as np
 from overlord.data.payload import Payload
 from overlord.engine import Answer, Engine, Handle
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
-from overlord.planning.facts import ChunkFacts, Ints, Samples
+from overlord.planning.facts import ChunkFacts, Ints, LossCount, Samples
 from overlord.planning.loaders.routing import RoutingTable
 from overlord.roles.loader_host import LoaderHost
 
@@ -55,7 +55,7 @@ class Routes:
             return None
         return self._answered(source, chunk, LoaderHost.peek, self._names[source], chunk, keep_from)
 
-    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> int:
+    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> LossCount:
         return self._answered(source, chunk, LoaderHost.count_loss, self._names[source], chunk, row, start, stop)
 
     def origins(self, source: int, chunk: int, rows: Sequence[int]) -> list[tuple[str, int]]:

@@ -227,7 +227,7 @@ class Contents(Struct, frozen=True, tag="contents"):
     """A step is here: what lies where in the regions that follow."""
 
     step: Count
-    loss_tokens: Count
+    loss_tokens: Count | float
     microbatches: list[list[Field]]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from overlord.data.column_types import joined_tables, wider_schema
-from overlord.data.transforms.origin import joined_origins
+from overlord.data.transforms.origin import ORIGIN, joined_origins
 from overlord.errors import SchemaError
 from overlord.planning.facts import Ints
 
@@ -32,6 +32,14 @@ class RowError(Exception):
         super().__init__(origin, cause)
         self.origin = origin
         self.cause = cause
+
+
+def row_error(table: pa.Table, row: int, cause: Exception) -> Exception:
+    """What a transform over a table raises for one of its rows: an error that is put down to that row alone."""
+    if ORIGIN in table.column_names:
+        return RowError(table.column(ORIGIN)[row].as_py(), cause)
+    cause.add_note(f"in row {row} of the table")  # called by the user, not by a run
+    return cause
 
 
 def joined(outcomes: Sequence[Outcome], name: str, is_per_row: bool = False) -> Outcome:
