@@ -6,7 +6,7 @@ CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 BENCH := bench/.venv
 
-.PHONY: demo test chaos check fix bench clean
+.PHONY: demo test chaos fuzz check fix bench clean
 
 demo: $(CORE)
 	$(BIN)/overlord demo
@@ -17,6 +17,10 @@ test: $(DEV)
 # Hundreds of random faults, about ten minutes. `make chaos CHAOS="--seed 7"` repeats the faults of a seed.
 chaos: $(DEV)
 	$(BIN)/python -m tests.faults.chaos $(CHAOS)
+
+# Damaged files, states and messages for every reader, ten minutes. `make fuzz FUZZ="--seconds 60 --seed 7 --target parquet"`
+fuzz: $(DEV)
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 check: $(DEV)
 	$(BIN)/ruff check .

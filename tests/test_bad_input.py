@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
-from tests.sources import Numbered, job_of, tokens_of
+from tests.sources import Numbered, job_of, read_all, same, tokens_of
 
 LENGTHS = [3, 0, 20, 5, 0, 33, 1]
 """Documents of one file: two are empty, two longer than 16 tokens."""
@@ -200,4 +200,115 @@ def test_units_with_different_columns_in_one_chunk_say_which():
         ol.start(job) as loader,
         pytest.raises(ol.SchemaError, match=r"numbered#1 has the columns .* but numbered has .*document"),
     ):
+        next(loader.client(0))
+
+
+# Types that are inferred from the rows at hand
+
+
+def rare(row: dict) -> dict | None:
+    """Rows of one unit in eight; the others are dropped."""
+    return {"tokens": row["tokens"], "half": row["document"] / 2} if row["document"] <= 5 else None
+
+
+def hollow(row: dict) -> dict:
+    """Empty documents and nulls but in one unit of eight, and numbers that are whole in most units."""
+    some = row["document"] <= 5
+    return {"tokens": row["tokens"] if some else [], "half": row["document"] / 2 if some else None}
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("fn", [rare, hollow])
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_row_function_that_leaves_nothing_of_most_chunks_runs_under_any_seed_and_from_any_state(fn, window):
+    for seed in range(12):
+        source = Numbered(rows=40, unit_rows=5, first=1, window=window, transform=ol.per_row(fn))
+        job = job_of({"a": source}, ol.Batch(samples=2, sequence_length=16, columns=("half",)), seed=seed, num_workers=0)
+        whole, _ = read_all(job, 10)
+        assert len(whole) == 10
+        with ol.start(job) as loader:
+            states = [loader.state_before(step) for step in (3, 8)]
+        for state in states:
+            assert same(read_all(job, 10 - state["step"], resume=state)[0], whole[state["step"] :])
+
+
+@pytest.mark.strangers
+def test_a_source_of_which_a_row_function_leaves_nothing_is_an_error():
+    job = job_of({"a": Numbered(rows=40, first=1, transform=ol.per_row(lambda row: None))})
+    with ol.start(job) as loader, pytest.raises(ol.DataError, match="'a' gave no usable row in a whole epoch"):
+        next(loader.client(0))
+
+
+def with_column(name: str, value: object, kind: pa.DataType | None = None) -> object:
+    def add(table: pa.Table) -> pa.Table:
+        return table.append_column(name, pa.array([value] * table.num_rows, kind))
+
+    return add
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ((3, pa.int64()), (0.5, pa.float64()), pa.float64()),
+        (("x", pa.string()), ("y", pa.large_string()), pa.large_string()),
+        (([1], pa.list_(pa.int32())), ([2], pa.large_list(pa.int64())), pa.large_list(pa.int64())),
+        ((None, pa.null()), ("y", pa.string()), pa.string()),
+    ],
+    ids=["numbers", "text", "lists", "nulls"],
+)
+def test_a_column_that_sources_have_in_different_types_is_widened_without_changing_a_value(one, other, both, loaders):
+    sources = {
+        "a": Numbered(first=1, loaders=loaders, transform=with_column("v", *one)),
+        "b": Numbered(first=101, transform=with_column("v", *other)),
+    }
+    with ol.start(job_of(sources, ol.Batch(samples=8, sequence_length=16, columns=("v", "document")))) as loader:
+        types = set()
+        for micro in (micro for step in islice(loader.client(0), 4) for micro in step):
+            expected = [one[0] if document < 100 else other[0] for document in micro["document"].to_pylist()]
+            assert micro["v"].to_pylist() == expected
+            types |= {micro["v"].type} if one[0] in expected and other[0] in expected else set()
+        assert types == {both}
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_a_column_that_no_type_holds_for_two_sources_names_both_and_the_way_out(loaders):
+    sources = {
+        "a": Numbered(first=1, loaders=loaders, transform=with_column("v", 1)),
+        "b": Numbered(first=101, transform=with_column("v", "x")),
+    }
+    message = r"the column 'v' is (int64|string) in source '[ab]'.* and (int64|string) in source '[ab]'.*ol\.Pick"
+    with (
+        ol.start(job_of(sources, ol.Batch(samples=8, sequence_length=16, columns=("v",)))) as loader,
+        pytest.raises(ol.SchemaError, match=message),
+    ):
+        next(loader.client(0))
+
+
+@pytest.mark.strangers
+def test_units_of_one_chunk_may_differ_in_what_their_rows_say_of_types():
+    class Inferred(Numbered):
+        def read(self, unit: ol.Unit) -> pa.Table:
+            """As one writes it at first: every unit has the types that Arrow infers from its rows."""
+            rows = super().read(unit).to_pylist()
+            tokens = [[] if unit.index % 2 else row["tokens"] for row in rows]
+            return pa.table({"tokens": tokens, "document": [row["document"] / (1 + unit.index % 3) for row in rows]})
+
+    job = job_of({"a": Inferred(first=1, window=3, repeat=False)}, ol.Batch(samples=4, sequence_length=16))
+    with ol.start(job) as loader:
+        tokens = np.concatenate([tokens_of(step) for step in loader.client(0)])
+    assert {int(t) // 1000 for t in tokens} == {d for d in range(1, 41) if (d - 1) // 5 % 2 == 0}
+
+
+@pytest.mark.strangers
+def test_units_of_one_chunk_whose_types_do_not_go_together_name_the_column_both_units_and_types():
+    class TwoFaced(Numbered):
+        def read(self, unit: ol.Unit) -> pa.Table:
+            return super().read(unit).append_column("v", pa.array([unit.index and "x"] * self.unit_rows))
+
+    job = job_of({"a": TwoFaced(first=1, window=2, shuffle=False)})
+    message = r"numbered#1 has the column 'v' as string, but numbered has it as int64; .*columns="
+    with ol.start(job) as loader, pytest.raises(ol.SchemaError, match=message):
         next(loader.client(0))

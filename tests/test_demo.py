@@ -71,7 +71,7 @@ def test_ctrl_c_stops_the_demo_and_leaves_nothing_behind(tmp_path):
         run.stdout.readline()  # it says what it is about to do
         run.send_signal(signal.SIGINT)
         _, errors = run.communicate(timeout=30)
-    assert (run.returncode, errors) == (130, "")
+    assert (run.returncode, errors) == (130, "stopping (SIGINT); a second one ends the process at once\n")
     assert list(tmp_path.iterdir()) == []
 
 

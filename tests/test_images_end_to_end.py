@@ -5,7 +5,10 @@ import tarfile
 from itertools import islice
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image, features
 
 import overlord as ol
 
@@ -116,3 +119,42 @@ def test_images_come_through_worker_processes_too(tmp_path):
         with ol.start(each) as loader:
             found.append([(s["tokens"].tolist(), s["images"].tolist()) for s in islice(loader.client(0), 2)])
     assert found[0] == found[1]
+
+
+@pytest.mark.strangers
+def test_images_of_hugging_face_datasets_are_read_as_they_are(tmp_path):
+    files = [
+        {"bytes": simplejpeg.encode_jpeg(picture(number), quality=95), "path": f"{number}.jpg"} for number in range(1, 6)
+    ]
+    texts = [f"picture {number}" for number in range(1, 6)]
+    pq.write_table(pa.table({"image": files, "text": texts}), tmp_path / "one.parquet")
+    pq.write_table(pa.table({"image": [[file, file] for file in files], "text": texts}), tmp_path / "many.parquet")
+    for name, num_images in (("one", 1), ("many", 2)):
+        source = ol.Parquet(
+            str(tmp_path / f"{name}.parquet"),
+            transform=ol.Tokenize("text", encoding=ol.ByteTokenizer(), keep=("image",)),
+            decode=ol.DecodeImage("image", size=(16, 16)),
+            shuffle=False,
+        )
+        job = ol.Job(sources={"pictures": source}, batch=ol.Batch(samples=4, sequence_length=32, layout="padded"))
+        with ol.start(job) as loader:
+            (micro,) = next(loader.client(0))
+            assert len(micro["images"]) == 4 * num_images
+            for i, image in enumerate(micro["images"]):
+                assert abs(image.mean() - picture(i // num_images + 1).mean()) < 3
+
+
+@pytest.mark.strangers
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_an_image_that_a_decoder_stumbles_over_does_not_end_a_run_that_skips(tmp_path):
+    good, cut = io.BytesIO(), io.BytesIO()
+    Image.fromarray(picture(3)).save(good, "AVIF")
+    Image.fromarray(picture(4)).save(cut, "GIF")
+    without_places = good.getvalue().replace(b"iloc", b"free")
+    members = [m for number in (1, 2) for m in sample(number)] + sample(3, without_places)
+    path = shard(tmp_path / "a.tar", members + sample(4, cut.getvalue()[:-500]))
+    with ol.start(job_of(path, on_bad_row="skip")) as loader:
+        step = next(loader.client(0))
+        assert sorted(step["__key__"].to_pylist()) == ["0001", "0002", "0004"]
+        assert not step["images"][2].any()
+        assert loader.report().bad_rows == {"pictures": 2}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from overlord.cli import main
-from overlord.cli.partition_options import num_bytes
+from overlord.cli.numbers import num_bytes
 from tests.test_cli import job_file, overlord
 
 JOB = """
@@ -90,7 +90,7 @@ def test_every_source_that_fails_is_named(tmp_path, capsys):
         (("--memory", "0"), "got '0'"),
         (("--cpus", "none"), "must be a number above 0, got 'none'"),
         (("--cpus", "nan"), "must be a number above 0, got 'nan'"),
-        (("--hosts", "0"), "must be a whole number of at least 1, got '0'"),
+        (("--hosts", "0"), "must be at least 1, got 0"),
         (("--steps-per-second", "-1"), "must be a number above 0, got '-1'"),
     ],
 )

@@ -182,7 +182,7 @@ def test_a_cost_file_that_is_none_is_told(capsys, tmp_path):
         (("--preset", "nowhere"), 2, "invalid choice: 'nowhere'"),
         (("--preset", "byted", "--ranks", "many"), 2, "must be a number such as 4096, 128k or 2M, got 'many'"),
         (("--preset", "byted", "--steps", "0"), 2, "must be at least 1, got 0"),
-        (("--preset", "byted", "--offload", "-1"), 2, "must be a number above 0, got -1"),
+        (("--preset", "byted", "--offload", "-1"), 2, "must be a number above 0, got '-1'"),
         (("--preset", "byted", "--ranks", "64", "--context", "1M"), 1, "needs 128 ranks of 8,192, but"),
         (("--preset", "byted", "--ranks", "100", "--tp", "8"), 1, "tp=8 x pp=1 must divide the 100 ranks"),
         (("--preset", "byted", "--ranks", "64", "--dp", "3"), 1, "ranks, not 64; leave one of --ranks, --dp and --cp out"),

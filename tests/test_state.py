@@ -1,6 +1,8 @@
 """The saved state: plain, small, equal on all ranks, and refused where it would mean something else."""
 
+import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +37,25 @@ def test_a_state_after_json_resumes_the_very_stream():
     uncut, _ = read_all(job, 6)
     state = json.loads(json.dumps(saved(job, 3)))
     assert same(read_all(job, 3, resume=state)[0], uncut[3:])
+
+
+@pytest.mark.strangers
+def test_a_name_is_not_accepted_for_being_part_of_a_string():
+    state = saved(job_of({"a": A}))
+    with pytest.raises(ol.SpecError, match=r"write accept_changes=\('seed',\)"):
+        ol.start(job_of({"a": A}, seed=3), resume=state, accept_changes="seed")
+    ol.start(job_of({"a": A}, seed=3), resume=state, accept_changes=("seed",)).close()
+
+
+@pytest.mark.strangers
+def test_loss_weights_are_part_of_a_sources_declaration_and_a_source_without_them_is_as_it_was():
+    state = saved(job_of({"a": A}))
+    assert (
+        state["fingerprint"]["sources"]["a"][0]
+        == hashlib.blake2b(repr((A.identity(), [], "None", "tokens", None, 1, True)).encode(), digest_size=8).hexdigest()
+    )
+    with pytest.raises(ol.StateError, match="source 'a' is declared differently"):
+        ol.start(job_of({"a": replace(A, loss_weights="w")}), resume=state)
 
 
 def test_the_state_of_300_sources_stays_under_64_kilobytes():

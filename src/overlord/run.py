@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
+
+import numpy as np
 
 from overlord.engine import Engine, Handle
 from overlord.engines.embedded import Embedded
@@ -20,6 +21,7 @@ from overlord.planning.learning.steering import Steered
 from overlord.planning.loaders.autoscaling import Decision
 from overlord.planning.loaders.scaling import Budget, Partition
 from overlord.planning.place_tree import ClientPlaceTree
+from overlord.planning.plan import Plan
 from overlord.planning.progress import Progress
 from overlord.planning.recovery import Decision as Decided
 from overlord.roles.assembly import is_kept, make_partition, make_planner
@@ -29,13 +31,14 @@ from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.in_process import InProcess
 from overlord.roles.plan_log import Era, resumed, starting_point
 from overlord.roles.planner import Planned, Planner, PlannerStatus
-from overlord.roles.report import Report
+from overlord.roles.report import Report, StepDocument
 from overlord.roles.resizing import agreed_step, thaw
 from overlord.roles.routes import Routes
 from overlord.roles.shadow import ShadowChange
 from overlord.roles.upkeep import Loaders, Upkeep
 from overlord.spec import Job, Log, Mesh, Source, Unit
 from overlord.state import Fingerprint, State, from_state, to_state
+from overlord.threads import Threads
 from overlord.transport.constructor import ServingConstructor, make_serving_constructor
 from overlord.workplace import WorkplaceSize
 
@@ -62,7 +65,7 @@ def start(
 
     `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`; it may come from any
     mesh. `accept_changes` names differences between the job and the state to take all the same. `world_size`, where given,
-    must fit the mesh.
+    must fit the mesh; a mesh without `dp` takes its dp from it.
 
     `log` is where the planner writes down what it decided, so that it can be made anew and give the same plans. A checkpoint
     belongs to a model, so `resume=state` decides where a run goes on, whatever the log says. `resume="log"` is for a run
@@ -74,7 +77,7 @@ def start(
     changes what is in a step.
     """
     if world_size is not None:
-        job.mesh.check_world_size(world_size)
+        job = replace(job, mesh=job.mesh.for_world(world_size))
     units = list_units(job.sources)
     fingerprint = Fingerprint.of(job, units)
     if log is not None and not isinstance(log, Log):
@@ -86,9 +89,10 @@ def start(
 
 def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
     """Every source's units, listed side by side. A source without any is an error."""
-    with ThreadPoolExecutor(min(_LISTING_THREADS, len(sources)), thread_name_prefix="overlord-list") as threads:
-        pending = {name: threads.submit(source.units) for name, source in sources.items()}
-        listed: dict[str, Sequence[Unit]] = {}
+    threads = Threads(min(_LISTING_THREADS, len(sources)), "overlord-list")
+    pending = {name: threads.submit(source.units) for name, source in sources.items()}
+    listed: dict[str, Sequence[Unit]] = {}
+    try:
         for name, future in pending.items():
             try:
                 listed[name] = future.result()
@@ -97,6 +101,8 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
                 raise
             if not listed[name]:
                 raise SourceError(f"source {name!r} has no data: its files hold no rows; remove it or check its paths")
+    finally:
+        threads.shutdown()  # after an error or Ctrl-C a listing may still wait for storage: it is left behind
     return listed
 
 
@@ -218,6 +224,38 @@ class Loader:
     def plan(self, step: int) -> Planned | None:
         """The whole plan of a step, for looking at; None when the run ends before it."""
         return self._planner.ask(Planner.whole_plan, step).result()
+
+    def documents(self, step: int) -> list[StepDocument] | None:
+        """Every document of a step, by rank and microbatch, for looking at; None when the run ends before it. Its chunks are
+        read again where they are no longer in a buffer."""
+        planned = self.plan(step)
+        if planned is None:
+            return None
+        plan = planned.plan
+        samples = plan.samples.take(plan.order)
+        read: dict[int, tuple[str, int]] = {}
+        of_chunks: dict[tuple[int, int], list[int]] = {}
+        for place, key in enumerate(zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)):
+            of_chunks.setdefault(key, []).append(place)
+        for (source, chunk), places in of_chunks.items():
+            found = self._routes.origins(source, chunk, samples.row[places].tolist())
+            read.update(zip(places, found, strict=True))
+        micro = plan.micro_of_order()
+        first = np.cumsum(plan.counts) - plan.counts
+        group = np.repeat(np.arange(plan.num_groups), plan.counts)[micro]
+        ranks = [tuple(self._ranks_of(plan, number)) for number in range(plan.num_groups)]
+        return [
+            StepDocument(samples.source_names[source], *read[place], tokens, number, ranks[of])
+            for place, (source, tokens, number, of) in enumerate(
+                zip(
+                    samples.source.tolist(),
+                    samples.tokens.tolist(),
+                    (micro - first[group]).tolist(),
+                    group.tolist(),
+                    strict=True,
+                )
+            )
+        ]
 
     def report(self, step: int | None = None) -> Report:
         """How the run stood before a step (by default: where the slowest client is)."""
@@ -354,6 +392,13 @@ class Loader:
 
     def _constructor_of(self, rank: int) -> Handle[ServingConstructor]:
         return self._constructors[self.tree.coordinates(rank).dp]
+
+    def _ranks_of(self, plan: Plan, group: int) -> list[int]:
+        """The ranks that train on the samples of a group of a plan."""
+        if plan.axis == "dp":
+            return self.tree.ranks_of(group)
+        dp, cp = divmod(group, self.job.mesh.cp)
+        return [rank for rank in self.tree.ranks_of(dp) if self.tree.coordinates(rank).cp == cp]
 
     def _waiting(self) -> dict[int, int]:
         """The ranks that read in this process, with the step each takes next."""

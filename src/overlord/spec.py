@@ -76,6 +76,11 @@ class Source:
     """The column with the token ids; None for a source without text."""
     loss_mask: str | None = None
     """A column of 0/1 per token: 0 means no loss on predicting that token."""
+    loss_weights: str | None = None
+    """A column of numbers per token, instead of `loss_mask`: what predicting that token counts in the loss. Batches then
+    have a field of that name, and `step.loss_tokens` is the sum of the step's weights."""
+    null_columns: Sequence[str] = ()
+    """Those of `Batch.columns` that this source does not have: they are null for its samples."""
     repeat: bool | int = True
     """True: endless. False: one epoch. A number: that many epochs."""
     shuffle: bool = True
@@ -111,6 +116,12 @@ class Source:
             raise SpecError(f"loaders must be at least 1, got {self.loaders}")
         if self.repeat is not True and self.repeat is not False and self.repeat < 1:
             raise SpecError(f"repeat is True, False or a number of epochs, got {self.repeat}")
+        if self.loss_mask is not None and self.loss_weights is not None:
+            raise SpecError(
+                f"a source has loss_mask={self.loss_mask!r} or loss_weights={self.loss_weights!r}, not both: a weight of 0 "
+                "masks a token"
+            )
+        object.__setattr__(self, "null_columns", _names(self.null_columns, "null_columns"))
         if isinstance(self.on_bad_row, str):
             object.__setattr__(self, "on_bad_row", BadRows(self.on_bad_row))
 
@@ -121,6 +132,12 @@ class Source:
     @property
     def bad_rows(self) -> BadRows:
         return self.on_bad_row if isinstance(self.on_bad_row, BadRows) else BadRows(self.on_bad_row)
+
+    @property
+    def most_unit_bytes(self) -> int:
+        """What one unit may take while it is read, before transforms: more than the buffer, because they may leave little
+        of it, but bounded, because a small compressed file may hold any amount."""
+        return max(8 * self.buffer_bytes, 32 * MIB)
 
     @property
     def num_epochs(self) -> int | None:
@@ -149,15 +166,21 @@ class Batch:
     """What to do with documents longer than sequence_length."""
     layout: Literal["packed", "padded"] = "packed"
     """packed: documents one after the other with cu_seqlens (thd). padded: one document a row (bshd)."""
+    pad_to: Literal["longest", "sequence_length"] = "longest"
+    """How wide the rows of layout="padded" are: as its longest document in each microbatch, so that shapes differ between
+    microbatches and ranks, or always sequence_length, for a model that is compiled for one shape."""
     micro_tokens: int | None = None
     """Mean tokens of a microbatch; sequence_length unless given. A rank runs tokens / dp / micro_tokens of them."""
     document_multiple: int = 1
     """Pad each document to a multiple of this (2 x cp for ring attention that needs equal slices)."""
     pad_token: int = 0
+    special_ids: tuple[int, ...] = ()
+    """Ids below 0 that token columns may hold, such as the -200 of LLaVA. They are inputs and never labels: no loss is taken
+    on predicting one. Any other id below 0 is a bad row."""
     image_token: int | None = None
     """The token in every place of an image in texts; with it, batches say which encoded row goes where (`image_row`)."""
     columns: tuple[str, ...] = ()
-    """Other columns to hand to the trainer, as Arrow arrays."""
+    """Other columns to hand to the trainer, as Arrow arrays. Each source has all of them, or says so with `null_columns`."""
     outliers: OutlierDelay | None = None
     """Which long documents wait for others, and how long; none unless given."""
     drop_last: bool = False
@@ -196,6 +219,14 @@ class Batch:
             raise SpecError(f"long_documents must be split, truncate, drop or fail, not {self.long_documents!r}")
         if self.layout not in ("packed", "padded"):
             raise SpecError(f"layout must be packed or padded, not {self.layout!r}")
+        if self.pad_to not in ("longest", "sequence_length"):
+            raise SpecError(f"pad_to must be longest or sequence_length, not {self.pad_to!r}")
+        object.__setattr__(self, "columns", _names(self.columns, "columns"))
+        object.__setattr__(self, "special_ids", _special_ids(self.special_ids))
+        for name in ("pad_token", "image_token"):
+            value = getattr(self, name)
+            if value is not None and not -(2**31) <= value < 2**31:
+                raise SpecError(f"{name} is a token id that int32 can hold, got {value}")
         if self.micro_tokens is not None and self.micro_tokens % self.sequence_length:
             raise SpecError(
                 f"micro_tokens must be a multiple of sequence_length: {self.micro_tokens} is not a multiple of "
@@ -219,15 +250,24 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The sizes of the trainer's parallel dimensions. `order` is outermost first; Megatron's is pp, dp, cp, tp."""
+    """The sizes of the trainer's parallel dimensions. `order` is outermost first; Megatron's is pp, dp, cp, tp.
 
-    dp: int = 1
+    A mesh without `dp` has one data-parallel group, unless the size of the world is known: `overlord.trainer.attach` and
+    `start(world_size=...)` then set dp to what the other sizes leave of it.
+    """
+
+    dp: int = None  # type: ignore[assignment] - to tell 1 from nothing; it is a number once the mesh is made
     cp: int = 1
     tp: int = 1
     pp: int = 1
     order: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+    is_dp_open: bool = field(default=False, init=False, repr=False, compare=False)
+    """Whether dp was left out."""
 
     def __post_init__(self) -> None:
+        if self.dp is None:
+            object.__setattr__(self, "is_dp_open", True)
+            object.__setattr__(self, "dp", 1)
         for axis in ("dp", "cp", "tp", "pp"):
             if getattr(self, axis) < 1:
                 raise SpecError(f"mesh size {axis} must be at least 1, got {getattr(self, axis)}")
@@ -238,12 +278,23 @@ class Mesh:
     def world_size(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
 
-    def check_world_size(self, world_size: int) -> None:
-        if self.world_size != world_size:
+    def for_world(self, world_size: int) -> Mesh:
+        """This mesh for a world of that size: with an open dp set to what the other sizes leave, else as it is. SpecError
+        when it does not fit."""
+        if not self.is_dp_open:
+            if self.world_size != world_size:
+                raise SpecError(
+                    f"the mesh dp={self.dp} x cp={self.cp} x tp={self.tp} x pp={self.pp} has {self.world_size} ranks, "
+                    f"but the world has {world_size}; change one of the sizes"
+                )
+            return self
+        model = self.cp * self.tp * self.pp
+        if world_size < 1 or world_size % model:
             raise SpecError(
-                f"the mesh dp={self.dp} x cp={self.cp} x tp={self.tp} x pp={self.pp} has {self.world_size} ranks, "
-                f"but the world has {world_size}; change one of the sizes"
+                f"the mesh cp={self.cp} x tp={self.tp} x pp={self.pp} takes {model} ranks for each data-parallel group, "
+                f"which does not divide the world of {world_size}; change one of the sizes"
             )
+        return Mesh(dp=world_size // model, cp=self.cp, tp=self.tp, pp=self.pp, order=self.order)
 
 
 Weights = Mapping[str, float]
@@ -331,7 +382,7 @@ class Job:
     batch: Batch
     mixture: Mixture | None = None
     """Equal weights unless given."""
-    mesh: Mesh = field(default_factory=Mesh)
+    mesh: Mesh = field(default_factory=lambda: Mesh())
     strategy: Strategy | None = None
     """How a step's samples are arranged over ranks; `strategies.plain()` unless given."""
     seed: int = 0
@@ -382,6 +433,42 @@ class Job:
         assert self.mixture is not None  # __post_init__ fills it in
         return self.mixture
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether batches have loss weights."""
+        return any(source.loss_weights is not None for source in self.sources.values())
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens may be without loss though another follows them."""
+        return (
+            self.is_weighted or bool(self.batch.special_ids) or any(s.loss_mask is not None for s in self.sources.values())
+        )
+
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
+
+
+def _names(names: Iterable[str], option: str) -> tuple[str, ...]:
+    """Column names as a tuple. A lone string would count as one name per letter."""
+    if isinstance(names, str):
+        raise SpecError(f"{option} is a sequence of column names: write {option}=({names!r},)")
+    found = tuple(names)
+    wrong = [name for name in found if not isinstance(name, str)]
+    if wrong:
+        raise SpecError(f"{option} is a sequence of column names, got {wrong[0]!r} among them")
+    twice = [name for i, name in enumerate(found) if name in found[:i]]
+    if twice:
+        raise SpecError(f"{option} names {twice[0]!r} twice")
+    return found
+
+
+def _special_ids(ids: Iterable[int] | int) -> tuple[int, ...]:
+    if isinstance(ids, int):
+        raise SpecError(f"special_ids is a sequence of ids: write special_ids=({ids},)")
+    found = tuple(ids)
+    for value in found:
+        if not isinstance(value, int) or not -(2**31) <= value < 0:
+            raise SpecError(f"special_ids are ids from -2**31 to -1, got {value!r}; ids from 0 on are tokens like any other")
+    return found

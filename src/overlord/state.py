@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.errors import StateError
+from overlord.errors import SpecError, StateError
 from overlord.outlier_delay import OutlierDelay
 from overlord.planning.learning.steering import Steered
 from overlord.planning.progress import Progress
@@ -141,6 +141,8 @@ def refuse_differences(
     differences: Mapping[str, str], accept_changes: Collection[str] | bool, what: str, consequence: str
 ) -> None:
     """Raise StateError for the differences that were not accepted by name."""
+    if isinstance(accept_changes, str):  # a name within it would count as accepted
+        raise SpecError(f"accept_changes is True or a sequence of names: write accept_changes=({accept_changes!r},)")
     refused = {} if accept_changes is True else {k: v for k, v in differences.items() if k not in (accept_changes or ())}
     if refused:
         listed = "\n".join(f"  - {text}" for text in refused.values())
@@ -166,7 +168,8 @@ def _plain_policy(policy: OutlierDelay) -> list[Any]:
 def _declaration_digest(source: Source) -> str:
     transforms = [described(transform) for transform in source.transforms]
     parts = (source.identity(), transforms, described(source.decode), source.tokens, source.loss_mask)
-    return _digest(repr((*parts, source.window, source.shuffle)))
+    weights = () if source.loss_weights is None else (source.loss_weights,)
+    return _digest(repr((*parts, source.window, source.shuffle, *weights)))
 
 
 def described(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -49,8 +50,9 @@ class Threads(Executor):
                 thread.start()
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 2.0) -> None:
-        """Stop the threads. Calls not begun are dropped; a call that hangs is waited for no longer than `timeout_s`."""
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float = 1.0) -> None:
+        """Stop the threads. Calls not begun are dropped; calls that hang are waited for no longer than `timeout_s`, all of
+        them together."""
         with self._lock:
             if self._closed:
                 return
@@ -65,9 +67,15 @@ class Threads(Executor):
         for _ in self._threads:
             self._calls.put(None)
         if wait:
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join(timeout_s)
+            self.join(timeout_s)
+
+    def join(self, timeout_s: float) -> bool:
+        """After `shutdown`: wait for the threads to end, for so long in all. False when some are still busy."""
+        deadline = time.monotonic() + timeout_s
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in others)
 
     def _work(self) -> None:
         _here.is_crowded = self._crowded

@@ -3,12 +3,20 @@ processes."""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlord.data.arenas import Arenas
 from overlord.data.processes import ProcessPool
 from overlord.threads import Threads
+
+_QUIET_S = 0.3  # most calls end sooner, and nobody is told
+_CLOSE_S = 1.5  # in all; what still hangs then is left to daemon threads
+_MOST_LINES = 3
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,18 @@ class Workplace:
         self.arenas = Arenas()
         self.processes = ProcessPool(size.num_processes or os.cpu_count() or 1)
 
-    def close(self) -> None:
-        self.build_threads.shutdown()
-        self.read_threads.shutdown()
-        self.processes.close()
+    def close(self, busy: Sequence[str] = ()) -> None:
+        """Stop everything. A call that hangs is waited for a moment, then left behind; `busy` says what calls do."""
+        self.build_threads.shutdown(wait=False)
+        self.read_threads.shutdown(wait=False)
+        self.processes.close()  # before the threads that wait for them
+        if self._joined(_QUIET_S):
+            return
+        doing = "; ".join(busy[:_MOST_LINES]) or "a call of a source, a transform or a strategy"
+        _log.warning("closing waits up to %g s for what is under way: %s", _CLOSE_S - _QUIET_S, doing)
+        self._joined(_CLOSE_S - _QUIET_S)
+
+    def _joined(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        built = self.build_threads.join(timeout_s)
+        return self.read_threads.join(max(deadline - time.monotonic(), 0.0)) and built

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 
 import overlord as ol
 from tests.conformance.conftest import Start
-from tests.conformance.streams import as_value, picture_file, stream, text_job
+from tests.conformance.streams import as_value, picture_file, stream, text_file, text_job
 from tests.pictures import picture_documents, picture_job
 
 COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.1, constant=0.0)
@@ -17,6 +20,27 @@ STEPS = 6
 def test_every_field_of_every_rank_is_the_same_byte_for_byte(start: Start, tmp_path: Path):
     mesh = ol.Mesh(pp=2, dp=2, cp=2)
     job = text_job(tmp_path, loaders=2, mesh=mesh, strategy=ol.strategies.long_short(COST))
+    with ol.start(job) as loader:
+        expected = stream(loader, STEPS)
+    with start(job) as loader:
+        assert stream(loader, STEPS) == expected
+
+
+@pytest.mark.strangers
+def test_loss_weights_and_special_ids_are_the_same_on_every_engine(start: Start, tmp_path: Path):
+    rng = np.random.default_rng(5)
+    documents = [rng.integers(1, 1000, rng.integers(2, 60)) for _ in range(80)]
+    table = {
+        "tokens": pa.array([np.where(tokens % 7 == 0, -200, tokens) for tokens in documents], pa.list_(pa.int64())),
+        "weights": pa.array([rng.random(len(tokens)) for tokens in documents], pa.list_(pa.float64())),
+    }
+    pq.write_table(pa.table(table), tmp_path / "weighted.parquet", row_group_size=20)
+    batch = ol.Batch(tokens=512, sequence_length=64, micro_tokens=128, cut_documents=True, special_ids=(-200,))
+    sources = {
+        "weighted": ol.Parquet(str(tmp_path / "weighted.parquet"), loss_weights="weights"),
+        "web": ol.Parquet(text_file(tmp_path / "web.parquet", 60, 1), loss_mask="mask"),
+    }
+    job = ol.Job(sources=sources, batch=batch, mesh=ol.Mesh(dp=2, cp=2))
     with ol.start(job) as loader:
         expected = stream(loader, STEPS)
     with start(job) as loader:

@@ -207,6 +207,33 @@ def test_a_padded_batch_is_as_wide_as_its_longest_document_or_as_asked():
     assert collate(*microbatch([3, 5], **rows, row_tokens=16))["tokens"].shape == (3, 16)
 
 
+@pytest.mark.strangers
+def test_a_rank_without_documents_still_has_padded_rows_of_one_place():
+    made = microbatch([], rows=[], num_rows=2, layout="padded", document_multiple=4)
+    batch = collate(*made)
+    assert batch["tokens"].shape == batch["attention_mask"].shape == (2, 4)
+    assert not batch["loss_mask"].any()
+
+
+@pytest.mark.strangers
+@given(microbatches() | microbatches("padded"))
+def test_loss_weights_lie_where_the_labels_are_that_they_weigh(made: Microbatch):
+    rng = np.random.default_rng(len(made.payload.tokens))
+    weights = [(rng.integers(0, 5, len(tokens) + 1) / 4).astype(np.float32) for tokens in made.payload.tokens]
+    payload = replace(made.payload, loss_masks=[w if i % 3 else None for i, w in enumerate(weights)])
+    batch = collate(made.micro, payload, made.batch, weighted=True)
+    flat, labels = batch["loss_weights"].ravel(), batch["labels"].ravel()
+    expected = np.zeros(len(flat), np.float32)
+    for i, (start, tokens) in enumerate(zip(batch["document_starts"].tolist(), payload.tokens, strict=True)):
+        own = weights[i][1:] if i % 3 else np.ones(len(tokens), np.float32)
+        expected[start : start + len(tokens)] = np.where(labels[start : start + len(tokens)] != -100, own, 0)
+    assert np.array_equal(flat, expected)
+    assert np.array_equal(flat > 0, batch["loss_mask"].ravel())
+    plain = collate(made.micro, payload, made.batch)
+    assert set(batch) - set(plain) == {"loss_weights"}
+    assert np.array_equal(plain["labels"], batch["labels"])
+
+
 def test_a_row_that_came_back_different_is_named():
     made = microbatch([3, 4])
     payload = replace(made.payload, tokens=[made.payload.tokens[0], made.payload.tokens[1][:2]])

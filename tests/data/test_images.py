@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, features
 
 from overlord.data.images import DecodeImage
 from overlord.data.views import views_into
@@ -201,6 +202,44 @@ def test_images_that_lie_in_a_mapped_file_are_read_in_place() -> None:
     assert sizes["image_width"].tolist() == [30, 50]
 
 
+@pytest.mark.strangers
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_structs_of_bytes_and_path_are_images(kind: pa.DataType) -> None:
+    file = pa.struct([("bytes", kind), ("path", pa.string())])
+    images = [{"bytes": encoded(scene(20, 30)), "path": "a.jpg"}, {"bytes": encoded(scene(10, 40), "PNG"), "path": None}]
+    one = pa.chunked_array([pa.array([images[0], None], file), pa.array([{"bytes": None, "path": None}, images[1]], file)])
+    facts, bad = DecodeImage().facts(one)
+    assert bad == []
+    assert facts.sizes["image_width"].tolist() == [30, 0, 0, 40]
+    assert [image.shape for image in DecodeImage().decode_row(one, 3)] == [(10, 40, 3)]
+    for lists in (pa.list_(file), pa.large_list(file), pa.list_(file, 2)):
+        many = pa.array([images, None, images[::-1]], lists)
+        facts, bad = DecodeImage().facts(many)
+        assert bad == []
+        assert facts.sizes["num_images"].tolist() == [2, 0, 2]
+        assert [image.shape for image in DecodeImage().decode_row(many, 2)] == [(10, 40, 3), (20, 30, 3)]
+        assert [image.shape for image in DecodeImage().decode_row(many, 0, only=1)] == [(10, 40, 3)]
+
+
+@pytest.mark.strangers
+def test_an_image_of_which_only_the_path_is_there_is_a_bad_row_with_the_way_out() -> None:
+    images = [{"bytes": encoded(scene(20, 30)), "path": None}, {"bytes": None, "path": "far/b.jpg"}]
+    for column in (pa.array(images), pa.array([[image] for image in images])):
+        facts, bad = DecodeImage().facts(column)
+        assert facts.sizes["num_images"].tolist() == [1, 0]
+        assert [(row, "only its path 'far/b.jpg': write the dataset with" in error) for row, error in bad] == [(1, True)]
+        with pytest.raises(DataError, match=r"far/b\.jpg"):
+            DecodeImage().decode_row(column, 1)
+
+
+@pytest.mark.strangers
+def test_images_may_be_encoded_by_a_dictionary() -> None:
+    column = pa.array([encoded(scene(20, 30)), None, encoded(scene(20, 30))]).dictionary_encode()
+    facts, bad = DecodeImage().facts(column)
+    assert (bad, facts.sizes["image_height"].tolist()) == ([], [20, 0, 20])
+    assert DecodeImage().decode_row(column, 2)[0].shape == (20, 30, 3)
+
+
 def test_a_size_or_a_crop_decides_the_facts() -> None:
     sizes = DecodeImage(size=(5, 6)).facts(pa.array([encoded(scene(20, 30))]))[0].sizes
     assert (sizes["image_height"][0], sizes["image_width"][0], sizes["image_pixels"][0]) == (5, 6, 30)
@@ -262,6 +301,65 @@ def test_damage_inside_is_found_when_decoding(kind: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def kinds_of_image() -> dict[str, bytes]:
+    image = scene(24, 30)
+    kinds = ["JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP", "PPM", "TGA", "ICO", "JPEG2000", "DDS"]
+    files = {kind: encoded(image, kind) for kind in [*kinds, *(["AVIF"] if features.check("avif") else [])]}
+    files["animation"] = encoded(image, "GIF", save_all=True, append_images=[image.rotate(90)])
+    files["compressed TIFF"] = encoded(image, "TIFF", compression="jpeg")
+    files["SPIDER"] = encoded(image.convert("F"), "SPIDER")
+    files["BLP"] = encoded(image.convert("P"), "BLP")
+    return files
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("kind", sorted(kinds_of_image()))
+@pytest.mark.filterwarnings("ignore")
+def test_damage_of_any_kind_is_a_bad_row(kind: str) -> None:
+    data, chance = kinds_of_image()[kind], random.Random(0)
+    num_refused = 0
+    for attempt in range(150):
+        damaged = bytearray(data)
+        if attempt % 3 == 0:
+            damaged = damaged[: chance.randrange(len(data))]
+        for _ in range(attempt % 3 * 2):
+            damaged[chance.randrange(min(len(damaged), 500))] = chance.randrange(256)
+        for decode in (DecodeImage(), DecodeImage(size=(7, 8))):
+            _, bad = decode.facts(pa.array([bytes(damaged)]))
+            assert all("\n" not in error for _, error in bad)
+            try:
+                decode.decode(bytes(damaged))
+            except DataError:
+                num_refused += 1
+    assert num_refused > 60
+
+
+@pytest.mark.strangers
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_a_damaged_avif_is_a_bad_row() -> None:
+    data = encoded(scene(24, 30), "AVIF")
+    damaged = data.replace(b"iloc", b"free")
+    _, bad = DecodeImage().facts(pa.array([data, damaged]))
+    assert [row for row, _ in bad] == [1]
+    assert "image of" in bad[0][1]
+
+
+@pytest.mark.strangers
+def test_what_is_no_picture_is_a_bad_row() -> None:
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="4" height="4"/>'
+    eps = encoded(scene(8, 8), "EPS")
+    empty = b"P6 0 5 255 "
+    _, bad = DecodeImage().facts(pa.array([svg, eps, empty]))
+    assert [row for row, _ in bad] == [0, 1, 2]
+    assert "EPS is a program" in bad[1][1]
+
+
+@pytest.mark.strangers
+def test_a_picture_of_another_size_than_planned_is_an_error() -> None:
+    with pytest.raises(DataError, match="came out as 9 x 8, but its header says 5 x 4"):
+        DecodeImage().decode(encoded(scene(8, 9), "BMP"), out=np.zeros((4, 5, 3), np.uint8))
+
+
 def test_a_huge_image_is_refused_before_it_takes_memory() -> None:
     data = encoded(Image.new("L", (3000, 2000)), "PNG")
     decode = DecodeImage(max_pixels=1_000_000)
@@ -272,8 +370,10 @@ def test_a_huge_image_is_refused_before_it_takes_memory() -> None:
 
 
 def test_a_column_that_holds_no_files_is_refused() -> None:
-    with pytest.raises(SchemaError, match="images are binary, or lists of binary, but the column is string"):
+    with pytest.raises(SchemaError, match=r"images are binary, .* but the column is string; read files that are named by"):
         DecodeImage().facts(pa.array(["a.jpg"]))
+    with pytest.raises(SchemaError, match="the column is struct<path: string>"):
+        DecodeImage().facts(pa.array([{"path": "a.jpg"}]))
 
 
 @pytest.mark.parametrize(

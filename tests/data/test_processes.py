@@ -86,6 +86,33 @@ def test_results_do_not_depend_on_where_or_how_many_at_a_time(pool: ProcessPool,
         assert where_there.tolist() == where_here.tolist()
 
 
+MIXED = {
+    "whole numbers, then fractions": lambda n: {"v": n if n < 50 else n / 2},
+    "empty lists, then lists": lambda n: {"v": [n] if n > 60 else []},
+    "nulls, then text": lambda n: {"v": str(n) if n > 60 else None},
+    "keys that come and go": lambda n: {"a": n} if n < 50 else {"b": n},
+    "objects with other keys": lambda n: {"v": {"a": n} if n < 50 else {"b": str(n)}},
+    "numbers, then text": lambda n: {"v": n if n < 50 else str(n)},
+    "text among numbers": lambda n: {"v": str(n) if n % 30 == 3 else n},
+    "fractions, and a number that is no double": lambda n: {"v": 2**60 + 1 if n == 77 else n / 2 if n > 60 else n},
+    "arrays of other widths": lambda n: {"v": np.arange(n % 3, dtype=np.int32 if n < 50 else np.int64)},
+    "nothing but the last": lambda n: {"v": n} if n == 99 else None,
+}
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("what", MIXED)
+def test_types_and_bad_rows_of_a_row_function_do_not_depend_on_slices(pool: ProcessPool, what: str) -> None:
+    made = MIXED[what]
+    fn = per_row(lambda row: made(row["n"]))
+    here, where_here, log_here = run(None, fn, numbers(100), "skip")
+    for batch_rows in (7, 100):
+        there, where_there, log_there = run(pool, fn, numbers(100), "skip", batch_rows=batch_rows)
+        assert there == here
+        assert where_there.tolist() == where_here.tolist()
+        assert log_there.dropped == log_here.dropped
+
+
 def test_an_empty_table_comes_back_empty(pool: ProcessPool) -> None:
     made, origin, _ = run(pool, odds, numbers(0))
     assert made.num_rows == len(origin) == 0

@@ -18,12 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.data.bad_rows import BadRowLog
+from overlord.data.column_types import has_null
 from overlord.data.transforms import ByteTokenizer, Context, InProcesses, Pick, Tokenize, per_row
 from overlord.data.transforms.apply import Reporter, Transforms
 from overlord.data.transforms.origin import ORIGIN
 from overlord.errors import BadRowError, SchemaError, SpecError
 from overlord.planning.facts import Ints
 from overlord.spec import BadRows
+from overlord.state import described
 
 CONTEXT = Context("web", 3, 17)
 
@@ -163,6 +165,127 @@ def test_a_chunk_of_which_nothing_is_left_has_the_schema_of_the_others() -> None
     table, where = transforms.run(numbers(1), CONTEXT, np.arange(1), reporter())
     assert table.schema == pa.schema({"n": pa.int64()})
     assert table.num_rows == len(where) == 0
+
+
+@pytest.mark.strangers
+def test_a_first_chunk_of_which_nothing_is_left_says_nothing_of_types() -> None:
+    seen: list[int] = []
+
+    def counted(table: pa.Table) -> pa.Table:
+        seen.append(table.num_rows)
+        return table
+
+    transforms = Transforms([per_row(lambda row: row if row["n"] else None), counted])
+    table, where = transforms.run(numbers(1), CONTEXT, np.arange(1), reporter())
+    assert table.num_rows == len(where) == 0
+    assert transforms.run(numbers(3), CONTEXT, np.arange(3), reporter())[0]["n"].to_pylist() == [1, 2]
+    assert seen == [2], "a later function is not called with a table that has no columns"
+
+
+def chunks_in_turn(values: list[Any], order: list[int], **options: Any) -> dict[int, pa.Table]:
+    """What `per_row` makes of one value a chunk, made in some order."""
+    transforms = Transforms([per_row(lambda row: {"v": values[row["n"]]}, **options)])
+    one = {n: numbers(len(values)).slice(n, 1) for n in order}
+    return {n: transforms.run(one[n], CONTEXT, np.arange(1), reporter())[0] for n in order}
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[], [1, 2], None, [3]],
+        [1, 0.5, None, 2**40],
+        [{"a": 1}, {"b": "x"}, {"a": None}, {}],
+        [np.array([1], np.int32), [2], [], np.array([3])],
+    ],
+)
+def test_chunks_hold_the_same_values_whichever_is_made_first(values: list[Any]) -> None:
+    orders = [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 0, 2, 3]]
+    made = [chunks_in_turn(values, order) for order in orders]
+    for n in range(4):
+        assert len({str(_without_nulls(tables[n]["v"].to_pylist())) for tables in made}) == 1
+        own = pa.array([values[n]]).type
+        if not has_null(own):
+            assert {str(tables[n].schema.field("v").type) for tables in made} == {str(own)}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Keys that a struct has only because other chunks have them are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in sorted(value.items()) if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+@pytest.mark.strangers
+def test_declared_types_hold_in_every_chunk() -> None:
+    kind = pa.list_(pa.float32())
+    for order in ([0, 1, 2], [2, 1, 0]):
+        tables = chunks_in_turn([[], [1, 2], [0.5]], order, types={"v": kind, "w": pa.string()})
+        assert {str(table.schema) for table in tables.values()} == {str(pa.schema({"v": kind, "w": pa.string()}))}
+    to = reporter(BadRows("skip"))
+    table, _ = run(numbers(3), per_row(lambda row: {"v": row["n"] / 2}, types={"v": pa.int64()}), to=to)
+    assert table["v"].to_pylist() == [0, 1]
+    assert "column 'v' cannot hold float, its type is int64: 0.5 is not a whole number" in str(to.log.last_error)
+
+
+@pytest.mark.strangers
+def test_types_are_declared_by_a_decorator_too_and_checked() -> None:
+    @per_row(types={"n": pa.int8()})
+    def same(row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    assert run(numbers(2), same)[0].schema == pa.schema({"n": pa.int8()})
+    with pytest.raises(SpecError, match="types gives the column 'n' the type 'int'; a type is a pyarrow one"):
+        per_row(lambda row: row, types={"n": "int"})  # type: ignore[dict-item]
+    with pytest.raises(SpecError, match="types is a dict of columns and their types, got list"):
+        per_row(lambda row: row, types=["n"])  # type: ignore[arg-type]
+
+
+@pytest.mark.strangers
+def test_types_that_no_type_holds_are_refused_with_both_chunks_and_the_way_out() -> None:
+    with pytest.raises(SchemaError, match=r"\(v: string\) for chunk 3, but \(v: int64\).*types=\{\.\.\.\}"):
+        chunks_in_turn([1, "x"], [0, 1])
+
+
+@pytest.mark.strangers
+def test_the_fingerprint_knows_declared_types_and_is_as_before_without_them() -> None:
+    def same(row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    name = same.__qualname__
+    assert described(per_row(same)) == f"PerRow(fn={name}, wants_rng=False)"
+    assert described(per_row(same, types={"n": pa.int8()})) == f"PerRow(fn={name}, wants_rng=False, types=n: int8)"
+
+
+@pytest.mark.strangers
+def test_tensors_and_arrays_of_any_shape_come_out_of_a_row_function() -> None:
+    torch = pytest.importorskip("torch")
+    cases = [
+        (torch.tensor([1, 2]), [1, 2], pa.list_(pa.int64())),
+        (torch.tensor([1, 2], dtype=torch.int32), [1, 2], pa.list_(pa.int32())),
+        (torch.tensor(0.5, requires_grad=True), 0.5, pa.float32()),
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]], pa.list_(pa.list_(pa.int64()))),
+        ({"a": torch.tensor([1]), "b": [torch.tensor(2)]}, {"a": [1], "b": [2]}, None),
+        (np.array(7, np.int16), 7, pa.int16()),
+        (np.float32(0.5), 0.5, pa.float32()),
+        (np.zeros((1, 1, 2)), [[[0.0, 0.0]]], pa.list_(pa.list_(pa.list_(pa.float64())))),
+        (torch.zeros(0, dtype=torch.int64), [], pa.list_(pa.int64())),
+    ]
+    for value, expected, kind in cases:
+        table, _ = run(numbers(2), per_row(lambda row, value=value: {"v": value}))
+        assert table["v"].to_pylist() == [expected, expected]
+        assert kind is None or table["v"].type == kind
+    table, _ = run(numbers(2), per_row(lambda row: {"v": torch.arange(row["n"])}, types={"v": pa.list_(pa.int32())}))
+    assert table["v"].to_pylist() == [[], [0]]
+
+
+@pytest.mark.strangers
+def test_a_chunk_without_any_text_is_tokenized_whether_it_is_the_first_or_not() -> None:
+    for order in ([0, 1], [1, 0]):
+        texts = per_row(lambda row: {"text": "ab" if row["n"] else None})
+        transforms = Transforms([texts, Tokenize(encoding=ByteTokenizer())])
+        made = {n: transforms.run(numbers(2).slice(n, 1), CONTEXT, np.arange(1), reporter())[0] for n in order}
+        assert [made[n]["tokens"].to_pylist() for n in (0, 1)] == [[[]], [[97, 98]]]
 
 
 # Errors

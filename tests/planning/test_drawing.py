@@ -13,6 +13,7 @@ from overlord.errors import DataError
 from overlord.planning.drawing import Extent
 from overlord.planning.facts import ChunkFacts
 from overlord.planning.membership import StepDrawer
+from overlord.planning.order import chunks_per_epoch, units_of_chunk
 from overlord.planning.progress import Progress
 from overlord.spec import Batch, Mixture
 from tests.planning.streams import Stream, keys, steps, streams, weights
@@ -167,17 +168,56 @@ def test_drop_last_leaves_out_the_partial_step():
     assert [len(step.samples) for step in dropped] == [4, 4]
 
 
-def test_a_source_without_a_usable_row_is_an_error_and_not_a_hang():
-    empty = ChunkFacts(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    drawer = StepDrawer(
-        Progress.start(("empty",)),
-        Batch(samples=1, sequence_length=8),
-        Mixture({"empty": 1}),
-        [Extent(3, None)],
-        lambda source, chunk: empty,
-    )
-    with pytest.raises(DataError, match=r"'empty' gave no usable row in a whole epoch \(3 chunks\)"):
+def facts_of(tokens: int) -> ChunkFacts:
+    return ChunkFacts(np.full(tokens, 4), np.full(tokens, 3))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 40])
+@pytest.mark.parametrize("begin", [0, 1, 2])
+def test_a_source_without_a_usable_row_is_an_error_and_not_a_hang(num_chunks, begin):
+    progress = Progress.start(("empty",))
+    progress.chunk[0] = begin
+    batch, mixture = Batch(samples=1, sequence_length=8), Mixture({"empty": 1})
+    drawer = StepDrawer(progress, batch, mixture, [Extent(num_chunks, None)], lambda source, chunk: facts_of(0))
+    with pytest.raises(DataError, match=rf"'empty' gave no usable row in a whole epoch \({num_chunks} chunks\)"):
         drawer.next_step()
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "drop_exhausted"])
+def test_a_finite_source_that_ends_without_having_given_a_row_is_an_error_too(stop):
+    batch, mixture = Batch(samples=2, sequence_length=8), Mixture({"empty": 1, "full": 1}, stop=stop)
+    extents = [Extent(3, 1), Extent(3, 1)]
+    drawer = StepDrawer(
+        Progress.start(("empty", "full")), batch, mixture, extents, lambda source, chunk: facts_of(source * 5)
+    )
+    with pytest.raises(DataError, match="'empty' gave no usable row in a whole epoch"):
+        steps(drawer, 100)
+
+
+@pytest.mark.strangers
+@given(st.integers(1, 40), st.integers(1, 5), st.booleans(), st.integers(0, 2**32), st.data())
+def test_a_source_in_which_a_single_unit_has_rows_is_read_for_ever(num_units, window, shuffle, seed, data):
+    usable = data.draw(st.integers(0, num_units - 1))
+    per_epoch = chunks_per_epoch(num_units, window)
+
+    def describe(source: int, chunk: int) -> ChunkFacts:
+        return facts_of(int(usable in units_of_chunk(seed, "rare", num_units, window, shuffle, chunk)))
+
+    def drawer(progress: Progress) -> StepDrawer:
+        batch, mixture = Batch(samples=1, sequence_length=8), Mixture({"rare": 1})
+        return StepDrawer(progress, batch, mixture, [Extent(per_epoch, None)], describe)
+
+    begin = Progress.start(("rare",))
+    begin.chunk[0] = data.draw(st.integers(0, 3 * per_epoch))  # in the middle of an epoch, as after a change of sources
+    drawn = steps(drawer(begin), 12)
+    found = [step.samples.chunk.item(0) for step in drawn]
+    expected = [chunk for chunk in range(begin.chunk.item(0), 20 * per_epoch) if describe(0, chunk).num_rows]
+    assert found == expected[:12]
+    assert max(np.diff(found)) <= 2 * per_epoch - 1, "as the bound says"
+    cut = data.draw(st.integers(0, 10))
+    resumed = drawer(Progress.from_plain(json.loads(json.dumps(drawn[cut].after().to_plain()))))
+    assert [step.samples.chunk.item(0) for step in steps(resumed, 11 - cut)] == found[cut + 1 :]
 
 
 @given(streams(finite=False), st.data())

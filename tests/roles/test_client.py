@@ -68,6 +68,34 @@ def test_after_the_end_of_a_finite_run_iterating_again_begins_anew():
         assert rounds[0] == rounds[1] == rounds[2]
 
 
+@pytest.mark.strangers
+@pytest.mark.parametrize("over_the_wire", [False, True], ids=["in process", "connected"])
+def test_a_validation_pass_of_a_few_steps_is_the_same_each_time_once_it_is_rewound(over_the_wire):
+    job = job_of({"a": Numbered(rows=400, first=1), "b": Numbered(first=500)}, mesh=ol.Mesh(dp=2, cp=2))
+    with ol.start(job) as loader:
+        if over_the_wire:
+            address = loader.serve()
+            clients = [ol.connect(address, rank=rank, timeout=60) for rank in range(4)]
+        else:
+            clients = [loader.client(rank, timeout=60) for rank in range(4)]
+        passes = []
+        for _ in range(3):
+            found: list[list] = [[] for _ in clients]
+            # Each rank begins its pass when it gets there, the first one while the others still stand at the end of theirs.
+            for client in clients:
+                client.rewind()
+                found[client.rank] += [tokens_of(step).tolist() for step in islice(client, 2)]
+            for _ in range(8):
+                for client in clients:
+                    found[client.rank].append(tokens_of(next(client)).tolist())
+            passes.append(found)
+        assert [client.step for client in clients] == [10] * 4
+        for client in clients:
+            client.close()
+    assert passes[0] == passes[1] == passes[2]
+    assert len({str(step) for step in passes[0][0]}) == 10
+
+
 def test_a_closed_client_holds_nobody_back():
     with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=2, cp=2))) as loader:
         clients = [loader.client(rank, timeout=20) for rank in range(4)]

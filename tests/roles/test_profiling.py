@@ -202,3 +202,11 @@ def test_shadows_take_memory_before_buffers_do():
 def test_wrong_values_are_refused(make, message):
     with pytest.raises(SpecError, match=message):
         make()
+
+
+@pytest.mark.strangers
+def test_a_source_of_whose_first_chunks_filters_leave_nothing_is_profiled_by_later_ones():
+    late = Numbered(
+        first=1, rows=40, unit_rows=5, shuffle=False, transform=ol.per_row(lambda r: r if r["document"] > 35 else None)
+    )
+    assert profile_of(late, num_chunks=2).num_chunks == 8

@@ -35,7 +35,7 @@ def _rank(rank: int, size: int, folder: Path, store: int, address: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store), TORCHELASTIC_USE_AGENT_STORE="True")
     # As under torchrun, before there is a process group.
-    _read(folder, "environment", rank, job_of(FINITE, mesh=ol.Mesh(dp=2, cp=2)))
+    _read(folder, "environment", rank, job_of(FINITE, mesh=ol.Mesh(cp=2)))  # dp is what the world leaves
     # And with one.
     join_world(rank, size, folder)
     mesh = init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
@@ -102,7 +102,25 @@ def test_a_mesh_of_another_size_and_a_process_outside_any_run_are_refused(monkey
         attach(job_of({"a": Numbered(first=1)}))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ol.SpecError, match="has 1 ranks, but the world has 3"):
-        attach(job_of({"a": Numbered(first=1)}))
+    with pytest.raises(ol.SpecError, match="has 1 ranks, but the world has 3") as refused:
+        attach(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=1)))
+    assert refused.value.__notes__ == [
+        "leave dp out of the job's mesh, and attach takes it from the world; or pass device_mesh=..."
+    ]
     with pytest.raises(ol.SpecError, match="attach needs a job to start, or the address="):
         attach()
+
+
+@pytest.mark.strangers
+def test_a_mesh_without_dp_takes_it_from_the_world(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert ol.Mesh().dp == 1
+    assert ol.Mesh() == ol.Mesh(dp=1)
+    assert ol.Mesh(cp=2, tp=2).for_world(16) == ol.Mesh(dp=4, cp=2, tp=2)
+    with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(tp=2)), world_size=6) as loader:
+        assert loader.tree.mesh == ol.Mesh(dp=3, tp=2)
+    with pytest.raises(
+        ol.SpecError, match="takes 2 ranks for each data-parallel group, which does not divide the world of 1"
+    ):
+        attach(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(tp=2)))

@@ -125,6 +125,7 @@ def test_an_optimizer_of_other_parameters_is_refused():
         ({"interval": 0}, "at least 1, got 0"),
         ({"tail": 0.0}, "above 0 and at most 1, got 0.0"),
         ({"min_eigenvalues": 1}, "at least 2, got 1"),
+        pytest.param({"exclude": "*.norm"}, r"write exclude=\('\*\.norm',\)", marks=pytest.mark.strangers),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):

@@ -1,6 +1,7 @@
 """The command line. Each verb is a file; this one reads the arguments and turns what went wrong into a line and a code.
 
-Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 stopped by Ctrl-C, 143 by SIGTERM. Both signals stop a verb in the same
+way: it says so at once, writes the state that it was asked for, and leaves; a second one ends the process where it stands.
 """
 
 from __future__ import annotations
@@ -9,26 +10,31 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from overlord.cli.calibrate_options import add_calibrate
 from overlord.cli.mix_options import add_mix
+from overlord.cli.numbers import at_least, positive, zero_or_more
 from overlord.cli.partition_options import add_partition
 from overlord.cli.simulate_options import add_simulate
 from overlord.errors import OverlordError
 
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+TERMINATED = 143  # 128 + SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
+    came = _stop_at_signals()
     try:
-        return options.verb(options)
+        code = options.verb(options)
+        return TERMINATED if code == INTERRUPTED and signal.SIGTERM in came else code
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # we are leaving: another Ctrl-C would only print a traceback
-        return INTERRUPTED
+        return TERMINATED if signal.SIGTERM in came else INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -38,6 +44,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"error: {told(error)}\n")
         return FAILED
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes a list of weights from one place only, so those after an option are left over.
+    if rest and "weights" in options and not any(word.startswith("-") for word in rest):
+        options.weights += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
+
+
+def _stop_at_signals() -> list[int]:
+    """Let Ctrl-C and SIGTERM say that we stop, and raise KeyboardInterrupt; returns the list of those that came."""
+    came: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_DFL)
+        # Not by sys.stderr: the signal may have come in the middle of a write to it.
+        os.write(2, f"stopping ({signal.Signals(number).name}); a second one ends the process at once\n".encode())
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+    return came
 
 
 def told(error: Exception) -> str:
@@ -88,7 +123,7 @@ class _Version(argparse.Action):
 
 def _add_demo(verbs: argparse._SubParsersAction) -> None:
     verb = verbs.add_parser("demo", help="see it work on data that this machine has, in under a minute")
-    verb.add_argument("--steps", type=_at_least(2), default=240, help="global steps to run (default: %(default)s)")
+    verb.add_argument("--steps", type=at_least(2), default=240, help="global steps to run (default: %(default)s)")
     verb.add_argument("--dir", type=Path, help="keep the corpus and its job file here, to play with")
 
     def call(options: argparse.Namespace) -> int:
@@ -114,13 +149,14 @@ def _add_check(verbs: argparse._SubParsersAction) -> None:
 def _add_explain(verbs: argparse._SubParsersAction) -> None:
     verb = verbs.add_parser("explain", help="show how one step was drawn and arranged, stage by stage")
     verb.add_argument("job", type=Path, help="a Python file with `job = overlord.Job(...)`")
-    verb.add_argument("--step", type=_at_least(0), help="the step to explain (default: the first)")
+    verb.add_argument("--step", type=at_least(0), help="the step to explain (default: the first)")
     verb.add_argument("--resume", type=Path, metavar="FILE", help="count from this saved state: quick for late steps")
+    verb.add_argument("--documents", action="store_true", help="list its documents: source, file, row, microbatch and ranks")
 
     def call(options: argparse.Namespace) -> int:
         from overlord.cli.explain import explain
 
-        return explain(options.job, options.step, options.resume, options.json)
+        return explain(options.job, options.step, options.resume, options.documents, options.json)
 
     verb.set_defaults(verb=call)
 
@@ -128,8 +164,8 @@ def _add_explain(verbs: argparse._SubParsersAction) -> None:
 def _add_run(verbs: argparse._SubParsersAction) -> None:
     verb = verbs.add_parser("run", help="read a job without a trainer and measure it")
     verb.add_argument("job", type=Path, help="a Python file with `job = overlord.Job(...)`")
-    verb.add_argument("--steps", type=_at_least(1), metavar="N", help="stop after this many (default: at the end)")
-    verb.add_argument("--rank", type=_at_least(0), metavar="R", help="read one rank only (default: all)")
+    verb.add_argument("--steps", type=at_least(1), metavar="N", help="stop after this many (default: at the end)")
+    verb.add_argument("--rank", type=at_least(0), metavar="R", help="read one rank only (default: all)")
     verb.add_argument("--state", type=Path, metavar="FILE", help="write the state here when it stops, also by Ctrl-C")
     verb.add_argument("--resume", type=Path, metavar="FILE", help="go on from this state")
 
@@ -162,14 +198,14 @@ def _add_serve(verbs: argparse._SubParsersAction) -> None:
     )
     verb.add_argument(
         "--leave-after",
-        type=float,
+        type=positive,
         default=60.0,
         metavar="S",
         help="wait so long for a silent rank (default: %(default)s)",
     )
     verb.add_argument(
         "--drain",
-        type=float,
+        type=zero_or_more,
         default=30.0,
         metavar="S",
         help="when stopping, wait so long for ranks (default: %(default)s)",
@@ -194,13 +230,3 @@ def _add_serve(verbs: argparse._SubParsersAction) -> None:
         return serve(options.job, given, options.json)
 
     verb.set_defaults(verb=call)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return number

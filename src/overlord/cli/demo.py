@@ -22,7 +22,7 @@ def demo(num_steps: int, folder: Path | None, as_json: bool) -> int:
     with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory(prefix="overlord-demo-") as at:
         if not as_json:
             watching.print("Overlord: making a corpus out of this machine's Python, then reading it on several meshes.")
-        result = run_demo(Path(at), num_steps, lambda title, steps: LiveView(watching, title, steps))
+        result = run_demo(Path(at), num_steps, lambda title, steps: LiveView(watching, title, steps, "tokens"))
     if as_json:
         write_json(asdict(result))
     else:
@@ -31,7 +31,7 @@ def demo(num_steps: int, folder: Path | None, as_json: bool) -> int:
 
 
 def _print(out: Console, result: DemoResult, folder: Path | None) -> None:
-    out.print(mix_table(result.mix, title="The mix, in tokens"))
+    out.print(mix_table(result.mix, "tokens", title="The mix"))
     out.print(table("measured in this run", "", "<", rows=_rows(result)))
     out.print("What to try next")
     where = folder or Path("demo")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from overlord.cli.job_file import load_job
 from overlord.cli.output import console, table, write_json
@@ -16,34 +19,61 @@ from overlord.planning.explain import explain as explained
 from overlord.planning.facts import Floats
 from overlord.planning.plan import Plan
 from overlord.roles.planner import Planned
+from overlord.roles.report import StepDocument
 from overlord.run import start
 from overlord.spec import Job
 
 
-def explain(path: Path, step: int | None, resume: Path | None, as_json: bool) -> int:
+def explain(path: Path, step: int | None, resume: Path | None, documents: bool, as_json: bool) -> int:
     job = load_job(path)
     saved = None if resume is None else read_state(resume)
     with start(job, resume=saved) as loader:
         number: int = loader.state_dict()["step"] if step is None else step
         planned = loader.plan(number)
+        listed = loader.documents(number) if documents else None
     if planned is None:
         raise SpecError(f"the run of {path} ends before step {number:,}; explain an earlier one")
     drawn = _drawn(job, planned)
     if as_json:
-        write_json({"step": number, "sources": drawn, **_arranged(planned.plan)})
+        told = {} if listed is None else {"documents": [asdict(document) for document in listed]}
+        write_json({"step": number, "sources": drawn, **_arranged(planned.plan), **told})
         return 0
     out = console()
     rows = [
         (name, f"{d['asked']:.2%}", f"{d['share']:.2%}", f"{d['samples']:,}", f"{d['tokens']:,}", f"{d['longest']:,}")
         for name, d in drawn.items()
     ]
-    out.print(f"Step {number:,}: what was drawn, in {job.mix.unit}")
-    out.print(table("source", "asked", "this step", "samples", "tokens", "longest", rows=rows))
+    out.print(f"Step {number:,}: what was drawn")
+    unit = job.mix.unit
+    columns = "source", f"{unit} asked", f"{unit} drawn", "samples", "tokens", "longest"
+    out.print(table(*columns, rows=rows))
     out.print("How it was arranged")
     out.print(explained(planned.plan), soft_wrap=True, markup=False)
     if all(stage.bucket_costs is None for stage in planned.plan.stages):
         out.print("\nNo costs: with a strategy that knows them (strategies.plain(cost=...)) this shows the slowest group.")
+    if listed is not None:
+        out.print("\nIts documents")
+        out.print(_documents(listed))
     return 0
+
+
+def _documents(listed: Sequence[StepDocument]) -> Table:
+    rows = [
+        (d.source, d.file, "?" if d.row < 0 else f"{d.row:,}", f"{d.tokens:,}", f"{d.microbatch:,}", _ranks(d.ranks))
+        for d in listed
+    ]
+    return table("source", "<file", "row", "tokens", "microbatch", "<ranks", rows=rows)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Neighbours as a range: 0-3, 8-11."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _drawn(job: Job, planned: Planned) -> dict[str, dict[str, Any]]:

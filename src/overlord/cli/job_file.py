@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
+import re
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import cloudpickle
 
+import overlord
 from overlord.errors import OverlordError, SpecError
 from overlord.spec import Job
+
+_NO_NAME = re.compile(r"module 'overlord' has no attribute '(\w+)'")
+_NO_OPTION = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def load_job(path: Path) -> Job:
@@ -47,9 +55,24 @@ def _executed(path: Path) -> ModuleType:
     except SyntaxError as error:
         raise SpecError(f"{path} is not Python: {error}") from error
     except Exception as error:
-        raise SpecError(f"{path} raised {type(error).__name__}: {error} ({_place(path, error)})") from error
+        told = f"{path} raised {type(error).__name__}: {error}{_nearest(error)} ({_place(path, error)})"
+        raise SpecError(told) from error
     cloudpickle.register_pickle_by_value(module)  # worker processes cannot import it by its name
     return module
+
+
+def _nearest(error: Exception) -> str:
+    """The name of ours that was probably meant, where one was misspelt."""
+    named = _NO_NAME.search(str(error)) or _NO_OPTION.search(str(error))
+    if named is None:
+        return ""
+    if named.re is _NO_NAME:
+        known: Sequence[str] = overlord.__all__
+    else:
+        kind = getattr(overlord, named[1], None)
+        known = () if kind is None else tuple(inspect.signature(kind).parameters)
+    close = difflib.get_close_matches(named[named.lastindex or 1], known, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _place(path: Path, error: Exception) -> str:

@@ -24,11 +24,13 @@ class LiveView:
     """Give it the meter after each step; it looks at the mix only when it draws. Use it in a `with` block."""
 
     def __init__(
-        self, console: Console, title: str, num_steps: int | None, clock: Callable[[], float] = time.monotonic
+        self, console: Console, title: str, num_steps: int | None, unit: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """`unit` is the mixture's, which shares are in."""
         self._console = console
         self._title = title
         self._num_steps = num_steps
+        self._unit = unit
         self._clock = clock
         self._every_s = TERMINAL_EVERY_S if console.is_terminal else PLAIN_EVERY_S
         self._drawn = -math.inf
@@ -65,14 +67,14 @@ class LiveView:
         head = Table.grid(padding=(0, 2))
         head.add_row(Text(self._title, "bold"), line)
         bar = [ProgressBar(self._num_steps, meter.num_steps, width=60)] if self._num_steps else []
-        return Group(head, *bar, mix_table(shares))
+        return Group(head, *bar, mix_table(shares, self._unit))
 
 
-def mix_table(shares: Mapping[str, Share], title: str | None = None) -> Table:
+def mix_table(shares: Mapping[str, Share], unit: str, title: str | None = None) -> Table:
     return table(
         "source",
-        "asked",
-        "realised",
+        f"{unit} asked",
+        f"{unit} drawn",
         "samples",
         "tokens",
         title=title,

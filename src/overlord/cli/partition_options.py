@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+from overlord.cli.numbers import at_least, num_bytes, positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +31,19 @@ def add_partition(verbs: argparse._SubParsersAction) -> None:
         "shadows, so that trainers do not wait. Nothing is changed: it says what to start the job with.",
     )
     verb.add_argument("job", type=Path, help="a Python file with `job = overlord.Job(...)`")
-    verb.add_argument("--cpus", type=_positive, metavar="N", help="processors for loaders (default: those of this machine)")
+    verb.add_argument("--cpus", type=positive, metavar="N", help="processors for loaders (default: those of this machine)")
     verb.add_argument(
         "--memory", type=num_bytes, metavar="SIZE", help="for loaders, as 8GiB (default: half of this machine's)"
     )
-    verb.add_argument("--hosts", type=_count, metavar="N", help="loader processes at most; 1: the embedded engine")
-    verb.add_argument("--workers", type=_count, metavar="N", help="chunks that a host makes side by side (default: 4)")
+    verb.add_argument("--hosts", type=at_least(1), metavar="N", help="loader processes at most; 1: the embedded engine")
+    verb.add_argument("--workers", type=at_least(1), metavar="N", help="chunks that a host makes side by side (default: 4)")
     verb.add_argument(
-        "--steps-per-second", type=_positive, default=1.0, metavar="R", help="what trainers do (default: %(default)s)"
+        "--steps-per-second", type=positive, default=1.0, metavar="R", help="what trainers do (default: %(default)s)"
     )
-    verb.add_argument("--chunks", type=_count, default=3, metavar="N", help="to make of a source (default: %(default)s)")
-    verb.add_argument("--seconds", type=_positive, default=10.0, metavar="S", help="to spend on one (default: %(default)s)")
+    verb.add_argument(
+        "--chunks", type=at_least(1), default=3, metavar="N", help="to make of a source (default: %(default)s)"
+    )
+    verb.add_argument("--seconds", type=positive, default=10.0, metavar="S", help="to spend on one (default: %(default)s)")
 
     def call(options: argparse.Namespace) -> int:
         from overlord.cli.partition import partition
@@ -53,30 +52,3 @@ def add_partition(verbs: argparse._SubParsersAction) -> None:
         return partition(PartitionOptions(**given), options.json)
 
     verb.set_defaults(verb=call)
-
-
-def num_bytes(text: str) -> int:
-    """8GiB, 512MiB, 1.5GB or a number of bytes."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is not None:
-        prefix = (found[2] or "").lower()
-        value = int(float(found[1]) * (1024 if prefix.endswith("i") else 1000) ** _POWERS[prefix.removesuffix("i")])
-        if value > 0:
-            return value
-    raise argparse.ArgumentTypeError(f"a size is a positive number with a unit, as 8GiB, 512MiB or 20GB, got {text!r}")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)

@@ -51,7 +51,7 @@ def _read(loader: Loader, meter: Meter, rank: int | None, num_steps: int | None,
         return shares_of(loader.report().mix, loader.job.mix.unit)
 
     try:
-        with LiveView(console(stderr=True), title, num_steps) as view:
+        with LiveView(console(stderr=True), title, num_steps, loader.job.mix.unit) as view:
             for taken in steps_of(loader, None if rank is None else [rank], num_steps):
                 meter.add(taken)
                 view.show(meter, shares)
@@ -77,6 +77,7 @@ def _summary(loader: Loader, meter: Meter, state: Mapping[str, Any], interrupted
         return summary
     report = loader.report(state["step"])
     return summary | {
+        "mix_unit": loader.job.mix.unit,
         "mix": {name: asdict(share) for name, share in shares_of(report.mix, loader.job.mix.unit).items()},
         "documents": report.documents,
         "bad_rows": report.bad_rows,
@@ -87,7 +88,7 @@ def _summary(loader: Loader, meter: Meter, state: Mapping[str, Any], interrupted
 def _print(summary: Mapping[str, Any], meter: Meter, state: Path | None) -> None:
     out = console()
     if "mix" in summary:
-        out.print(mix_table({name: Share(**share) for name, share in summary["mix"].items()}))
+        out.print(mix_table({name: Share(**share) for name, share in summary["mix"].items()}, summary["mix_unit"]))
     first = "" if meter.first_batch_s is None else f", first after {meter.first_batch_s:.2f} s"
     out.print(
         f"{meter.num_steps:,} steps in {meter.seconds:.1f} s{first}: {short(meter.tokens_per_s)} tokens/s, "
@@ -99,6 +100,6 @@ def _print(summary: Mapping[str, Any], meter: Meter, state: Path | None) -> None
     for name, dropped in summary.get("bad_rows", {}).items():
         if dropped:
             out.print(f"bad rows of {name}: {dropped:,} dropped")
-    stopped = "stopped by Ctrl-C" if summary["interrupted"] else "done"
+    stopped = "stopped" if summary["interrupted"] else "done"
     kept = "" if state is None else f"; state saved to {state}, go on with --resume {state}"
     out.print(f"{stopped} before step {summary['next_step']:,}{kept}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import threading
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from overlord.cli.job_file import load_job
 from overlord.cli.state_file import check_writable, read_state, write_state
 from overlord.cli.token_file import read_token
 from overlord.engine import Engine
-from overlord.errors import SpecError
+from overlord.errors import ServiceError, SpecError
 from overlord.run import Loader, start
 from overlord.state import State
+from overlord.transport.security import Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
         check_writable(options.state)
     token = None if options.token_file is None else read_token(options.token_file)
     resume = _resume(options.resume)
+    _check_free(Address.parsed(options.address))
     tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
     with start(job, engine=_engine(options.ray), resume=resume, log=options.log) as loader:
         stop = _stopped_by_signals()  # not before: Ray puts handlers of its own in place
@@ -64,13 +67,27 @@ def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
     return 0
 
 
+def _check_free(address: Address) -> None:
+    """Said before the job is started, and in our words: gRPC writes some of its own to standard error."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(target)
+    except OSError as error:
+        raise ServiceError(
+            f"cannot listen on {address.host}:{address.port}: {error.strerror}; choose an address of this machine and a "
+            "port that is free (port 0: any)"
+        ) from error
+
+
 def _stopped_by_signals() -> threading.Event:
     """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
     stop = threading.Event()
 
     def note(number: int, _: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         stop.set()
 
     signal.signal(signal.SIGTERM, note)
@@ -89,7 +106,10 @@ def _announce(loader: Loader, address: str, as_json: bool) -> None:
 
 
 def _finish(loader: Loader, options: ServeOptions) -> None:
-    sys.stderr.write(f"stopping: ranks may finish the step that one of them has, for up to {options.drain_s:g} s\n")
+    sys.stderr.write(
+        f"stopping: waits up to {options.drain_s:g} s for every rank to take the last step that one of them has; a second "
+        "signal ends the process at once\n"
+    )
     all_came = loader.drain(options.drain_s)
     state = loader.state_dict()
     missing = "" if all_came else ", which not every rank came for"

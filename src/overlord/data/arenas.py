@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,4 +74,6 @@ class _Lease(np.ndarray):
     owner: Arenas
 
     def __del__(self) -> None:
-        self.owner.take_back(cast("NDArray[np.uint8]", self.base))
+        # No name of this module here, nor in `take_back`: when the program ends, those of modules are set to None before the
+        # arrays that a script still holds are gone.
+        self.owner.take_back(self.base)  # type: ignore[arg-type] - the arena, whatever numpy calls it

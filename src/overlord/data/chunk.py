@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from overlord.data.read_result import held_bytes
-from overlord.planning.facts import ChunkFacts, Ints
+from overlord.planning.facts import WEIGHT_BITS, ChunkFacts, Ints, LossCount
 from overlord.spec import Unit
 
 
@@ -53,25 +53,28 @@ class Chunk:
     begin: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     end: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     document_end: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    mask: NDArray[np.integer] | None = None
+    mask: NDArray[np.generic] | None = None
+    """One entry per token of `values`, 0 where predicting it has no loss: integers, or loss weights as float32."""
 
     @property
     def num_bytes(self) -> int:
+        own_mask = self.mask.nbytes if self.mask is not None and self.mask.flags.owndata else 0  # else it is in the table
         per_row = self.table_row.nbytes + self.origin.nbytes + self.begin.nbytes * 3 + self.facts.tokens.nbytes * 2
         sizes = sum(column.nbytes for column in self.facts.sizes.values())
-        return held_bytes(self.table, self.lineage.mapped) + per_row + sizes
+        return held_bytes(self.table, self.lineage.mapped) + per_row + sizes + own_mask
 
     def where(self, table_row: int) -> tuple[str, int]:
         """The unit and the row in it that a row of the table was read from."""
         return self.lineage.where(int(self.origin[table_row]))
 
-    def count_loss(self, row: int, start: int, stop: int) -> int:
-        """Loss tokens in the tokens [start, stop) of a row."""
+    def count_loss(self, row: int, start: int, stop: int) -> LossCount:
+        """The loss of the tokens [start, stop) of a row."""
         begin = int(self.begin[row]) + start
         end = min(int(self.begin[row]) + stop + 1, int(self.document_end[row]))
         if self.mask is None:
-            return max(end - begin - 1, 0)
-        return int(np.count_nonzero(self.mask[begin + 1 : end]))
+            return LossCount(max(end - begin - 1, 0))
+        predicted = self.mask[begin + 1 : end]
+        return LossCount(int(np.count_nonzero(predicted)), int(_extra(predicted).sum()) if is_weights(predicted) else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +132,33 @@ def _whole(documents: Documents, index: Ints, counts: Mapping[str, int]) -> Rows
     return Rows(index, documents.offsets[index], ends, ends, counts)
 
 
-def loss_tokens(begin: Ints, end: Ints, document_end: Ints, mask: NDArray[np.integer] | None) -> Ints:
+def is_weights(mask: NDArray[np.generic]) -> bool:
+    """Whether a mask has loss weights."""
+    return mask.dtype.kind == "f"
+
+
+def loss_tokens(begin: Ints, end: Ints, document_end: Ints, mask: NDArray[np.generic] | None) -> Ints:
     """Loss tokens of each row: tokens that have a successor in their document, less those whose successor is masked."""
     if mask is None and end is document_end:
         return np.maximum(end - begin - 1, 0)
-    last = np.minimum(end + 1, document_end)
     if mask is None:
-        return np.maximum(last - begin - 1, 0)
-    counted = np.concatenate([[0], np.cumsum(mask != 0)])
-    return np.maximum(counted[last] - counted[np.minimum(begin + 1, last)], 0)
+        return np.maximum(np.minimum(end + 1, document_end) - begin - 1, 0)
+    return _sum_over_labels(begin, end, document_end, mask != 0)
+
+
+def loss_extra(begin: Ints, end: Ints, document_end: Ints, weights: NDArray[np.generic]) -> Ints:
+    """The LOSS_EXTRA of each row."""
+    return _sum_over_labels(begin, end, document_end, _extra(weights))
+
+
+def _sum_over_labels(begin: Ints, end: Ints, document_end: Ints, per_token: NDArray[np.generic]) -> Ints:
+    """The sum over the tokens that each row predicts: those after its first, and the one after its last."""
+    last = np.minimum(end + 1, document_end)
+    # Sums over a whole chunk may wrap around; their differences are right all the same.
+    summed = np.concatenate([[0], np.cumsum(per_token, dtype=np.int64)])
+    return summed[last] - summed[np.minimum(begin + 1, last)]
+
+
+def _extra(weights: NDArray[np.generic]) -> Ints:
+    """What each weight is above 1, or above 0 for a weight of 0, in units of 2**-WEIGHT_BITS."""
+    return np.rint(np.ldexp(weights.astype(np.float64) - (weights != 0), WEIGHT_BITS)).astype(np.int64)

@@ -8,6 +8,8 @@ row of any length):
     tokens             int32 [num_tokens]     pad_token on padding
     labels             int64 [num_tokens]     the token to predict; -100 where there is no loss
     loss_mask          bool  [num_tokens]     labels != -100
+    loss_weights       float32 [num_tokens]   only where a source has them: what each label counts in the loss, 0 where
+                                              there is none; 1 for labels of other sources
     position_ids       int32 [num_tokens]     from 0 in each segment
     cu_seqlens         int32 [segments + 1]   ends of the segments that attention must not cross, from 0
     cu_seqlens_padded  int32 [segments + 1]   only with document_multiple > 1, see below
@@ -21,8 +23,9 @@ row of any length):
     image_document     int32 [n]              the document each image belongs to
     ...                Arrow arrays           the columns asked for, one entry per document
 
-A padded batch has tokens, labels, loss_mask and position_ids as [num_rows, width], `attention_mask` (bool)
-of that shape, true on tokens, and no cu_seqlens.
+A padded batch has tokens, labels, loss_mask, loss_weights and position_ids as [num_rows, width], `attention_mask`
+(bool) of that shape, true on tokens, and no cu_seqlens. The width is that of the longest document, up to a
+multiple of document_multiple, or sequence_length with Batch.pad_to="sequence_length".
 
 Documents, and with them columns, are numbered in the plan's order. Segments are documents and padding in
 order of place. The places after the last document of a row are segments of their own, cut so short that an
@@ -92,16 +95,18 @@ class _Layout:
                     yield slice(begin, begin + gap)
 
 
-def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | None = None) -> Fields:
+def collate(
+    micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | None = None, weighted: bool = False
+) -> Fields:
     """The whole microbatch, as one data-parallel group sees it: not yet sliced for context-parallel ranks.
 
-    The four large fields lie in one arena, where arenas are given.
+    The large fields lie in one arena, where arenas are given. With `weighted` there are loss weights.
     """
     _check_payload(micro, payload)
     packed = batch.layout == "packed"
     layout = _packed_layout(micro, batch.document_multiple) if packed else _padded_layout(micro, batch)
     segments, bounds = layout.segments, layout.bounds.astype(np.int32)
-    labels, tokens, position_ids, loss_mask = _large_fields(layout.num_tokens, arenas)
+    labels, tokens, position_ids, loss_weights, loss_mask = _large_fields(layout.num_tokens, arenas, weighted)
     np.concatenate(_pieces(layout, payload.tokens, batch.pad_token), out=tokens, casting="same_kind")
     _fill_labels(labels, loss_mask, layout, tokens, payload)
     _fill_positions(position_ids, bounds[:-1], segments)
@@ -118,6 +123,9 @@ def collate(micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | N
         "document_lengths": layout.lengths.astype(np.int32),
         "document_sources": micro.samples.source.astype(np.int32),
     }
+    if weighted:
+        _fill_weights(loss_weights, loss_mask, layout, payload)
+        fields["loss_weights"] = loss_weights
     if batch.image_token is not None:
         fields["image_row"] = _image_rows(tokens, layout, batch.image_token)
     fields |= _cu_seqlens(layout, bounds, batch.document_multiple) if packed else _folded(layout, fields, micro.row)
@@ -221,7 +229,8 @@ def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
     lengths, rows = micro.samples.tokens, micro.row
     if len(np.unique(rows)) != len(rows):
         raise SpecError("layout='padded' holds one document a row, but the strategy put several in one row; use 'packed'")
-    longest, multiple = int(lengths.max(initial=0)), batch.document_multiple
+    # A row of one place where there are no samples: all ranks run their models together, and this one needs some input.
+    longest, multiple = int(lengths.max()) if len(lengths) else 1, batch.document_multiple
     width = micro.row_tokens or -(-longest // multiple) * multiple
     used = np.bincount(rows, lengths, micro.num_rows).astype(np.int64)
     _check_rows(used, micro.num_rows, micro.row_tokens)
@@ -246,11 +255,15 @@ def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], fill: int) -> Se
     return pieces
 
 
-def _large_fields(n: int, arenas: Arenas | None) -> tuple[NDArray[Any], ...]:
-    """Uninitialised labels, tokens, position_ids and loss_mask, side by side in one piece of memory."""
-    memory = np.empty(17 * n, np.uint8) if arenas is None else arenas.lease(17 * n)
+def _large_fields(n: int, arenas: Arenas | None, weighted: bool) -> tuple[NDArray[Any], ...]:
+    """Uninitialised labels, tokens, position_ids, loss_weights (empty unless weighted) and loss_mask, side by side in one
+    piece of memory."""
+    w = n if weighted else 0
+    num_bytes = 17 * n + 4 * w
+    memory = np.empty(num_bytes, np.uint8) if arenas is None else arenas.lease(num_bytes)
     labels, rest = memory[: 8 * n].view(np.int64), memory[8 * n :]
-    return labels, rest[: 4 * n].view(np.int32), rest[4 * n : 8 * n].view(np.int32), rest[8 * n :].view(np.bool_)
+    tokens, position_ids, rest = rest[: 4 * n].view(np.int32), rest[4 * n : 8 * n].view(np.int32), rest[8 * n :]
+    return labels, tokens, position_ids, rest[: 4 * w].view(np.float32), rest[4 * w :].view(np.bool_)
 
 
 def _fill_labels(
@@ -273,14 +286,24 @@ def _fill_labels(
     for places in layout.uncovered():
         labels[places] = NO_LOSS
     if payload.loss_masks is not None:
-        np.copyto(labels, NO_LOSS, where=_unwanted(layout, payload.loss_masks))
+        np.copyto(labels, NO_LOSS, where=np.concatenate(_shifted(layout, payload.loss_masks)) == 0)
     for i in payload.ignored:
         labels[layout.starts[i] : layout.starts[i] + layout.lengths[i]] = NO_LOSS
     np.not_equal(labels, NO_LOSS, out=loss_mask)
 
 
-def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> NDArray[np.bool_]:
-    """Where loss masks forbid loss. Entry t of a mask is about predicting token t, so about place t - 1."""
+def _fill_weights(weights: NDArray[np.float32], loss_mask: NDArray[np.bool_], layout: _Layout, payload: Payload) -> None:
+    """What each label counts: nothing where there is no loss, 1 for documents without weights."""
+    if payload.loss_masks is None:
+        np.copyto(weights, loss_mask)
+        return
+    np.concatenate(_shifted(layout, payload.loss_masks), out=weights, casting="same_kind")
+    np.copyto(weights, 0, where=~loss_mask)
+
+
+def _shifted(layout: _Layout, masks: Sequence[NDArray[np.generic] | None]) -> Sequence[NDArray[np.generic]]:
+    """Loss masks, or weights, at the places that they are about: entry t of a mask is about predicting token t, so about
+    place t - 1. There is 1 on padding."""
     ones = np.ones(layout.lengths.max(initial=0) + 1, np.bool_)
     shifted = []
     for i, (mask, n) in enumerate(zip(masks, layout.lengths.tolist(), strict=True)):
@@ -292,7 +315,7 @@ def _unwanted(layout: _Layout, masks: Sequence[NDArray[np.integer] | None]) -> N
                 f"last for the token that follows), not {len(mask)}"
             )
         shifted.append(mask[1:])
-    return np.concatenate(_pieces(layout, shifted, 1)) == 0
+    return _pieces(layout, shifted, 1)
 
 
 def _fill_positions(position_ids: NDArray[np.int32], starts: NDArray[np.int32], segments: Ints) -> None:
@@ -328,7 +351,7 @@ def _folded(layout: _Layout, fields: Fields, rows: Ints) -> Fields:
     width = layout.num_tokens // num_rows
     lengths = np.zeros((num_rows, 1), np.int32)
     lengths[rows, 0] = layout.lengths
-    per_place = ("tokens", "labels", "loss_mask", "position_ids", "image_row")
+    per_place = ("tokens", "labels", "loss_mask", "loss_weights", "position_ids", "image_row")
     folded: Fields = {name: fields[name].reshape(num_rows, width) for name in per_place if name in fields}
     return folded | {"attention_mask": folded["position_ids"] < lengths}
 

@@ -6,9 +6,9 @@ the padded layout) into 2 x cp chunks. Rank i takes chunks i and 2 x cp - 1 - i,
 attention all ranks have the same work. `overlord.planning.hdp.zigzag` says where chunks end: nothing is padded,
 and ranks differ by at most one place a segment, by none if document_multiple is a multiple of 2 x cp.
 
-Slicing cuts `tokens`, `labels`, `position_ids`, `loss_mask` and `attention_mask`, and `num_tokens` becomes
-the number of places in the slice. Everything else describes the whole microbatch on every rank: cu_seqlens
-and max_seqlen because Transformer Engine divides them itself, images because a document's places, and with
+Slicing cuts `tokens`, `labels`, `position_ids`, `loss_mask`, `loss_weights` and `attention_mask`, and
+`num_tokens` becomes the number of places in the slice. Everything else describes the whole microbatch on every
+rank: cu_seqlens and max_seqlen because Transformer Engine divides them itself, images because a document's places, and with
 them the places of its images, are spread over all ranks. A model that encodes each image on one rank alone
 takes `images[index::cp]`. Where images are encoded on other ranks than those that train on them, see
 `exchange.py`.
@@ -28,13 +28,13 @@ from overlord.errors import SpecError
 from overlord.planning.facts import Ints
 from overlord.planning.hdp.zigzag import chunk_begins
 
-PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask", "image_row")
+PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "loss_weights", "attention_mask", "image_row")
 """Fields with one entry per token place: these are sliced."""
 
 FIRST_STAGE = frozenset({"tokens", "position_ids", "images", "image_document", "image_tokens", "image_row"})
 """Fields that only the first pipeline stage needs."""
 
-LAST_STAGE = frozenset({"labels", "loss_mask"})
+LAST_STAGE = frozenset({"labels", "loss_mask", "loss_weights"})
 """Fields that only the last pipeline stage needs."""
 
 
@@ -68,7 +68,7 @@ def join_cp(slices: Sequence[Fields]) -> Fields:
 def fields_for(batch: Fields, stage: int, num_stages: int) -> Fields:
     """What pipeline stage `stage` of `num_stages` needs; everything when there is only one.
 
-    The first stage gets tokens, positions and images, the last labels and loss mask, both the extra columns.
+    The first stage gets tokens, positions and images, the last labels, loss mask and loss weights, both the extra columns.
     What is left goes to all stages, since attention and the shapes of activations depend on it; so do fields
     added after collation, such as the step's loss tokens.
     """

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from overlord.data.image_headers import Header, header_of
 from overlord.data.resample import Pixels, Span, resized
-from overlord.errors import DataError, SchemaError, SpecError
+from overlord.errors import DataError, OverlordError, SchemaError, SpecError
 from overlord.planning.facts import Ints
 from overlord.planning.images.image_sizes import ImageSizes
 
@@ -51,7 +52,8 @@ class DecodeImage:
     """Decode the images in `column` to uint8 (height, width, 3), when and where a plan needs them.
 
     `column` holds one encoded file a row (JPEG, PNG, or what else Pillow reads), or a list of them; null is
-    no image. `size` is (height, width), None leaves images as they are. `fit` "stretch" ignores the aspect
+    no image. A file is binary, or a struct with the fields `bytes` and `path`, as Hugging Face datasets have
+    it. `size` is (height, width), None leaves images as they are. `fit` "stretch" ignores the aspect
     ratio, "crop" keeps it and cuts equal margins off the longer side. Images of more than `max_pixels` are
     bad rows, so that no file can claim the whole memory. `strict` refuses JPEGs that the decoder can only
     patch up.
@@ -83,7 +85,7 @@ class DecodeImage:
         # One look at a header is some microseconds and cannot be vectorised; pixels are not touched.
         for row, files in enumerate(_files_of_rows(column)):
             try:
-                shapes = [self._shape(data) for data in files]
+                shapes = [self._shape(data) for data in _present(files)]
             except DataError as error:
                 bad.append((row, str(error)))
                 continue
@@ -99,7 +101,7 @@ class DecodeImage:
         self, column: pa.ChunkedArray | pa.Array, row: int, out: Sequence[Pixels] | None = None, only: int | None = None
     ) -> list[Pixels]:
         """The decoded images of one row, or the one with number `only`, written to `out` where given."""
-        files = next(iter(_files_of_rows(column.slice(row, 1))))
+        files = _present(next(iter(_files_of_rows(column.slice(row, 1)))))
         files = files if only is None else files[only : only + 1]
         return [self.decode(data, None if out is None else out[i]) for i, data in enumerate(files)]
 
@@ -115,6 +117,11 @@ class DecodeImage:
             pixels = self._other(content, out)
         if out is None or pixels is out:
             return pixels
+        if pixels.shape != out.shape:
+            raise DataError(
+                f"image of {len(content)} bytes came out as {pixels.shape[1]} x {pixels.shape[0]}, but its header says "
+                f"{out.shape[1]} x {out.shape[0]}"
+            )
         np.copyto(out, pixels)
         return out
 
@@ -130,6 +137,8 @@ class DecodeImage:
         return self.size or (height, width)
 
     def _check_pixels(self, height: int, width: int) -> None:
+        if height < 1 or width < 1:
+            raise DataError(f"image states a size of {width} x {height}")
         if height * width > self.max_pixels:
             raise DataError(
                 f"image of {width} x {height} has more than the {self.max_pixels:,} pixels allowed; raise max_pixels"
@@ -149,13 +158,13 @@ class DecodeImage:
     def _other(self, content: memoryview, out: Pixels | None) -> Pixels:
         with _opened(content) as image:
             self._check_pixels(image.height, image.width)
-            try:
+            kind = image.format
+            with _decoding(f"{kind} of {len(content)} bytes cannot be decoded"):
                 image.load()
-            except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
-                raise DataError(f"{image.format} of {len(content)} bytes cannot be decoded: {error}") from error
-            picture = _as_rgb(image)
+                picture = _as_rgb(image)
         if self.size is None:
             return np.array(picture)
+        self._check_pixels(picture.height, picture.width)
         rows, columns = self._box(picture.height, picture.width)
         return resized(np.asarray(picture), self.size, rows, columns, out)
 
@@ -169,15 +178,59 @@ class DecodeImage:
         return (top, height - top), (left, width - left)
 
 
-def _files_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[list[memoryview]]:
+_Files = list[memoryview] | DataError
+"""The encoded files of a row, or why there are none."""
+
+
+def _files_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[_Files]:
     """The encoded files of each row, without a copy."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
     kind = column.type
-    nested = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not _is_binary(kind.value_type if nested else kind):
-        raise SchemaError(f"images are binary, or lists of binary, but the column is {kind}")
+    nested = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    item = kind.value_type if nested else kind
+    if _is_struct_of_file(item):
+        yield from map(_files_of_structs, column)
+        return
+    if not _is_binary(item):
+        raise SchemaError(
+            f"images are binary, structs with binary `bytes`, or lists of these, but the column is {kind}; read files that "
+            "are named by a path in a transform, or write the data with the images inside"
+        )
     for scalar in column:
         files = (scalar.values or ()) if nested else (scalar,)
         yield [memoryview(file.as_buffer()).cast("B") for file in files if file.is_valid]
+
+
+def _files_of_structs(scalar: Any) -> _Files:
+    """From one struct of `bytes` and `path`, or a list of them."""
+    structs = (scalar,) if pa.types.is_struct(scalar.type) else (scalar.values or ())
+    files: list[memoryview] = []
+    for struct in structs:
+        if not struct.is_valid:
+            continue
+        data = struct["bytes"]
+        if data.is_valid:
+            files.append(memoryview(data.as_buffer()).cast("B"))
+        elif "path" in struct and struct["path"].is_valid:
+            return DataError(
+                f"the image is not in the data, which has only its path {struct['path'].as_py()!r}: write the dataset with "
+                "the images inside, or read them in a transform"
+            )
+    return files
+
+
+def _present(files: _Files) -> list[memoryview]:
+    if isinstance(files, DataError):
+        raise files
+    return files
+
+
+def _is_struct_of_file(kind: pa.DataType) -> bool:
+    if not pa.types.is_struct(kind):
+        return False
+    index = kind.get_field_index("bytes")
+    return index >= 0 and _is_binary(kind.field(index).type)
 
 
 def _is_binary(kind: pa.DataType) -> bool:
@@ -197,10 +250,20 @@ def _scaled(span: Span, eighths: int) -> Span:
 
 
 def _decoded(simplejpeg: ModuleType, content: memoryview, colours: str, strict: bool, **least: int) -> Pixels:
-    try:
+    with _decoding(f"JPEG of {len(content)} bytes cannot be decoded"):
         return simplejpeg.decode_jpeg(content, colours, strict=strict, **least)
-    except ValueError as error:
-        raise DataError(f"JPEG of {len(content)} bytes cannot be decoded: {error}") from error
+
+
+@contextmanager
+def _decoding(failed: str) -> Iterator[None]:
+    """Whatever a decoder raises is about the image: damaged ones make Pillow's plugins raise RuntimeError, AttributeError,
+    struct.error, warnings and types of their own, and no list of them would be complete."""
+    try:
+        yield
+    except OverlordError:
+        raise
+    except Exception as error:
+        raise DataError(f"{failed}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
@@ -220,14 +283,17 @@ def _opened(content: memoryview) -> Image.Image:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:
         raise SpecError("decoding images needs an extra: pip install 'overlord[images]'") from None
-    try:
-        return Image.open(io.BytesIO(content))
-    except UnidentifiedImageError:
-        raise DataError(
-            f"not an image that can be read: {len(content)} bytes that begin with {bytes(content[:8])!r}"
-        ) from None
-    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"image of {len(content)} bytes cannot be opened: {error}") from error
+    with _decoding(f"image of {len(content)} bytes cannot be opened"):
+        try:
+            image = Image.open(io.BytesIO(content))
+        except UnidentifiedImageError:
+            raise DataError(
+                f"not an image that can be read: {len(content)} bytes that begin with {bytes(content[:8])!r}"
+            ) from None
+    if image.format == "EPS":
+        image.close()
+        raise DataError("EPS is a program and not a picture: Pillow would run it; write the image in another format")
+    return image
 
 
 def _simplejpeg() -> ModuleType:

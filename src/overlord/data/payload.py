@@ -30,13 +30,14 @@ class Payload:
 
     `following[i]` is the token that comes after sample i in its document, or NO_LOSS where the document ends with it: the
     last label of a cut document is known. `loss_masks[i]`, where given, has one entry per token of the sample and one
-    more for `following`; 0 means no loss on predicting that token. `images[i]` are the decoded uint8 images of sample i
-    (height, width, channels). `ignored` names samples whose deferred decode failed: no loss is taken on them.
+    more for `following`; 0 means no loss on predicting that token, floats are loss weights. `images[i]` are the decoded
+    uint8 images of sample i (height, width, channels). `ignored` names samples whose deferred decode failed:
+    no loss is taken on them.
     """
 
     tokens: Sequence[NDArray[np.integer]]
     following: NDArray[np.integer]
-    loss_masks: Sequence[NDArray[np.integer] | None] | None = None
+    loss_masks: Sequence[NDArray[np.generic] | None] | None = None
     images: Sequence[Sequence[NDArray[np.uint8]]] | None = None
     columns: Mapping[str, pa.Array] = field(default_factory=dict)
     ignored: frozenset[int] = frozenset()
@@ -66,8 +67,9 @@ class Payload:
             begin = end
 
     @staticmethod
-    def merged(parts: Sequence[Payload], places: Sequence[NDArray[np.integer]]) -> Payload:
-        """One payload from several, where sample j of part i belongs at `places[i][j]`."""
+    def merged(parts: Sequence[Payload], places: Sequence[NDArray[np.integer]], owners: Sequence[str] = ()) -> Payload:
+        """One payload from several, where sample j of part i belongs at `places[i][j]`. `owners` says, for errors, whose
+        each part is."""
         n = sum(len(where) for where in places)
         order = np.empty(n, np.int64)
         order[np.concatenate(list(places)) if n else []] = np.arange(n)
@@ -83,7 +85,7 @@ class Payload:
             following=np.concatenate([part.following for part in parts])[order] if n else np.zeros(0, np.int64),
             loss_masks=ordered([part.loss_masks or [None] * len(part.tokens) for part in parts]) if some_masks else None,
             images=ordered([part.images or [()] * len(part.tokens) for part in parts]) if some_images else None,
-            columns=_merged_columns(parts, order),
+            columns=_merged_columns(parts, order, owners or [f"part {i}" for i in range(len(parts))]),
             ignored=frozenset(int(where[i]) for part, where in zip(parts, places, strict=True) for i in part.ignored),
         )
 
@@ -169,15 +171,13 @@ def _from_stream(buffer: pa.Buffer) -> dict[str, pa.Array]:
     return {name: joined(table.column(name)) for name in table.column_names}
 
 
-def _merged_columns(parts: Sequence[Payload], order: NDArray[np.int64]) -> dict[str, pa.Array]:
+def _merged_columns(parts: Sequence[Payload], order: NDArray[np.int64], owners: Sequence[str]) -> dict[str, pa.Array]:
     import pyarrow as pa
+
+    from overlord.data.column_types import joined_arrays
 
     merged = {}
     for name in dict.fromkeys(name for part in parts for name in part.columns):
-        kinds = [part.columns[name].type for part in parts if name in part.columns]
-        kind = next((k for k in kinds if not pa.types.is_null(k)), pa.null())
-        arrays = [
-            part.columns[name].cast(kind) if name in part.columns else pa.nulls(len(part.tokens), kind) for part in parts
-        ]
-        merged[name] = pa.concat_arrays(arrays).take(order)
+        arrays = [part.columns[name] if name in part.columns else pa.nulls(len(part.tokens)) for part in parts]
+        merged[name] = joined_arrays(name, arrays, owners).take(order)
     return merged

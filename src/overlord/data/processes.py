@@ -17,7 +17,7 @@ import os
 import pickle
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
@@ -28,10 +28,11 @@ from overlord.data.transforms.context import Context
 from overlord.data.transforms.in_processes import InProcesses
 from overlord.data.transforms.invoke import name_of
 from overlord.data.transforms.outcome import OnBadRow, Outcome, RowError, joined
+from overlord.data.transforms.per_row import PerRow
 from overlord.data.views import compact
 from overlord.data.worker import Done, Failed, Load, NotLoaded, Run
 from overlord.data.worker_process import START_TIMEOUT_S, WorkerGoneError, WorkerProcess
-from overlord.errors import ClosedError, SpecError
+from overlord.errors import ClosedError, SchemaError, SpecError
 from overlord.planning.facts import Ints
 
 DEATHS_ALLOWED = 2
@@ -44,6 +45,10 @@ class _Function:
     load: Load
     name: str
     original: Callable[..., pa.Table]
+
+    @property
+    def is_per_row(self) -> bool:
+        return isinstance(self.original, PerRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +112,32 @@ class ProcessPool:
         whole = _Slice(function, table, origin, context, stop_at_error, mark.timeout_s)
         starts = range(0, max(table.num_rows, 1), mark.batch_rows)
         slices = [whole.part(start, min(start + mark.batch_rows, table.num_rows)) for start in starts]
+        if not function.is_per_row:
+            return joined(list(self._outcomes(slices, on_bad)), function.name)
+        bad: list[tuple[int, str]] = []
+        outcomes = list(self._outcomes(slices, lambda row, error: bad.append((row, error))))
+        try:
+            outcome = joined(outcomes, function.name, is_per_row=True)
+        except SchemaError:
+            # Which rows do not go with the others is not to be told from slices: it must not depend on how rows were cut.
+            return joined(list(self._outcomes([whole], on_bad)), function.name, is_per_row=True)
+        for row, error in bad:
+            on_bad(row, error)
+        return outcome
+
+    def _outcomes(self, slices: list[_Slice], on_bad: OnBadRow) -> Iterator[Outcome]:
         futures = self._submit(slices)
-        outcomes = []
         try:
             for future in futures:
                 part = future.result()
                 for row, error in part.bad:
                     on_bad(row, error)
-                outcomes.append(part.outcome)
+                yield part.outcome
         except CancelledError:
             raise ClosedError("the process pool was closed while a transform was running") from None
         finally:
             for future in futures:
                 future.cancel()
-        return joined(outcomes, function.name)
 
     def worker_pids(self) -> list[int]:
         """The processes that run now."""
@@ -238,7 +255,7 @@ class _Attendant:
     def _one_by_one(self, piece: _Slice) -> _Part:
         """Each row alone. Halving would take fewer asks, but an ask is cheap and the start of a worker is not."""
         parts = [self._run(piece.part(row, row + 1)) for row in range(piece.table.num_rows)]
-        outcome = joined([part.outcome for part in parts], piece.function.name)
+        outcome = joined([part.outcome for part in parts], piece.function.name, piece.function.is_per_row)
         return _Part(outcome, [entry for part in parts for entry in part.bad])
 
     def _try(self, piece: _Slice) -> _Part:
@@ -262,14 +279,22 @@ class _Attendant:
 
     def _living(self) -> WorkerProcess:
         if self._worker is None:
-            worker = WorkerProcess.started()
-            with self._lock:
-                self._worker = worker
-                if self._stopped:  # closed while it was starting
-                    worker.kill()
-        if self._stopped:
+            try:
+                WorkerProcess.started(self._admit)
+            except BaseException:
+                self._bury()
+                raise
+        worker = self._worker
+        if worker is None or self._stopped:
             raise ClosedError("the process pool was closed while a transform was running")
-        return self._worker
+        return worker
+
+    def _admit(self, worker: WorkerProcess) -> bool:
+        """Take a worker that is starting as this thread's own, so that `stop` need not wait until it is ready."""
+        with self._lock:
+            if not self._stopped:
+                self._worker = worker
+            return not self._stopped
 
     def _bury(self) -> None:
         with self._lock:

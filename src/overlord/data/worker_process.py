@@ -7,13 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 import pyarrow as pa
 
 from overlord.data import worker_wire
-from overlord.errors import WorkerDiedError
+from overlord.errors import ClosedError, WorkerDiedError
 
 START_TIMEOUT_S = 120.0
 START_ATTEMPTS = 3
@@ -53,11 +54,15 @@ class WorkerProcess:
         self.loaded: set[int] = set()
 
     @staticmethod
-    def started() -> WorkerProcess:
-        """A worker that answers. Must be called from a thread that outlives it: it dies with its thread."""
+    def started(admit: Callable[[WorkerProcess], bool] = lambda _: True) -> WorkerProcess:
+        """A worker that answers. Must be called from a thread that outlives it: it dies with its thread. `admit` sees each
+        one before it is ready, so that it can be killed; ClosedError when it returns False."""
         last = ""
         for _ in range(START_ATTEMPTS):
             worker = WorkerProcess()
+            if not admit(worker):
+                worker.close()
+                raise ClosedError("the process pool was closed while a worker was starting")
             try:
                 worker._answer(START_TIMEOUT_S)
             except WorkerGoneError as error:

@@ -90,12 +90,12 @@ class Embedded:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            # Last spawned, first stopped: a role is closed before those it asks.
-            roles, self._roles = list(self._roles.values())[::-1], {}
-        for role in roles:
+            roles, self._roles = list(self._roles.values()), {}
+        busy = [line for role in roles if hasattr(role, "doing") for line in role.doing()]
+        for role in reversed(roles):  # a role is closed before those it asks
             _close(role)
         if self._workplace is not None:
-            self._workplace.close()
+            self._workplace.close(busy)
 
 
 def _close(role: Any) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from overlord.planning.balancing import greedy, summed
-from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.facts import LOSS_EXTRA, Floats, Ints, Samples
 from overlord.planning.packing import Microbatches, Pieces
 
 
@@ -61,12 +61,16 @@ def dealt_bins(bins: Ints, costs: Floats, num_groups: int, count: int) -> Microb
 
 def cut_samples(samples: Samples, pieces: Pieces) -> Samples:
     """Samples for the pieces. Every token of a cut document but its last predicts the next one, so loss
-    tokens are counted from the front and the last piece has the rest."""
+    tokens are counted from the front and the last piece has the rest. What loss weights add is counted in the first piece:
+    only the sum over a step is ever used."""
     taken = samples.take(pieces.sample)
     loss = np.minimum(pieces.stop, taken.loss_tokens) - np.minimum(pieces.start, taken.loss_tokens)
-    return taken.with_columns(
+    made = taken.with_columns(
         start=taken.start + pieces.start,
         stop=taken.start + pieces.stop,
         tokens=pieces.stop - pieces.start,
         loss_tokens=loss,
     )
+    if LOSS_EXTRA not in taken.sizes:
+        return made
+    return made.with_loss(loss, np.where(pieces.start == 0, taken.sizes[LOSS_EXTRA], 0))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from overlord.planning.arrangement import cut_samples
-from overlord.planning.facts import Samples
+from overlord.planning.facts import LOSS_EXTRA, LossCount, Samples
 from overlord.planning.packing import Pieces
 
-CountLoss = Callable[[int, int, int, int, int], int]
-"""(source index, chunk, row, start, stop) to the number of loss tokens in that part of the row."""
+CountLoss = Callable[[int, int, int, int, int], LossCount]
+"""(source index, chunk, row, start, stop) to the loss of that part of the row."""
 
 
 def in_parts(samples: Samples, limit: int, count_loss: CountLoss | None = None) -> Samples:
@@ -34,8 +34,9 @@ def in_parts(samples: Samples, limit: int, count_loss: CountLoss | None = None) 
     if count_loss is None:
         return found
     loss = found.loss_tokens.copy()
+    extra = found.sizes[LOSS_EXTRA].copy() if LOSS_EXTRA in found.sizes else np.zeros_like(loss)
     # One by one, since each is asked of a loader: only with loss masks, and only for what is cut.
     for i in np.flatnonzero(is_long[sample]).tolist():
         columns = (found.source, found.chunk, found.row, found.start, found.stop)
-        loss[i] = count_loss(*(column.item(i) for column in columns))
-    return found.with_columns(loss_tokens=loss)
+        loss[i], extra[i] = count_loss(*(column.item(i) for column in columns))
+    return found.with_loss(loss, extra)

@@ -90,9 +90,9 @@ class DGraph:
         tokens = self.samples.tokens if self.extra is None else self.samples.tokens + self.extra
         return padded(tokens, self.batch.document_multiple)
 
-    def mix(self, weights: Floats) -> DGraph:
-        """Note how the step was drawn: by these weights, one per source."""
-        return self.change(Stage("mix", "samples asked/drawn: {}", (Shares(weights, self.samples),)))
+    def mix(self, weights: Floats, unit: str = "samples") -> DGraph:
+        """Note how the step was drawn: by these weights, one per source, which share out samples or tokens."""
+        return self.change(Stage("mix", "share of {} asked/drawn: {}", (unit, Shares(weights, self.samples, unit))))
 
     def cost(self, function: CostFunction) -> DGraph:
         """Say what each sample costs. Costs by module ({'encoder': ..., 'backbone': ...}) are added up."""
@@ -278,9 +278,12 @@ class DGraph:
             per_micro = max(1, (self.batch.micro_tokens or self.batch.sequence_length) // rows.row_tokens)
         count = max(1, -(-rows.num_rows // (self.num_groups * per_micro)))
         counts = np.array([count] * self.num_groups)
+        # Rows of a padded batch hold up to sequence_length tokens, but need not be so wide.
+        as_wide_as_longest = self.batch.layout == "padded" and self.batch.pad_to == "longest"
+        row_tokens = 0 if as_wide_as_longest and rows.row_tokens == self.batch.sequence_length else rows.row_tokens
         if count == 1:
-            return Arrangement(group, np.zeros(len(turn), np.int64), turn, counts, per_micro, rows.row_tokens)
-        return Arrangement(group, turn // per_micro, turn % per_micro, counts, per_micro, rows.row_tokens)
+            return Arrangement(group, np.zeros(len(turn), np.int64), turn, counts, per_micro, row_tokens)
+        return Arrangement(group, turn // per_micro, turn % per_micro, counts, per_micro, row_tokens)
 
     def _balanced_rows(self, method: Balancer, rows: Rows, costs: Floats) -> DGraph:
         row_costs = summed(rows.row, costs, rows.num_rows)

@@ -30,6 +30,7 @@ Peek = Callable[[int, int], ChunkFacts | None]
 _MOST_ROWS_OF_A_SOURCE = 8192  # per block: keeps the first step quick when chunks are huge
 _ROWS_POOLED = 2048  # about: enough that visiting every source seldom matters, few enough that merging stays quick
 _CHUNKS_EXPECTED = 8  # enough to keep several readers busy; more would only fill memory sooner than needed
+_FEWEST_CHUNKS_LOOKED_AT = 16  # before a source counts as one without rows
 _CHUNKS_EXTENDED = 8  # at most, in a block: about as many as are expected
 
 
@@ -43,6 +44,17 @@ class Extent:
     @property
     def end(self) -> int | None:
         return None if self.num_epochs is None else self.chunks_per_epoch * self.num_epochs
+
+    @property
+    def most_chunks_without_rows(self) -> int:
+        """So many chunks in a row without a usable row show that the source has none.
+
+        An epoch of n chunks has every unit once, so where some unit has a usable row, no whole epoch is without one. Between
+        two chunks with rows, of which the first may begin one epoch and the second end the next, lie at most 2 n - 2 others:
+        2 n chunks in a row, wherever they begin, hold a whole epoch. There are more where n is small, for filters that draw
+        lots and may leave nothing of a few rows several times in a row.
+        """
+        return max(2 * self.chunks_per_epoch, _FEWEST_CHUNKS_LOOKED_AT)
 
 
 @dataclass(slots=True)
@@ -196,6 +208,14 @@ class DrawQueue:
         chunk, row = int(at.chunk[source]), int(at.row[source])
         first_chunk = chunk
         while True:
+            has_none = chunk - first_chunk >= extent.most_chunks_without_rows
+            if extent.end is not None and chunk >= extent.end:
+                has_none = has_none or at.samples[source] == 0
+            if has_none:
+                raise DataError(
+                    f"source {at.names[source]!r} gave no usable row in a whole epoch ({extent.chunks_per_epoch} chunks): "
+                    "look at its filters, its bad-row policy and long_documents, or give it weight 0"
+                )
             if extent.end is not None and chunk >= extent.end and self._has_ended(source):
                 self._lanes.pop(source, None)
                 self._last_times[source], self._lane_chunk[source] = np.inf, -1
@@ -204,11 +224,6 @@ class DrawQueue:
             if row < facts.num_rows:
                 break
             chunk, row = chunk + 1, 0
-            if chunk - first_chunk > extent.chunks_per_epoch:
-                raise DataError(
-                    f"source {at.names[source]!r} gave no usable row in a whole epoch ({extent.chunks_per_epoch} chunks): "
-                    "look at its filters, its bad-row policy and long_documents, or give it weight 0"
-                )
         at.chunk[source], at.row[source] = chunk, row  # `at` is this queue's own copy
         self._first_rows[source] = facts.num_rows
         self._begin_lane(source, chunk, facts, row, int(at.since[source]))

@@ -31,16 +31,22 @@ def _straggler(costs: Floats | None) -> str:
     return "" if costs is None else f"{max_over_mean(costs):.3f}x mean"
 
 
+def _loss(plan: Plan) -> str:
+    count, weight = int(plan.samples.loss_tokens.sum()), plan.loss_tokens
+    told = f"of which {count:,} with loss"
+    return told if isinstance(weight, int) else f"{told}; their weights add up to {weight:,.3f}"
+
+
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     num_micro = len(plan.offsets) - 1
     tokens = plan.samples.tokens
     per_micro = np.bincount(plan.micro_of_order(), tokens[plan.order], num_micro)
     total = int(tokens.sum())
-    slots = num_micro * plan.rows_per_microbatch * plan.row_tokens if plan.row_tokens else total
+    slots = int(plan.micro_places().sum())
     counts = _range(plan.counts)
     facts = [
         ("samples", f"{len(plan.samples):,}"),
-        ("tokens", f"{total:,}, of which {plan.loss_tokens:,} with loss"),
+        ("tokens", f"{total:,}, {_loss(plan)}"),
         (
             "groups",
             f"{plan.num_groups:,} along {plan.axis}" + (f", {plan.group_size} each" if plan.group_size > 1 else ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,18 @@ Floats = NDArray[np.float64]
 
 ONLY_IMAGE = "only_image"
 """Among the `sizes` of planned samples: which images of a sample are wanted. 0: all; k: the k-th, from 1; -1: none."""
+
+LOSS_EXTRA = "loss_extra"
+"""Among the `sizes` of samples with loss weights: by how much the sum of the weights of their loss tokens exceeds the number
+of these, in units of 2**-WEIGHT_BITS. So samples without weights have none, and sums are exact in any order."""
+WEIGHT_BITS = 32
+
+
+class LossCount(NamedTuple):
+    """The loss tokens of a part of a document, and its LOSS_EXTRA."""
+
+    tokens: int
+    extra: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,16 @@ class Samples:
     def loss_tokens(self) -> Ints:
         return self.table[_LOSS_TOKENS]
 
+    @property
+    def total_loss(self) -> int | float:
+        """The number of loss tokens; where there are loss weights, the sum of these."""
+        count, extra = int(self.loss_tokens.sum()), self.sizes.get(LOSS_EXTRA)
+        if extra is None:
+            return count
+        # Whole units and fractions apart, since their sum in the finer unit may be more than int64 holds.
+        units, fraction = extra >> WEIGHT_BITS, extra & ((1 << WEIGHT_BITS) - 1)
+        return count + int(units.sum()) + int(fraction.sum()) / (1 << WEIGHT_BITS)
+
     def take(self, index: NDArray[np.integer] | slice) -> Samples:
         """The samples at these places; views where `index` is a slice."""
         return Samples(
@@ -105,6 +128,13 @@ class Samples:
         for name, values in columns.items():
             table[COLUMNS.index(name)] = values
         return Samples(self.source_names, table, self.sizes, self.images)
+
+    def with_loss(self, tokens: NDArray[np.integer] | int, extra: NDArray[np.integer] | int) -> Samples:
+        """The same samples with other counts of loss. `extra` is left out where these samples have no weights."""
+        made = self.with_columns(loss_tokens=tokens)
+        if LOSS_EXTRA not in self.sizes:
+            return made
+        return replace(made, sizes={**self.sizes, LOSS_EXTRA: np.zeros(len(self), np.int64) + extra})
 
     def for_sources(self, names: tuple[str, ...]) -> Samples:
         """The same samples under another list of source names, without those of sources that are not in it."""

@@ -14,7 +14,7 @@ from overlord.curriculum import limit_at
 from overlord.planning.arrangement import SamplesInRows, cut_samples
 from overlord.planning.cutting import CountLoss, in_parts
 from overlord.planning.drawing import Describe, DrawQueue, Expect, Extent, Peek, reweighted
-from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.facts import LOSS_EXTRA, Floats, Ints, LossCount, Samples
 from overlord.planning.outliers import all_now, not_placed, released, set_aside
 from overlord.planning.packing import best_fit, concat_and_split, in_drawn_order
 from overlord.planning.progress import Progress
@@ -248,16 +248,18 @@ class StepDrawer:
         """The samples with `surplus` tokens cut off the last, and what was cut off as a sample of its own."""
         last = len(samples) - 1
         start, cut = samples.start.item(last), samples.stop.item(last) - surplus
-        loss = cut - start  # the document goes on, so every token of the first part has a successor to predict
+        loss = LossCount(cut - start)  # the document goes on, so every token of the first part has a successor to predict
         if self._count_loss is not None:
             source, chunk, row = (column.item(last) for column in (samples.source, samples.chunk, samples.row))
             loss = self._count_loss(source, chunk, row, start, cut)
         whole = samples.take(slice(last, None))
-        rest = whole.with_columns(start=cut, tokens=surplus, loss_tokens=whole.loss_tokens - loss)
-        first = whole.with_columns(stop=cut, tokens=cut - start, loss_tokens=loss)
+        extra = whole.sizes.get(LOSS_EXTRA, 0)
+        rest = whole.with_columns(start=cut, tokens=surplus).with_loss(whole.loss_tokens - loss.tokens, extra - loss.extra)
+        first = whole.with_columns(stop=cut, tokens=cut - start).with_loss(loss.tokens, loss.extra)
         table = samples.table.copy()
         table[:, last:] = first.table
-        return replace(samples, table=table), rest
+        sizes = {name: np.append(column[:last], first.sizes[name]) for name, column in samples.sizes.items()}
+        return replace(samples, table=table, sizes=sizes), rest
 
     def _whole_documents(self, tokens: int) -> tuple[Samples, Ints] | None:
         """As many whole documents as can be packed into the step's rows; those that do not fit are carried to the next

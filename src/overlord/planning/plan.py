@@ -74,7 +74,8 @@ class MicroPlan:
     """One microbatch. `samples` are in packing order; `row[i]` is the row of the microbatch sample i lies in.
 
     With `row_tokens` > 0 every row is padded to that many tokens and there are exactly `num_rows` rows, some
-    of which may be empty; with 0 there is one row as long as its samples.
+    of which may be empty; with 0 there is one row as long as its samples, or, where each has a row of its own, `num_rows`
+    as long as the longest of them.
     """
 
     samples: Samples
@@ -96,8 +97,8 @@ class GroupPlan:
     step: int
     group: int
     microbatches: tuple[MicroPlan, ...]
-    loss_tokens: int
-    """Loss tokens of the whole step, over all groups: divide the summed loss by this."""
+    loss_tokens: int | float
+    """Loss tokens of the whole step, over all groups, or the sum of their weights: divide the summed loss by this."""
     broadcast: frozenset[str]
     """Mesh axes along which the trainer broadcasts, so that only index 0 of them fetches."""
     counts: tuple[int, ...] | None = None
@@ -138,8 +139,9 @@ class Plan:
         return len(self.counts)
 
     @property
-    def loss_tokens(self) -> int:
-        return int(self.samples.loss_tokens.sum())
+    def loss_tokens(self) -> int | float:
+        """Of the whole step: their number, or the sum of their weights where there are loss weights."""
+        return self.samples.total_loss
 
     def part(self, kind: type[P]) -> P | None:
         """The part of a kind, where the plan has one."""
@@ -157,6 +159,15 @@ class Plan:
         """The cost of each group, given the cost of each of `samples`."""
         group_of_micro = np.repeat(np.arange(self.num_groups), self.counts)
         return summed(group_of_micro, self.micro_costs(costs), self.num_groups)
+
+    def micro_places(self) -> Ints:
+        """The token places of each microbatch, padding included but for that to document_multiple."""
+        micro, tokens, count = self.micro_of_order(), self.samples.tokens[self.order], len(self.offsets) - 1
+        if self.row_tokens:
+            return np.full(count, self.rows_per_microbatch * self.row_tokens)
+        longest = np.zeros(count, np.int64)
+        np.maximum.at(longest, micro, tokens)
+        return np.maximum(np.bincount(micro, tokens, count).astype(np.int64), self.rows_per_microbatch * longest)
 
     def max_over_mean(self, costs: Floats) -> float:
         """The straggler: how much longer the slowest group takes than the average one."""

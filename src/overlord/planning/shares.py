@@ -11,13 +11,16 @@ from overlord.planning.facts import Floats, Samples
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Asked and drawn share of each source; text only when read."""
+    """Asked and drawn share of each source, both in the mixture's unit; text only when read."""
 
     asked: Floats
     samples: Samples
+    unit: str
 
     def __str__(self) -> str:
-        drawn = np.bincount(self.samples.source, minlength=len(self.asked)) / max(1, len(self.samples))
+        sizes = self.samples.tokens if self.unit == "tokens" else None
+        drawn = np.bincount(self.samples.source, sizes, len(self.asked))
+        drawn = drawn / max(1, drawn.sum())
         largest = np.argsort(-self.asked, kind="stable").tolist()
         names = self.samples.source_names
         shown = [f"{names[i]} {self.asked[i]:.3f}/{drawn[i]:.3f}" for i in largest[:12]]

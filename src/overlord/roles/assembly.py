@@ -109,7 +109,7 @@ def make_planner(
         place,
         [Extent(chunks_per_epoch(num_units[name], s.window), s.num_epochs) for name, s in job.sources.items()],
         routes,
-        masked=any(source.loss_mask is not None for source in job.sources.values()),
+        masked=job.is_masked,
         max_lead=max_lead,
         log=log,
         steering=Steering(job.mix, start, place, steered, log, is_safe),

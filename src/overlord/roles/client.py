@@ -28,11 +28,12 @@ class Step:
     """One rank's part of one global step: iterate over its microbatches, each a dict of arrays.
 
     `loss_tokens` counts the loss tokens of the whole step over all ranks: sum the token losses and divide by it, and
-    the gradient is right however the step was arranged.
+    the gradient is right however the step was arranged. Where a source has loss weights it is the sum of the weights of
+    these tokens, to divide the weighted sum by.
     """
 
     number: int
-    loss_tokens: int
+    loss_tokens: int | float
     microbatches: tuple[dict[str, Any], ...]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -89,7 +90,8 @@ class Client:
     """Iterates over the steps of one rank.
 
     Breaking off and iterating again goes on where it stopped; after the end of a finite run, iterating again begins
-    anew. `state_dict` is the state before the step that comes next, the same on every rank.
+    anew, and `rewind` begins anew at any time. `state_dict` is the state before the step that comes next, the same on every
+    rank.
     """
 
     def __init__(
@@ -121,8 +123,7 @@ class Client:
 
     def __iter__(self) -> Client:
         if self._ended:
-            self._ended = False
-            self._next = self._channel.start()
+            self.rewind()
         return self
 
     def __next__(self) -> Step:
@@ -144,6 +145,11 @@ class Client:
     def step(self) -> int:
         """The step that comes next."""
         return self._next
+
+    def rewind(self) -> None:
+        """Go back to the step that the run began at: the same steps come again. Every rank that reads must do so."""
+        self._next = self._channel.start()
+        self._ended = False
 
     def state_dict(self) -> State:
         return self._channel.state_before(self._next)

@@ -37,7 +37,7 @@ class Delivery:
     """One rank's part of a step."""
 
     step: int
-    loss_tokens: int
+    loss_tokens: int | float
     microbatches: tuple[Fields, ...]
 
 
@@ -55,7 +55,7 @@ class HandedOut:
 class _Built:
     """A step as the group's ranks share it; context-parallel slices are cut once."""
 
-    loss_tokens: int
+    loss_tokens: int | float
     whole: tuple[Fields, ...]
     broadcast: frozenset[str]
     counts: tuple[int, ...] | None = None
@@ -99,8 +99,9 @@ class DataConstructor:
         prefetch: int,
         threads: Threads,
         arenas: Arenas,
+        weighted: bool = False,
     ) -> None:
-        """`arenas` may be shared with other groups."""
+        """`arenas` may be shared with other groups; `weighted` says whether batches have loss weights."""
         self.generation = 0
         """How often the run was moved to another state."""
         self._group = group
@@ -111,6 +112,7 @@ class DataConstructor:
         self._prefetch = prefetch
         self._threads = threads
         self._arenas = arenas
+        self._weighted = weighted
         self._most_idle = prefetch + 2
         arenas.keep_more(self._most_idle)
         self._num_ranks = len(tree.ranks_of(group))
@@ -271,7 +273,7 @@ class DataConstructor:
             asked = [micro.samples for micro in plan.microbatches] + [samples for samples in more if samples is not None]
             payloads = self._routes.give_each(asked)
             whole = [
-                collate(micro, payload, self._batch, self._arenas)
+                collate(micro, payload, self._batch, self._arenas, self._weighted)
                 for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of `more` come after
             ]
             rank_parts = _add_parts(plan, whole, payloads) if more else ()

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from overlord.data.arenas import Arenas
 from overlord.data.bad_rows import BadRow, BadRowLog
 from overlord.data.chunk import Chunk
+from overlord.data.column_types import joined_arrays
 from overlord.data.payload import NO_LOSS, Payload
 from overlord.data.views import compact, joined, take_rows
 from overlord.errors import ClosedError, DataError
-from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, Samples
+from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, LossCount, Samples
 from overlord.roles.image_rooms import ImageRooms
 from overlord.roles.source_loader import BufferUse, Opened, SourceLoader, Work
 from overlord.threads import Threads
@@ -97,8 +98,13 @@ class LoaderHost:
         for chunk in chunks:
             loader.prefetch(chunk)
 
-    def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> int:
+    def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> LossCount:
         return self._of(source).loader.opened(chunk).chunk.count_loss(row, start, stop)
+
+    def origins(self, source: str, chunk: int, rows: Sequence[int]) -> list[tuple[str, int]]:
+        """The unit and the row in it that each of these rows was read from; row -1 where a transform lost track."""
+        found = self._of(source).loader.opened(chunk).chunk
+        return [found.where(int(found.table_row[row])) for row in rows]
 
     def give(self, samples: Samples) -> Payload:
         """The payload of planned samples, in their order."""
@@ -107,6 +113,7 @@ class LoaderHost:
         images: dict[int, Sequence[NDArray[np.uint8]]] = {}
         ignored: set[int] = set()
         columns: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]] = []
+        owners: list[str] = []  # for an error about a column: whose each part of it is
         if keep_all:
             rooms = ImageRooms(samples, self._arenas)
             for (source, number), places in _places_by_chunk(samples):
@@ -119,6 +126,7 @@ class LoaderHost:
                         if decoded.is_bad:
                             ignored.add(decoded.place)
                 columns.append((places, chunk, chunk.table_row[samples.row[places]]))
+                owners.append(f"source {samples.source_names[source]!r} (chunk {number})")
         for source, number in [key for key, opened in given.opened.items() if opened.left <= 0]:
             self._of(samples.source_names[source]).loader.let_go(number)
         return Payload(
@@ -126,7 +134,7 @@ class LoaderHost:
             following=given.following,
             loss_masks=given.masks if given.some_mask else None,
             images=[images.get(i, ()) for i in range(len(samples))] if images else None,
-            columns=_columns(self._columns, columns, len(samples)),
+            columns=_columns(self._columns, columns, owners, len(samples)),
             ignored=frozenset(ignored),
         )
 
@@ -243,7 +251,7 @@ class _Given:
     def __init__(self, finders: Sequence[Find], held_of: Callable[[str], Held], samples: Samples, keep_all: bool) -> None:
         self.opened: dict[tuple[int, int], Opened] = {}
         self.tokens: list[NDArray[np.integer]] = []
-        self.masks: list[NDArray[np.integer] | None] = []
+        self.masks: list[NDArray[np.generic] | None] = []
         following: dict[int, int] = {}
         opened, names, only = self.opened, samples.source_names, samples.sizes.get(ONLY_IMAGE)
         tokens, masks = self.tokens, self.masks
@@ -282,9 +290,9 @@ def _nothing(number: int) -> None:
     return None
 
 
-def _mask(mask: NDArray[np.integer], begin: int, end: int, goes_on: bool) -> NDArray[np.integer]:
+def _mask(mask: NDArray[np.generic], begin: int, end: int, goes_on: bool) -> NDArray[np.generic]:
     """One entry per token and one for the token that follows, 0 where none does."""
-    return mask[begin : end + 1] if goes_on else np.append(mask[begin:end], 0)
+    return mask[begin : end + 1] if goes_on else np.append(mask[begin:end], np.zeros(1, mask.dtype))
 
 
 def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArray[np.int64]]]:
@@ -296,7 +304,10 @@ def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArra
 
 
 def _columns(
-    names: Sequence[str], parts: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]], n: int
+    names: Sequence[str],
+    parts: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]],
+    owners: Sequence[str],
+    n: int,
 ) -> dict[str, pa.Array]:
     if not names or not parts:
         return {}
@@ -305,15 +316,11 @@ def _columns(
     back[places] = np.arange(n)
     found = {}
     for name in names:
-        taken = [
+        arrays = [
             joined(compact(take_rows(chunk.table.select([name]), rows)).column(0))
             if name in chunk.table.column_names
-            else None
+            else pa.nulls(len(rows))
             for _, chunk, rows in parts
         ]
-        kind = next((array.type for array in taken if array is not None), pa.null())
-        arrays = [
-            pa.nulls(len(rows), kind) if array is None else array for array, (_, _, rows) in zip(taken, parts, strict=True)
-        ]
-        found[name] = pa.concat_arrays(arrays).take(back)
+        found[name] = joined_arrays(name, arrays, owners).take(back)
     return found

@@ -300,9 +300,9 @@ class Planner:
 
     def _arranged(self, step: DrawnStep) -> Plan:
         costs = self._steering.costs_at(step.number)
-        graph = DGraph(step.samples, self._batch, self._place, step.rows, step.in_rows, in_force=costs).mix(step.weights)
+        graph = DGraph(step.samples, self._batch, self._place, step.rows, step.in_rows, in_force=costs)
         try:
-            plan = self._strategy(graph)
+            plan = self._strategy(graph.mix(step.weights, self._mixture.unit))
             plan.check_groups(self._place)
         except Exception as error:
             error.add_note(f"while the strategy arranged step {step.number}")

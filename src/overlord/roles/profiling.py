@@ -82,12 +82,15 @@ def _profile(name: str, job: Job, units: Sequence[Unit], effort: Effort) -> Prof
     thread = Threads(1, f"overlord-profile-{name}")
     ends = time.monotonic() + effort.seconds
     try:
-        for number in range(min(effort.num_chunks, chunks_per_epoch(len(units), source.window))):
+        for number in range(chunks_per_epoch(len(units), source.window)):
             future = thread.submit(_made, maker, number, source)
             found = _within(future, ends - time.monotonic())
             if found is None:
                 break
             made.append(found)
+            # More than that only where filters left nothing of those: there is nothing to tell from them.
+            if len(made) >= effort.num_chunks and any(chunk.rows for chunk in made):
+                break
             if sum(chunk.num_bytes for chunk in made) >= effort.num_bytes or time.monotonic() >= ends:
                 break
     finally:

@@ -11,6 +11,21 @@ from overlord.roles.source_loader import BufferUse
 
 
 @dataclass(frozen=True, slots=True)
+class StepDocument:
+    """A document (or a piece of one) of a step: where it was read, and who trains on it."""
+
+    source: str
+    file: str
+    """The file, and after a # the number of the unit in it, where it has several."""
+    row: int
+    """The row in that unit; -1 where a transform dropped the column `__origin__`."""
+    tokens: int
+    microbatch: int
+    """Its number on each of these ranks."""
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """How a run stands: what each source was asked for and gave, what was set aside, and the buffers."""
 

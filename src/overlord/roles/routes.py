@@ -16,7 +16,7 @@ import numpy as np
 from overlord.data.payload import Payload
 from overlord.engine import Answer, Engine, Handle
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
-from overlord.planning.facts import ChunkFacts, Ints, Samples
+from overlord.planning.facts import ChunkFacts, Ints, LossCount, Samples
 from overlord.planning.loaders.routing import RoutingTable
 from overlord.roles.loader_host import LoaderHost
 
@@ -55,8 +55,11 @@ class Routes:
             return None
         return self._answered(source, chunk, LoaderHost.peek, self._names[source], chunk, keep_from)
 
-    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> int:
+    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> LossCount:
         return self._answered(source, chunk, LoaderHost.count_loss, self._names[source], chunk, row, start, stop)
+
+    def origins(self, source: int, chunk: int, rows: Sequence[int]) -> list[tuple[str, int]]:
+        return self._answered(source, chunk, LoaderHost.origins, self._names[source], chunk, rows)
 
     def prefetch(self, source: int, chunk: int, end: int | None = None) -> None:
         """Let a chunk and some after it, before `end`, be prepared. It is advice: nobody waits for it, and what is lost of
@@ -110,7 +113,7 @@ class Routes:
 
         def given() -> Payload:
             payloads = [self._given(wait, part, tries) for wait, part in zip(asked, parts, strict=True)]
-            return Payload.merged(payloads, places) if places else payloads[0]
+            return Payload.merged(payloads, places, list(map(_named_sources, parts))) if places else payloads[0]
 
         return given
 
@@ -226,6 +229,10 @@ def _sent(host: Handle[Any], method: Callable[..., Any], *args: Any) -> Answer[A
         return host.ask(method, *args)
     except ClosedError as error:
         return _Gone(error)
+
+
+def _named_sources(samples: Samples) -> str:
+    return ", ".join(f"source {samples.source_names[source]!r}" for source in np.unique(samples.source).tolist())
 
 
 def _batches(parts: Sequence[Samples]) -> list[list[Samples]]:

@@ -43,7 +43,7 @@ class Opened:
     note lost to another thread only keeps the chunk until it is released."""
     tokens: int
     num_bytes: int
-    mask: NDArray[np.integer] | None
+    mask: NDArray[np.generic] | None
 
     @staticmethod
     def of(chunk: Chunk) -> Opened:

@@ -82,7 +82,8 @@ def attach(
 ) -> Client:
     """The iterator of this process's rank. Every rank of the world must call it, as often and in the same order.
 
-    The mesh is that of `device_mesh` (a torch DeviceMesh of the whole world), or the job's own. Rank 0 starts the job, on
+    The mesh is that of `device_mesh` (a torch DeviceMesh of the whole world), or the job's own; where the job leaves dp out,
+    it is the size of the world divided by cp x tp x pp. Rank 0 starts the job, on
     `engine` and from the state `resume`, and serves it until its client is closed (at the latest when the process ends) and
     the other ranks have left, which it waits for up to `linger_s`. With `address` nothing is started: every rank connects
     to the service that runs there, with its `token` and `tls_root`.
@@ -110,14 +111,12 @@ def attach(
 
 
 def _on_mesh(job: Job, device_mesh: Any, world: World) -> Job:
-    if device_mesh is not None:
-        job = replace(job, mesh=ClientPlaceTree.from_device_mesh(device_mesh).mesh)
+    mesh = job.mesh if device_mesh is None else ClientPlaceTree.from_device_mesh(device_mesh).mesh
     try:
-        job.mesh.check_world_size(world.size)
+        return replace(job, mesh=mesh.for_world(world.size))
     except SpecError as error:
-        error.add_note("pass device_mesh=..., or give the job the mesh of this world")
+        error.add_note("leave dp out of the job's mesh, and attach takes it from the world; or pass device_mesh=...")
         raise
-    return job
 
 
 def _served(make: Callable[[], Loader], world: World, tell: Callable[[Meeting], None]) -> Loader:

@@ -16,16 +16,23 @@ from torch.nn import functional
 from overlord.errors import SpecError
 
 
-def token_loss(logits: Tensor, labels: Tensor, loss_tokens: int) -> Tensor:
+def token_loss(logits: Tensor, labels: Tensor, loss_tokens: float, loss_weights: Tensor | None = None) -> Tensor:
     """A microbatch's part of the step's loss: the cross-entropy of its tokens, summed and divided by `step.loss_tokens`.
 
-    `logits` are [tokens, vocabulary]; labels of -100 count nothing. The loss of the step is the sum over all microbatches of
-    all dp x cp ranks.
+    `logits` are [tokens, vocabulary]; labels of -100 count nothing. `loss_weights`, where the batch has them, are what each
+    token counts; `step.loss_tokens` is then their sum over the step. The loss of the step is the sum over all microbatches
+    of all dp x cp ranks.
     """
     if loss_tokens < 0:
-        raise SpecError(f"loss_tokens is the number of loss tokens of the step, got {loss_tokens}")
-    summed = functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    return summed / max(loss_tokens, 1)
+        raise SpecError(
+            f"loss_tokens is the number of loss tokens of the step, or the sum of their weights; got {loss_tokens}"
+        )
+    if loss_weights is None:
+        summed = functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    else:
+        each = functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+        summed = (each * loss_weights).sum()
+    return summed / (loss_tokens or 1)  # a step may be without loss
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -25,7 +25,15 @@ def make_serving_constructor(
 ) -> ServingConstructor:
     tree = ClientPlaceTree(job.mesh)
     return ServingConstructor(
-        group, job.batch, tree, planner, routes, job.prefetch, workplace.build_threads, workplace.arenas
+        group,
+        job.batch,
+        tree,
+        planner,
+        routes,
+        job.prefetch,
+        workplace.build_threads,
+        workplace.arenas,
+        job.is_weighted,
     )
 
 

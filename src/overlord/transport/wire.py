@@ -17,7 +17,7 @@ import orjson
 from msgspec import Meta, Struct
 
 from overlord import errors
-from overlord.errors import OverlordError
+from overlord.errors import OverlordError, ServiceError
 
 VERSION = 1
 """Raised whenever a struct of this file or the layout of a step changes."""
@@ -29,6 +29,10 @@ Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Session = Annotated[str, Meta(min_length=8, max_length=64)]
 JobId = Annotated[str, Meta(min_length=1, max_length=64)]
 BySource = Annotated[dict[str, float], Meta(max_length=65_536)]
+Heartbeat = Annotated[float, Meta(gt=0.0, le=1e9)]
+NumberType = Annotated[str, Meta(pattern=r"^([|<>]b1|[|<>][iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32))$")]
+"""numpy's name for a kind of number. Nothing that holds pointers has one of these."""
+Shape = tuple[Count, ...]
 
 
 class Action(StrEnum):
@@ -70,9 +74,9 @@ class Welcome(Struct, frozen=True):
     """Another one after the service was restarted."""
     address: str | None
     """None: the server that says so."""
-    start: int
-    generation: int
-    heartbeat_s: float | None
+    start: Count
+    generation: Count
+    heartbeat_s: Heartbeat | None
     """How often a client must be heard from; None when silence is never taken for absence."""
 
 
@@ -169,7 +173,7 @@ class Moved(Struct, frozen=True, tag="moved"):
     """The run was moved to another state, or its service restarted, since the client last looked."""
 
     instance: str
-    generation: int
+    generation: Count
 
 
 class Elsewhere(Struct, frozen=True, tag="elsewhere"):
@@ -180,11 +184,11 @@ class Array(Struct, frozen=True, tag="array"):
     """An array in `num_regions` regions from number `region` on, the first from byte `offset` on."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    region: int
-    offset: int
-    num_regions: int = 1
+    dtype: NumberType
+    shape: Shape
+    region: Count
+    offset: Count
+    num_regions: Annotated[int, Meta(ge=1, lt=1 << 53)] = 1
 
 
 class Ragged(Struct, frozen=True, tag="ragged"):
@@ -222,8 +226,8 @@ Field = Array | Ragged | Column | Shapes | Scalar
 class Contents(Struct, frozen=True, tag="contents"):
     """A step is here: what lies where in the regions that follow."""
 
-    step: int
-    loss_tokens: int
+    step: Count
+    loss_tokens: Count | float
     microbatches: list[list[Field]]
 
 
@@ -236,19 +240,33 @@ def packed(value: Any) -> bytes:
 
 def unpacked(data: bytes | memoryview, kind: type[T]) -> T:
     """Raises msgspec.DecodeError when the bytes are anything else."""
-    return msgspec.msgpack.decode(data, type=kind)
+    return _decoded(msgspec.msgpack.Decoder(kind), data)
 
 
 def unpacked_answer(data: bytes | memoryview) -> Answer:
-    return _ANSWERS.decode(data)
+    """Raises msgspec.DecodeError when the bytes are anything else."""
+    return _decoded(_ANSWERS, data)
 
 
 def unpacked_value(data: bytes | memoryview) -> Any:
-    """What an action answered; raises what went wrong in the service."""
-    answer = _VALUES.decode(data)
+    """What an action answered; raises what went wrong in the service, and ServiceError when the bytes are no answer."""
+    try:
+        answer = _decoded(_VALUES, data)
+    except msgspec.MsgspecError as error:
+        raise ServiceError(
+            f"the service answered something that is not an answer of overlord's wire: {error}; does the address belong to "
+            "an overlord service, of the same release?"
+        ) from None
     if isinstance(answer, Failure):
         raise answer.error()
     return answer.value
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec does not count among its own
+        raise msgspec.DecodeError(f"MessagePack data is malformed: {error}") from None
 
 
 def job_id(fingerprint: Mapping[str, Any]) -> str:

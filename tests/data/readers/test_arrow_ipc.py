@@ -1,6 +1,9 @@
 """Arrow IPC files, streams and Feather."""
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from overlord.data.read_result import held_bytes
 from overlord.data.readers import ArrowIpc
-from overlord.errors import SchemaError, SourceError
+from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError
 
 
 def documents(num_rows: int) -> pa.Table:
@@ -142,8 +145,90 @@ def test_damaged_batches_name_the_unit(tmp_path: Path) -> None:
     start = units[1].detail.stops[0] - 1000
     data = path.read_bytes()
     path.write_bytes(data[:start] + bytes(1000) + data[start + 1000 :])
-    with pytest.raises(SourceError, match=r"a#1 cannot be decoded as Arrow IPC"):
+    with pytest.raises(SourceError, match=r"the record batch at byte [\d,]+ of .*a#1 cannot be decoded as Arrow IPC"):
         source.read(units[1])
+
+
+def flip(path: Path, place: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def place_of(path: Path, values: list[int], kind: str) -> int:
+    """Where an array of numbers lies in a file."""
+    return path.read_bytes().index(np.array(values, kind).tobytes())
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("bit", [4, 20, 31])
+def test_damaged_offsets_name_the_record_batch_and_the_column(tmp_path: Path, bit: int) -> None:
+    path = Path(write(tmp_path / "a.arrow", documents(60), "file", 20))
+    source = ArrowIpc(str(path))
+    units = source.units()
+    flip(path, place_of(path, [0, 6, 6, 7, 9, 12], "<i4") + 8, bit)  # lengths of 6, 0, 1, 2, 3 begin the second batch
+    start = units[0].detail.starts[1]
+    with pytest.raises(
+        SourceError, match=rf"the record batch at byte {start:,} of .*a\.arrow is damaged in column 'tokens'"
+    ):
+        source.read(units[0])
+
+
+@pytest.mark.strangers
+def test_text_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.arrow", documents(60), "file", 20))
+    flip(path, path.read_bytes().index(b"t23t24") + 1, 7)
+    source = ArrowIpc(str(path))
+    result = source.read_rows(source.units()[0])
+    assert [(bad.row, bad.where.split()[-1]) for bad in result.bad] == [(23, str(path))]
+    assert result.table["id"].to_pylist() == [i for i in range(60) if i != 23]
+    with pytest.raises(BadRowError, match=r"the record batch at byte .*: column 'text' is not UTF-8 text"):
+        source.read(source.units()[0])
+
+
+@pytest.mark.strangers
+def test_a_dictionary_index_out_of_range_is_an_error(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array(["a", "b", "c", "a"]).dictionary_encode()})
+    path = Path(write(tmp_path / "a.arrow", table, "file"))
+    flip(path, place_of(path, [0, 1, 2, 0], "<i4"), 6)
+    source = ArrowIpc(str(path))
+    with pytest.raises(SourceError, match=r"a\.arrow is damaged in column 'x'"):
+        source.read(source.units()[0])
+
+
+FLIP_BITS = """
+import random, sys
+from overlord.data.readers import ArrowIpc
+from overlord.errors import OverlordError
+
+path = sys.argv[1]
+data = open(path, "rb").read()
+chance = random.Random(0)
+refused = 0
+for _ in range(800):
+    changed = bytearray(data)
+    for _ in range(chance.choice([1, 1, 1, 4])):
+        changed[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    with open(path, "wb") as file:
+        file.write(changed)
+    source = ArrowIpc(path)
+    try:
+        for unit in source.units():
+            source.read(unit).to_pylist()
+    except OverlordError:
+        refused += 1
+print(refused)
+"""
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_no_flipped_bit_ends_the_process_or_shows_up_in_somebody_elses_code(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "a.arrow", documents(12), kind, 6)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FLIP_BITS, path], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 150
 
 
 def test_columns_are_checked_over_all_files(tmp_path: Path) -> None:
@@ -151,3 +236,26 @@ def test_columns_are_checked_over_all_files(tmp_path: Path) -> None:
     write(tmp_path / "b", documents(5).drop_columns(["text"]), "stream")
     with pytest.raises(SchemaError, match=r"b has no column 'text'; it has \('id', 'tokens'\)"):
         ArrowIpc(f"{tmp_path}/*").units()
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("kind", ["file", "stream"])
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_small_compressed_batch_that_would_take_far_more_than_the_buffer_is_refused_before_it_is_read(
+    tmp_path: Path, kind: str, codec: str
+) -> None:
+    path = tmp_path / "a.arrow"
+
+    def written(count: int) -> tuple[ArrowIpc, pa.Table]:
+        table = pa.table({"n": np.zeros(count, np.int64), "m": np.ones(count, np.int64)})
+        make = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with make(str(path), table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write_table(table)
+        return ArrowIpc(str(path), buffer_bytes=1 << 20), table
+
+    source, _ = written(1 << 23)
+    assert path.stat().st_size < 4 << 20
+    with pytest.raises(BufferTooSmallError, match=r"a\.arrow takes 134,217,728 bytes decompressed.*buffer_bytes"):
+        source.read(source.units()[0])
+    source, table = written(1 << 10)
+    assert source.read(source.units()[0]).equals(table)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from overlord.data.readers import Parquet
 from overlord.data.readers.flat_lists import NotFlat, is_worth_it, list_columns, read_lists
+from overlord.data.readers.thrift import Encoded, binary, i32, sequence, structure
 from overlord.errors import SourceError
 from overlord.threads import Threads, is_crowded
 
@@ -167,6 +169,16 @@ def test_damage_under_a_checksum_names_the_row_group(tmp_path: Path, version: st
     source = Parquet(str(tmp_path / "a.parquet"))
     with pytest.raises(SourceError, match=r"row group 0 of .*a.parquet cannot be decoded.*(?i:checksum|crc)"):
         source.read(source.units()[0])
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("make", [lambda numbers: binary(bytes(numbers)), lambda numbers: sequence(*map(i32, numbers))])
+def test_a_page_header_with_fields_of_other_types_is_left_to_arrow(make: Callable[[list[int]], Encoded]) -> None:
+    file = pq.ParquetFile(io.BytesIO(written(lists_of([200], pa.int32()), compression="none", use_dictionary=False)))
+    (column,) = list_columns(file.metadata, file.schema_arrow)
+    header = structure({1: i32(3), 2: i32(800), 3: i32(800), 8: make([0, 200, 0, 0, 0, 4, 4])}).data
+    with pytest.raises(NotFlat, match="the pages could not be taken apart"):
+        read_lists(column, file.metadata.row_group(0).column(0), pa.py_buffer(header + bytes(800)))
 
 
 @pytest.mark.parametrize("crowded", [False, True])

@@ -1,7 +1,10 @@
 """JSON Lines: every line exactly once however files are cut, and bad lines named."""
 
 import gzip
+import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.data.readers import Jsonl
-from overlord.errors import BadRowError, SchemaError, SourceError
+from overlord.data.readers.compression import BLOCK_BYTES
+from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError, SpecError
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -210,3 +214,219 @@ def test_identity_follows_columns_types_and_cuts() -> None:
         Jsonl("a", unit_bytes=5),
     )
     assert len({source.identity() for source in sources}) == len(sources)
+
+
+# Values are never changed to fit a type
+
+
+def results(source: Jsonl) -> tuple[list[dict], list[str]]:
+    """All good rows and all errors, unit by unit."""
+    read = [source.read_rows(unit) for unit in source.units()]
+    return [row for result in read for row in result.table.to_pylist()], [str(b) for result in read for b in result.bad]
+
+
+@pytest.mark.strangers
+def test_fractions_in_a_field_that_was_whole_at_first_are_bad_rows_and_never_cut_off(tmp_path: Path) -> None:
+    rows = [{"score": i % 2} for i in range(40)] + [{"score": 1}, {"score": 0.97}, {"score": 2.0}]
+    source = Jsonl(write(tmp_path / "a.jsonl", rows), unit_bytes=64)
+    good, errors = results(source)
+    assert good == [row for row in rows if row["score"] != 0.97]
+    assert len(errors) == 1
+    assert "a.jsonl at byte" in errors[0]
+    assert "'score' does not fit its type int64: 0.97 is not a whole number" in errors[0]
+    assert "columns={'score': pa.float64(), ...}" in errors[0]
+    declared = Jsonl(source.paths, {"score": pa.float64()}, 64)
+    assert results(declared) == ([{"score": float(row["score"])} for row in rows], [])
+
+
+INT, FLOAT, TEXT, INTS = pa.int64(), pa.float64(), pa.string(), pa.list_(pa.int64())
+MISFITS = (
+    (INT, 0.5),
+    (INT, True),
+    (INT, 2**63),
+    (INT, 2**70),
+    (INT, "1"),
+    (pa.uint8(), 0.5),
+    (pa.date32(), 0.5),
+    (pa.timestamp("s"), 0.5),
+    (pa.dictionary(pa.int32(), pa.int64()), 0.5),
+    (FLOAT, True),
+    (FLOAT, 2**53 + 1),
+    (FLOAT, 2**64 + 1),
+    (FLOAT, 10**30 + 1),
+    (pa.float32(), 1e300),
+    (pa.list_(pa.float64()), [0.5, 10**30 + 1]),
+    (pa.bool_(), 1),
+    (TEXT, 5),
+    (TEXT, ["a"]),
+    (pa.list_(pa.string()), "abc"),
+    (INTS, [1, 0.5]),
+    (INTS, [True]),
+    (INTS, "12"),
+    (pa.large_list(pa.list_(pa.float32())), [[1e300]]),
+    (pa.struct({"n": pa.int64()}), {"n": 0.5}),
+    (pa.struct({"n": pa.struct({"m": INTS})}), {"n": {"m": [0.5]}}),
+    (pa.map_(pa.string(), pa.int64()), {"a": 0.5}),
+    (pa.null(), None),
+)
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(("type_", "value"), MISFITS[:-1], ids=lambda v: str(v).replace(" ", "")[:40])
+def test_a_value_that_a_type_does_not_hold_exactly_is_a_bad_row_and_its_neighbours_are_kept(
+    tmp_path: Path, type_: pa.DataType, value: object
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ({"v": None}, {"v": value}, {})))
+    good, errors = results(Jsonl(str(path), {"v": type_}))
+    assert good == [{"v": None}, {"v": None}]
+    assert len(errors) == 1
+    assert "does not fit its type" in errors[0]
+
+
+numbers = st.one_of(
+    st.integers(-(2**70), 2**70), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none(), st.text()
+)
+json_values = st.recursive(
+    numbers,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from("ab"), inner)),
+    max_leaves=6,
+)
+exact_types = st.sampled_from(
+    [t for t, _ in MISFITS if not (pa.types.is_temporal(t) or pa.types.is_map(t) or "float" in str(t))]
+)
+
+
+def is_same(found: object, said: object) -> bool:
+    """Equal as JSON, where missing keys and null are the same; 1 and 1.0 are one number, 1 and true are not."""
+    if isinstance(found, dict) and isinstance(said, dict):
+        return all(is_same(value, said.get(key)) for key, value in found.items())
+    if isinstance(found, list) and isinstance(said, list):
+        return len(found) == len(said) and all(map(is_same, found, said))
+    return found == said and isinstance(found, bool) == isinstance(said, bool)
+
+
+@pytest.mark.strangers
+@given(st.lists(json_values, min_size=1, max_size=6), exact_types)
+def test_what_is_read_equals_what_json_says(
+    tmp_path_factory: pytest.TempPathFactory, values: list[object], type_: pa.DataType
+) -> None:
+    path = tmp_path_factory.mktemp("values") / "a.jsonl"
+    path.write_text("".join(json.dumps({"v": value}) + "\n" for value in values))
+    source = Jsonl(str(path), {"v": type_})
+    try:
+        result = source.read_rows(source.units()[0])
+    except SchemaError:
+        return
+    kept = range(len(values)) if result.row_numbers is None else result.row_numbers.tolist()
+    assert len(kept) + len(result.bad) == len(values)
+    for row, found in zip(kept, result.table["v"].to_pylist(), strict=True):
+        assert is_same(found, values[row])
+
+
+@pytest.mark.strangers
+def test_a_field_of_any_kind_can_be_read_as_json_text_as_the_error_says(tmp_path: Path) -> None:
+    values = ["text", ["a", 1], {"k": None}, 0.5, 2**70, None, True, "é"]
+    path = write_json(tmp_path / "a.jsonl", [{"v": value, "n": i} for i, value in enumerate(values)])
+    with pytest.raises(
+        SchemaError, match=r"where it is .*str: .*columns=\{'v': pa.json_\(\), \.\.\.\} \(pa.json_"
+    ) as caught:
+        Jsonl(path).units()
+    assert str(caught.value).count("{") == str(caught.value).count("}")
+    read = read_all(Jsonl(path, {"v": pa.json_(), "n": pa.int64()}))
+    assert [None if row["v"] is None else json.loads(row["v"]) for row in read] == values
+    assert read[7]["v"] == '"é"'
+    assert read_all(Jsonl(path, ["n"])) == [{"n": i} for i in range(8)]
+
+
+@pytest.mark.strangers
+def test_a_field_that_was_null_or_empty_at_first_asks_for_its_type(tmp_path: Path) -> None:
+    for value in ("x", ["x"], {"k": 1}):
+        empty = [] if isinstance(value, list) else None
+        path = write(tmp_path / "a.jsonl", [{"v": empty, "n": i} for i in range(20)] + [{"v": value, "n": 20}])
+        source = Jsonl(path, unit_bytes=64)
+        with pytest.raises(SchemaError, match=r"'v' as \w+, but its type is not known.*columns=\{'v': pa.string"):
+            results(source)
+        assert len(results(Jsonl(path, ["n"], 64))[0]) == 21
+
+
+@pytest.mark.strangers
+def test_a_whole_number_beyond_int64_says_which_type_would_hold_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"id": 1}, {"id": 2}, {"id": 2**64 - 1}])
+    _, errors = results(Jsonl(path, {"id": pa.int64()}))
+    assert "columns={'id': pa.uint64(), ...}" in errors[0]
+    assert read_all(Jsonl(path, {"id": pa.uint64()}))[2] == {"id": 2**64 - 1}
+
+
+@pytest.mark.strangers
+def test_declared_types_are_types() -> None:
+    with pytest.raises(SpecError, match=r"gives the column 'a' the type 'int'; a type is a pyarrow one"):
+        Jsonl("a.jsonl", {"a": "int"})  # type: ignore[dict-item]
+
+
+# Compressed files of any size
+
+
+def write_json(path: Path, rows: list[dict]) -> str:
+    """Unlike orjson, with whole numbers of any length."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def peak_of(code: str) -> int:
+    """By how many bytes a fresh process grew while it ran the last line of `code`, which prints that it failed."""
+    script = f"""
+import resource
+import pyarrow as pa
+import overlord as ol
+from overlord.data.readers import Jsonl
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    {code}
+except ol.BufferTooSmallError as error:
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, error)
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "raise buffer_bytes" in out
+    return int(out.split()[0])
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("is_one_line", [False, True])
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_a_small_compressed_file_cannot_take_all_memory(tmp_path: Path, ending: str, is_one_line: bool) -> None:
+    line = b'{"text": "' + b"x" * (1 << 20) + b'"}'
+    content = line[:-2] * 512 if is_one_line else (line + b"\n") * 512
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(zstd(content) if ending == "zst" else gzip.compress(content, 1))
+    del content
+    declared = f"Jsonl({str(path)!r}, {{'text': pa.string()}}, buffer_bytes=1 << 20)"
+    assert peak_of(f"s = {declared}; s.read(s.units()[0])") < 256 << 20
+    if is_one_line:
+        assert peak_of(f"Jsonl({str(path)!r}, buffer_bytes=1 << 20).units()") < 256 << 20
+
+
+@pytest.mark.strangers
+def test_a_plain_file_without_an_end_of_a_line_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + b"x" * (40 << 20))
+    with pytest.raises(BufferTooSmallError, match=r"a\.jsonl has no end of a line in the .* is it JSON Lines\?"):
+        Jsonl(str(path), buffer_bytes=1 << 20).units()
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("blank", [b"", b'{"a": 1, "t": oops}\n'])
+def test_a_compressed_file_of_many_blocks_reads_like_the_plain_one(tmp_path: Path, blank: bytes) -> None:
+    rows = [{"a": i, "t": "x" * (i % 7000)} for i in range(6000)]
+    content = b"".join(orjson.dumps(row) + b"\n" for row in rows[:3000]) + blank
+    content += b"".join(orjson.dumps(row) + b"\n" for row in rows[3000:])
+    assert len(content) > 2 * BLOCK_BYTES
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.zst").write_bytes(zstd(content[:-1]))
+    plain, packed = (Jsonl(str(tmp_path / name), unit_bytes=1 << 30) for name in ("a.jsonl", "b.jsonl.zst"))
+    expected, found = plain.read_rows(plain.units()[0]), packed.read_rows(packed.units()[0])
+    assert found.table.equals(expected.table)
+    assert found.table["a"].num_chunks == 1
+    assert [(bad.row, bad.where[-10:]) for bad in found.bad] == [(bad.row, bad.where[-10:]) for bad in expected.bad]
+    assert np.array_equal(found.row_numbers, expected.row_numbers) if blank else found.row_numbers is None
+    assert found.table.num_rows == len(rows)

@@ -58,3 +58,9 @@ def test_any_bytes_end_in_an_answer_or_an_error(data: bytes, num_values: int) ->
 def test_too_few_levels_are_an_error() -> None:
     with pytest.raises(ValueError, match="16 levels for 30 values"):
         levels.zeros(varint(16 << 1) + b"\1", 30)
+
+
+@pytest.mark.strangers
+def test_a_level_that_cannot_be_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a level of 3, where the most is 1"):
+        levels.zeros(varint(16 << 1) + b"\3", 16)

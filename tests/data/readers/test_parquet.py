@@ -1,6 +1,10 @@
 """Parquet: row groups in, exact tables out, damage named."""
 
+import base64
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow.parquet import encryption
 
 from overlord.data.readers import Parquet
-from overlord.errors import SchemaError, SourceError, SpecError
+from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError, SpecError
 
 
 def documents(num_rows: int, seed: int = 0) -> pa.Table:
@@ -151,6 +156,107 @@ def test_a_file_that_is_gone_when_read_is_named(tmp_path: Path) -> None:
         source.read(units[0])
 
 
+class PlainKms(encryption.KmsClient):
+    """Keys that are not kept secret."""
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+        return base64.b64encode(key_bytes)
+
+    def unwrap_key(self, wrapped_key: bytes, master_key_identifier: str) -> bytes:
+        return base64.b64decode(wrapped_key)
+
+
+def write_encrypted(path: Path, table: pa.Table, column: str, *, plaintext_footer: bool) -> str:
+    keys = encryption.EncryptionConfiguration("key", column_keys={"key": [column]}, plaintext_footer=plaintext_footer)
+    factory = encryption.CryptoFactory(lambda _: PlainKms())
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), keys)
+    pq.write_table(table, path, encryption_properties=properties)
+    return str(path)
+
+
+@pytest.mark.strangers
+def test_an_encrypted_column_is_named_and_the_others_can_be_read(tmp_path: Path) -> None:
+    table = pa.table({"id": [1, 2], "text": ["a", "b"]})
+    path = write_encrypted(tmp_path / "a.parquet", table, "text", plaintext_footer=True)
+    with pytest.raises(SourceError, match=r"a\.parquet has the encrypted column 'text', .*columns="):
+        Parquet(path).units()
+    assert read_all(Parquet(path, ["id"])).to_pydict() == {"id": [1, 2]}
+    path = write_encrypted(tmp_path / "b.parquet", table, "text", plaintext_footer=False)
+    with pytest.raises(SourceError, match=r"b\.parquet is an encrypted Parquet file .*write it without encryption"):
+        Parquet(path).units()
+
+
+FLIP_BITS = """
+import sys
+from overlord.data.readers import Parquet
+from overlord.errors import OverlordError
+
+path, start, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+data = open(path, "rb").read()
+refused = 0
+for place in range(start, stop):
+    for bit in (1, 2, 4):
+        changed = bytearray(data)
+        changed[place] ^= bit
+        with open(path, "wb") as file:
+            file.write(changed)
+        source = Parquet(path)
+        try:
+            for unit in source.units():
+                source.read(unit)
+        except OverlordError:
+            refused += 1
+print(refused)
+"""
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("part", ["footer", "page header"])
+def test_no_flipped_bit_of_a_footer_or_page_header_ends_the_process(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "a.parquet"
+    lists = pa.array([list(range(300))], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"t": lists}), path, use_dictionary=False, compression="zstd", store_schema=False)
+    size = path.stat().st_size
+    footer_bytes = int.from_bytes(path.read_bytes()[-8:-4], "little")
+    start, stop = (size - 8 - footer_bytes, size - 8) if part == "footer" else (4, 64)
+    command = [sys.executable, "-c", FLIP_BITS, str(path), str(start), str(stop)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > stop - start
+
+
+@pytest.mark.strangers
+def test_row_groups_that_do_not_add_up_are_refused_when_listed(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.parquet", pa.table({"x": range(77)}), 77))
+    data, rows = path.read_bytes(), b"\x9a\x01"  # 77, as Thrift writes it
+    assert data.count(rows) >= 2
+    path.write_bytes(data[: data.rindex(rows)] + b"\x9c" + data[data.rindex(rows) + 1 :])
+    with pytest.raises(SourceError, match=r"a\.parquet has a footer that cannot be read: .*78"):
+        Parquet(str(path)).units()
+
+
+@pytest.mark.strangers
+def test_text_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
+    values = pa.array([b"good", b"b\xffd", None, b"fine"])
+    text = pa.Array.from_buffers(pa.string(), 4, values.buffers())
+    nested = pa.StructArray.from_arrays([pa.ListArray.from_arrays([0, 1, 2, 3, 4], text)], names=["texts"])
+    write(tmp_path / "a.parquet", pa.table({"id": range(4), "text": text}), 2)
+    write(tmp_path / "b.parquet", pa.table({"id": range(4), "nested": nested}), 4)
+    source = Parquet(str(tmp_path / "a.parquet"))
+    results = [source.read_rows(unit) for unit in source.units()]
+    assert [result.table["id"].to_pylist() for result in results] == [[0], [2, 3]]
+    assert [str(bad).split(":")[0] for bad in results[0].bad] == [f"row group 0 of {tmp_path}/a.parquet"]
+    assert results[0].bad[0].row == 1
+    with pytest.raises(BadRowError, match=r"a\.parquet: column 'text' is not UTF-8 text.*on_bad_row='skip'"):
+        read_all(source)
+    source = Parquet(str(tmp_path / "b.parquet"))
+    result = source.read_rows(source.units()[0])
+    assert result.table["id"].to_pylist() == [0, 2, 3]
+    assert result.row_numbers is not None
+    assert result.row_numbers.tolist() == [0, 2, 3]
+
+
 def test_a_column_missing_in_one_file_names_file_and_column(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", documents(5))
     write(tmp_path / "b.parquet", documents(5).drop_columns(["tokens"]))
@@ -173,6 +279,28 @@ def test_another_type_in_one_file_names_file_and_both_types(tmp_path: Path) -> N
     write(tmp_path / "b.parquet", pa.table({"x": pa.array([1], pa.int64())}))
     with pytest.raises(SchemaError, match=r"b\.parquet has the column 'x' as int64, but .*a\.parquet has it as int32"):
         Parquet(f"{tmp_path}/*").units()
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("other", [pa.table({"id": [1], "score": ["high"]}), pa.table({"id": [1]})])
+def test_columns_that_nobody_needs_and_that_differ_are_left_out_as_the_error_says(tmp_path: Path, other: pa.Table) -> None:
+    write(tmp_path / "a.parquet", pa.table({"id": [1], "score": [0.5]}))
+    write(tmp_path / "b.parquet", other)
+    with pytest.raises(SchemaError, match=r"b\.parquet has .*'score'.*a\.parquet has .*columns=\('id',\)"):
+        Parquet(f"{tmp_path}/*").units()
+    source = Parquet(f"{tmp_path}/*", ("id",))
+    assert [source.read(unit).to_pydict() for unit in source.units()] == [{"id": [1]}, {"id": [1]}]
+
+
+@pytest.mark.strangers
+def test_a_row_group_that_would_take_far_more_than_the_buffer_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).integers(0, 2**62, 1 << 23)
+    pq.write_table(pa.table({"n": numbers}), tmp_path / "a.parquet", use_dictionary=False, row_group_size=1 << 23)
+    source = Parquet(str(tmp_path / "a.parquet"), buffer_bytes=1 << 20)
+    with pytest.raises(
+        BufferTooSmallError, match=r"row group 0 of .*a\.parquet has 67,\d+,\d+ bytes.*buffer_bytes, which is"
+    ):
+        source.read(source.units()[0])
 
 
 def test_files_without_rows_are_no_units_and_a_source_without_rows_is_an_error(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import gzip
 import io
 import pickle
+import subprocess
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.data.read_result import held_bytes
@@ -154,6 +155,159 @@ def test_archives_joined_one_behind_the_other_are_all_read() -> None:
     assert [m.name for m in members("x.tar", pa.py_buffer(data))] == ["0.txt", "1.txt"]
 
 
+def entry(name: str, kind: bytes = tarfile.REGTYPE, data: bytes = b"", target: str = "", **pax: str) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.linkname, info.pax_headers = kind, len(data), target, {**pax}
+    return info.tobuf(tarfile.PAX_FORMAT) + data + bytes(-len(data) % 512)
+
+
+END = bytes(1024)
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("form", ["gnu", "pax --sparse-version=0.0", "pax --sparse-version=0.1", "pax --sparse-version=1.0"])
+def test_sparse_files_are_refused_by_name(tmp_path: Path, form: str) -> None:
+    with open(tmp_path / "0.bin", "wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 20)
+        file.write(b"data")
+    subprocess.run(f"tar -cSf a.tar --format={form} 0.bin", shell=True, cwd=tmp_path, check=True)
+    with pytest.raises(SourceError, match=r"a\.tar has the sparse file '0\.bin' at byte [\d,]+, .*without --sparse"):
+        WebDataset(str(tmp_path / "a.tar")).units()
+
+
+@pytest.mark.strangers
+def test_links_have_the_bytes_of_their_targets(tmp_path: Path) -> None:
+    far, further = f"{'x/' * 80}9.txt", f"{'y/' * 80}6.txt"
+    data = (
+        entry(far, data=b"nine")
+        + entry("d/0.txt", data=b"zero")
+        + entry("d/1.txt", tarfile.LNKTYPE, target="d/0.txt")
+        + entry("d/2.txt", tarfile.SYMTYPE, target="../e/3.txt")
+        + entry("d/4.txt", tarfile.SYMTYPE, target="./1.txt")
+        + entry("README", tarfile.SYMTYPE, target="nowhere")
+        + entry("e.d/", tarfile.DIRTYPE)
+        + entry(further, tarfile.LNKTYPE, target=far)
+        + entry("e/3.txt", data=b"three")
+        + END
+    )
+    (tmp_path / "a.tar").write_bytes(data)
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        want = {name: archive.extractfile(name).read() for name in archive.getnames() if name.endswith(".txt")}  # type: ignore
+    assert want[further] == b"nine"
+    table = read_all(WebDataset(str(tmp_path / "a.tar")))
+    assert {f"{row['__key__']}.txt": row["txt"] for row in table.to_pylist()} == want
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("kind", "target", "message"),
+    [
+        (tarfile.SYMTYPE, "gone.txt", "is a link to 'gone.txt', which is no file of the archive"),
+        (tarfile.SYMTYPE, "1.txt", "is a link to '1.txt', which is no file of the archive"),
+        (tarfile.LNKTYPE, "later.txt", "is a link to 'later.txt', which is no file of the archive"),
+        (tarfile.FIFOTYPE, "", "is a FIFO"),
+        (tarfile.CHRTYPE, "", "is a character device"),
+    ],
+)
+def test_a_member_without_bytes_is_named(tmp_path: Path, kind: bytes, target: str, message: str) -> None:
+    data = entry("0.txt", data=b"zero") + entry("1.txt", kind, target=target) + entry("later.txt", data=b"x") + END
+    (tmp_path / "a.tar").write_bytes(data)
+    with pytest.raises(SourceError, match=rf"a\.tar has the member '1\.txt' at byte 1,536, which {message}"):
+        WebDataset(str(tmp_path / "a.tar")).units()
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("hole", [(1, 2), (1, 4), (3, 20), (0, 1)])
+def test_a_hole_of_zeros_is_an_error_and_not_the_end(hole: tuple[int, int]) -> None:
+    data = bytearray(tar({f"{i}.txt": b"x" * 500 for i in range(30)}, tarfile.USTAR_FORMAT))
+    start, stop = (1024 * i for i in hole)
+    data[start:stop] = bytes(stop - start)
+    with pytest.raises(SourceError, match=rf"{stop - start:,} bytes of zeros at byte {start:,} with more data after them"):
+        members("x.tar", pa.py_buffer(bytes(data)))
+
+
+@pytest.mark.strangers
+def test_a_download_that_was_not_finished_is_no_long_end() -> None:
+    data = tar({f"{i}.txt": b"x" * 500 for i in range(30)})
+    assert len(members("x.tar", pa.py_buffer(data + bytes(1 << 19)))) == 30
+    with pytest.raises(SourceError, match="nothing but zeros in its last 1,999,872 bytes"):
+        members("x.tar", pa.py_buffer(data[:10_240] + bytes(2_000_000 // 512 * 512)))
+
+
+@pytest.mark.strangers
+def test_a_lone_block_of_zeros_between_members_is_an_error() -> None:
+    data = entry("0.txt", data=b"a") + bytes(512) + entry("1.txt", data=b"b") + END
+    with pytest.raises(SourceError, match="512 bytes of zeros at byte 1,024 with more data after them"):
+        members("x.tar", pa.py_buffer(data))
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (b"\xff" * 12, "has the member '0.txt' with a size below zero"),
+        (b"-0000000001\0", "has no header where one should be"),
+        (b"0o000000001\0", "has no header where one should be"),
+        (b"0000000_001\0", "has no header where one should be"),
+        (b"\x80" + bytes(3) + b"\xff" * 8, "is cut off: the member '0.txt' needs [\\d,]+ bytes more"),
+    ],
+)
+def test_a_size_that_no_file_has_is_an_error(size: bytes, message: str) -> None:
+    data = bytearray(tar({"0.txt": b"a"}, tarfile.USTAR_FORMAT))
+    data[124:136] = size
+    data[148:156] = b"%06o\0 " % (sum(data[:148]) + sum(data[156:512]) + 256)
+    with pytest.raises(SourceError, match=rf"x\.tar {message}, at byte 0"):
+        members("x.tar", pa.py_buffer(bytes(data)))
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("record", [b"9" * 5000 + b" path=x\n", b"3 a=b\n", b"12 size=\xc2\xb2\n", b"9 path=a", b"6 abc\n"])
+def test_a_damaged_pax_header_is_an_error_with_its_place(record: bytes) -> None:
+    data = entry("pax", tarfile.XHDTYPE, record) + entry("0.txt", data=b"a") + END
+    with pytest.raises(SourceError, match=r"x\.tar has a damaged pax header, at byte 0"):
+        members("x.tar", pa.py_buffer(data))
+
+
+@pytest.mark.strangers
+def test_a_global_pax_header_may_comment_but_not_rename() -> None:
+    comment, rename = b"13 comment=a\n", b"10 path=a\n"
+    data = entry("pax", tarfile.XGLTYPE, comment) + entry("0.txt", data=b"a") + END
+    assert [m.name for m in members("x.tar", pa.py_buffer(data))] == ["0.txt"]
+    data = entry("pax", tarfile.XGLTYPE, rename) + entry("0.txt", data=b"a") + END
+    with pytest.raises(SourceError, match=r"x\.tar has at byte 0 a global pax header that sets 'path' for all members"):
+        members("x.tar", pa.py_buffer(data))
+
+
+@pytest.mark.strangers
+def test_headers_summed_with_signs_and_names_with_line_breaks_are_read(tmp_path: Path) -> None:
+    data = bytearray(tar({"é\n/0.txt": b"a"}, tarfile.GNU_FORMAT))
+    signed = sum(byte - 256 * (byte > 127) for byte in data[:148] + data[156:512]) + 256
+    data[148:156] = b"%06o\0 " % signed
+    (tmp_path / "a.tar").write_bytes(data)
+    assert read_all(WebDataset(str(tmp_path / "a.tar"))).to_pylist() == [{"__key__": "é\n/0", "txt": b"a"}]
+
+
+@pytest.mark.strangers
+@given(st.data())
+@settings(max_examples=300)
+def test_damage_gives_an_error_or_what_the_standard_library_reads(draw: st.DataObject) -> None:
+    files = {f"d/{i}.bin": bytes([i + 1]) * (300 * i) for i in range(6)}
+    data = bytearray(tar(files, draw.draw(st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT]))))
+    start = draw.draw(st.integers(0, len(data) - 1))
+    length, filler = (
+        draw.draw(st.integers(1, 4096)),
+        draw.draw(st.sampled_from([b"", b"\0", b"\xff", bytes(512), bytes(4096)])),
+    )
+    data[start : start + length] = filler
+    try:
+        found = [(m.name, m.offset, m.num_bytes) for m in members("x.tar", pa.py_buffer(bytes(data)))]
+    except SourceError:
+        return
+    with tarfile.open(fileobj=io.BytesIO(bytes(data))) as archive:
+        assert found == [(m.name, m.offset_data, m.size) for m in archive.getmembers()]
+
+
 def test_sizes_beyond_eight_gibibytes_are_understood() -> None:
     info = tarfile.TarInfo("big.bin")
     info.size = 9 << 30
@@ -204,6 +358,20 @@ def test_text_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
     assert result.table.to_pylist() == [{"__key__": "0", "txt": "ok", "jpg": b"J" * 99}]
     assert np.array_equal(result.row_numbers, [0])
     with pytest.raises(BadRowError, match=r"a\.tar, sample '1': the member \.txt is not text"):
+        source.read(source.units()[0])
+
+
+@pytest.mark.strangers
+def test_more_text_than_a_column_has_room_for_is_an_error(tmp_path: Path) -> None:
+    with open(tmp_path / "a.tar", "wb") as file:
+        for i in range(3):  # of holes, which take no room on disk and are not read
+            info = tarfile.TarInfo(f"{i}.txt")
+            info.size = 1 << 30
+            file.write(info.tobuf(tarfile.USTAR_FORMAT))
+            file.seek(info.size, io.SEEK_CUR)
+        file.write(END)
+    source = WebDataset(str(tmp_path / "a.tar"))
+    with pytest.raises(SourceError, match=r"3,221,225,472 bytes in its members that end in \.txt, .*pa\.large_binary"):
         source.read(source.units()[0])
 
 

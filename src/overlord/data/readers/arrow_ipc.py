@@ -16,13 +16,15 @@ from overlord.data.readers.ipc_blocks import (
     MAGIC,
     Blocks,
     batch_rows,
+    decompressed_bytes,
     file_blocks,
     stream_blocks,
 )
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
+from overlord.data.readers.validation import validated
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
-from overlord.errors import SourceError, SpecError, StorageError
+from overlord.errors import BufferTooSmallError, SourceError, SpecError, StorageError
 from overlord.spec import MIB, Unit
 
 HEAD_BYTES = 64 << 10
@@ -78,7 +80,7 @@ class ArrowIpc(FileSource):
         return self._some(units)
 
     def read(self, unit: Unit) -> pa.Table:
-        return self.read_rows(unit).table
+        return self.read_rows(unit).strict()
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: Batches = unit.detail
@@ -89,11 +91,27 @@ class ArrowIpc(FileSource):
         else:
             data = self.storage.read(unit.path, origin, max(detail.stops))
         try:
-            table = _table(data, origin, detail) if detail.starts else _whole(data)
-        except (pa.ArrowException, OSError) as error:
+            pieces = _pieces(data, origin, detail)
+            self._check_bytes(unit, sum(map(decompressed_bytes, pieces)))
+            table = _table(unit, pieces) if detail.starts else _whole(data)
+        except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
             raise SourceError(f"{unit} cannot be decoded as Arrow IPC: {error}; copy or write the file again") from error
         table = table.select(detail.schema.names).replace_schema_metadata(None)
-        return ReadResult(table, mapped=(data,) if local else ())
+        where = [f"the record batch at byte {start:,} of {unit.path}" for start in detail.starts]
+        result = validated(table, where or unit.path, mapped=(data,) if local else ())
+        if unit.num_rows is not None and table.num_rows != unit.num_rows:
+            raise SourceError(
+                f"{unit} gave {table.num_rows} rows and had {unit.num_rows} when it was listed; do not change the files of "
+                "a running job"
+            )
+        return result
+
+    def _check_bytes(self, unit: Unit, num_bytes: int) -> None:
+        if num_bytes > self.most_unit_bytes:
+            raise BufferTooSmallError(
+                f"{unit} takes {num_bytes:,} bytes decompressed, and a unit may take {self.most_unit_bytes:,}; raise "
+                f"buffer_bytes, which is {self.buffer_bytes:,}, lower unit_bytes, or write smaller record batches"
+            )
 
     def identity(self) -> str:
         columns = self.columns and list(self.columns)
@@ -128,15 +146,16 @@ def _index(storage: Storage, file: StoredFile) -> _Index:
         else:
             schema = _stream_schema(file, data)
             blocks = stream_blocks(file.path, data)
+        if blocks.has_dictionaries:
+            return _Index(schema, None, None)
+        ends = zip(blocks.starts, blocks.stops, strict=True)
+        return _Index(schema, blocks, tuple(batch_rows(data, start, stop) for start, stop in ends))
     except StorageError:
         raise  # an OSError too, but it says nothing about the file
-    except (pa.ArrowException, OSError, struct.error, ValueError, IndexError) as error:
+    except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
         raise SourceError(
             f"{file.path} has an Arrow index that cannot be read: {error}; copy or write the file again"
         ) from error
-    if blocks.has_dictionaries:
-        return _Index(schema, None, None)
-    return _Index(schema, blocks, tuple(batch_rows(data, start) for start in blocks.starts))
 
 
 def _remote_index(storage: Storage, file: StoredFile) -> _Index:
@@ -169,15 +188,11 @@ def _footer_index(file: StoredFile, tail: pa.Buffer, start: int) -> tuple[Blocks
             f"{file.path} begins like an Arrow file but has no footer at its end ({file.num_bytes:,} bytes): it was cut "
             "off; copy or write it again"
         )
-    blocks = file_blocks(tail.slice(tail.size - 10 - footer_bytes, footer_bytes))
-    if blocks.stops and max(blocks.stops) > file.num_bytes:
-        raise SourceError(
-            f"{file.path} should have a record batch up to byte {max(blocks.stops):,}, but has only {file.num_bytes:,} "
-            "bytes: a part of it is missing; copy or write it again"
-        )
+    footer = tail.slice(tail.size - 10 - footer_bytes, footer_bytes)
+    blocks = file_blocks(file.path, footer, file.num_bytes)
     sparse = pa.PythonFile(SparseFile(file.num_bytes, {start: tail}), mode="r")
     with pa.ipc.open_file(sparse) as reader:
-        return blocks, reader.schema
+        return blocks, _with_names(reader.schema)
 
 
 def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
@@ -186,12 +201,34 @@ def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
             f"{file.path} is neither an Arrow file nor an Arrow stream (it begins with {head[:6].to_pybytes()!r}); "
             "Feather version 1 and streams from before Arrow 0.15 must be written again"
         )
-    return pa.ipc.read_schema(head)
+    return _with_names(pa.ipc.read_schema(head))
 
 
-def _table(data: pa.Buffer, origin: int, detail: Batches) -> pa.Table:
-    pieces = [data.slice(start - origin, stop - start) for start, stop in zip(detail.starts, detail.stops, strict=True)]
-    batches = [pa.ipc.read_record_batch(piece, detail.file_schema) for piece in pieces]
+def _with_names(schema: pa.Schema) -> pa.Schema:
+    """The schema. UnicodeDecodeError, a ValueError, where the name of a field, of a nested one too, is not UTF-8."""
+    fields = list(schema)
+    while fields:
+        field = fields.pop()
+        _ = field.name
+        fields += [field.type.field(i) for i in range(field.type.num_fields)]
+    return schema
+
+
+def _pieces(data: pa.Buffer, origin: int, detail: Batches) -> list[pa.Buffer]:
+    return [data.slice(start - origin, stop - start) for start, stop in zip(detail.starts, detail.stops, strict=True)]
+
+
+def _table(unit: Unit, pieces: Sequence[pa.Buffer]) -> pa.Table:
+    detail: Batches = unit.detail
+    batches: list[pa.RecordBatch] = []
+    for start, piece in zip(detail.starts, pieces, strict=True):
+        try:
+            batches.append(pa.ipc.read_record_batch(piece, detail.file_schema))
+        except (pa.ArrowException, OSError) as error:
+            raise SourceError(
+                f"the record batch at byte {start:,} of {unit} cannot be decoded as Arrow IPC: {error}; copy or write the "
+                "file again"
+            ) from error
     return pa.Table.from_batches(batches, detail.file_schema)
 
 

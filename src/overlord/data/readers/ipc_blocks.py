@@ -19,6 +19,8 @@ MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 _BLOCK = np.dtype([("offset", "<i8"), ("header", "<i4"), ("_", "<i4"), ("body", "<i8")])
 _DICTIONARY, _BATCH = 2, 3
+_LEAST_HEADER_BYTES = 16
+"""Of a message: the mark, the length of the header, and the smallest header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,26 @@ class Blocks:
     has_dictionaries: bool
 
 
-def file_blocks(footer: pa.Buffer) -> Blocks:
-    """From the footer of a file, without its length and the magic behind it."""
+def file_blocks(path: str, footer: pa.Buffer, num_bytes: int) -> Blocks:
+    """From the footer of a file of `num_bytes`, without its length and the magic behind it. ValueError, IndexError or
+    struct.error where it is no footer."""
     root = _u32(footer, 0)
-    batches = _blocks(footer, root, 3)
-    starts = batches["offset"]
-    stops = starts + batches["header"] + batches["body"]
-    return Blocks(tuple(starts.tolist()), tuple(stops.tolist()), len(_blocks(footer, root, 2)) > 0)
+    batches, dictionaries = _blocks(footer, root, 3), _blocks(footer, root, 2)
+    starts: list[int] = []
+    stops: list[int] = []
+    # As Python's numbers, which do not overflow. Arrow does not check where the parts of a file lie before it reads there.
+    for offset, header_bytes, _, body_bytes in np.concatenate([batches, dictionaries]).tolist():
+        stop = offset + header_bytes + body_bytes
+        if stop > num_bytes:
+            raise SourceError(
+                f"{path} should have a record batch up to byte {stop:,}, but has only {num_bytes:,} bytes: a part of it is "
+                "missing; copy or write it again"
+            )
+        if offset < len(MAGIC) or header_bytes < _LEAST_HEADER_BYTES or body_bytes < 0:
+            raise ValueError(f"a record batch at byte {offset:,} with {header_bytes:,} + {body_bytes:,} bytes")
+        starts.append(offset)
+        stops.append(stop)
+    return Blocks(tuple(starts[: len(batches)]), tuple(stops[: len(batches)]), len(dictionaries) > 0)
 
 
 def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
@@ -54,7 +69,7 @@ def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
             raise _cut(path, offset, data.size)
         header = data.slice(offset + 8, length)
         kind, body = _message(header)
-        if stop + body > data.size:
+        if body < 0 or stop + body > data.size:
             raise _cut(path, offset, data.size)
         has_dictionaries |= kind == _DICTIONARY
         if kind == _BATCH:
@@ -64,15 +79,37 @@ def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
     return Blocks(tuple(starts), tuple(stops), has_dictionaries)
 
 
-def batch_rows(data: pa.Buffer, start: int) -> int:
-    """The number of rows of the record batch whose message begins at `start`."""
-    header = data.slice(start + 8)
-    table = _u32(header, 0)
-    place = _field(header, table, 2)
-    assert place is not None  # every message has a header
-    batch = place + _u32(header, place)
-    length = _field(header, batch, 0)
-    return struct.unpack_from("<q", header, length)[0] if length is not None else 0
+def batch_rows(data: pa.Buffer, start: int, stop: int) -> int:
+    """The number of rows of the record batch whose message is the bytes [start, stop)."""
+    header = data.slice(start + 8, stop - start - 8)
+    length = _field(header, _record_batch(header), 0)
+    num_rows = struct.unpack_from("<q", header, length)[0] if length is not None else 0
+    if num_rows < 0:
+        raise ValueError(f"the record batch at byte {start:,} has {num_rows:,} rows")
+    return num_rows
+
+
+def decompressed_bytes(message: pa.Buffer) -> int:
+    """What decompressing a record batch takes, as its buffers say; 0 where it is not compressed."""
+    header = message.slice(8)
+    batch = _record_batch(header)
+    buffers = _field(header, batch, 2)
+    if _field(header, batch, 3) is None or buffers is None:
+        return 0
+    vector = buffers + _u32(header, buffers)
+    places = np.frombuffer(memoryview(header), "<i8", count=2 * _u32(header, vector), offset=vector + 4)
+    body = message.slice(8 + _u32(message, 4))
+    # A buffer begins with its length, or -1 where it was not worth compressing.
+    sizes = (struct.unpack_from("<q", body, start)[0] for start, size in places.reshape(-1, 2).tolist() if size)
+    return sum(size for size in sizes if size > 0)
+
+
+def _record_batch(header: pa.Buffer) -> int:
+    """Where the table of a record batch begins in the header of its message."""
+    place = _field(header, _u32(header, 0), 2)
+    if place is None:
+        raise ValueError("a message has no header")
+    return place + _u32(header, place)
 
 
 def _message(header: pa.Buffer) -> tuple[int, int]:
@@ -95,6 +132,8 @@ def _blocks(footer: pa.Buffer, root: int, index: int) -> np.ndarray:
 def _field(data: pa.Buffer, table: int, index: int) -> int | None:
     """Where field `index` of a flatbuffer table lies; None when it has its default value."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
+    if vtable < 0:
+        raise ValueError("a flatbuffer table before the start of the data")
     (size,) = struct.unpack_from("<H", data, vtable)
     slot = 4 + 2 * index
     if slot >= size:

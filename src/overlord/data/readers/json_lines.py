@@ -1,18 +1,23 @@
-"""From JSON lines to Arrow columns: types inferred once, bad lines reported one by one."""
+"""From JSON lines to Arrow columns: types inferred once, no value changed to fit one, bad lines reported one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 import pyarrow as pa
 
+from overlord.data.column_types import UNFIT, Column, fitted, has_null, largest_float, wider
 from overlord.data.read_result import BadRow, ReadResult, kept_rows
-from overlord.errors import SchemaError, SourceError
+from overlord.data.readers.schemas import spelled_type
+from overlord.errors import BufferTooSmallError, SchemaError, SourceError
 
-# What pa.array raises for a Python value that does not fit a type.
-_UNFIT = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
+_REPORT_BYTES = 512  # about what a bad row takes until it is handed to its policy
+_PARSER_INTS = 2**63  # beyond this (and its double, without a sign) orjson makes a float of a whole number
+_LONG_NUMBER = re.compile(rb"\d{19}")
 
 
 def inferred_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa.Schema:
@@ -28,67 +33,174 @@ def inferred_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa
     for name in columns or found:
         try:
             fields.append((name, pa.array([row.get(name) for row in rows]).type))
-        except _UNFIT as error:
+        except UNFIT as error:
+            kinds = sorted({type(row[name]).__name__ for row in rows if row.get(name) is not None})
             raise SchemaError(
-                f"the type of the field {name!r} cannot be inferred from {path}: {error}; give it: columns={{{name!r}: "
-                "pa.string(), ...}}"
+                f"the type of the field {name!r} cannot be inferred from {path}, where it is {' and '.join(kinds)}: {error}"
+                f"; give its type with those of the fields to read, columns={{{name!r}: pa.json_(), ...}} (pa.json_() keeps "
+                "values of any kind as JSON text), or leave the field out of columns"
             ) from error
     return pa.schema(fields)
 
 
-def parsed(path: str, offset: int, text: bytes, schema: pa.Schema, must_have: Sequence[str]) -> ReadResult:
-    """The rows of `text`, which begins at byte `offset` of the file. Each field of `must_have` must be in some row."""
-    lines = _split(text)
-    bad: dict[int, str] = {}
-    try:
-        rows: list[Any] = [orjson.loads(line) for line in lines]
-    except orjson.JSONDecodeError:
-        rows = [_value(line) for line in lines]
-    for i, row in enumerate(rows):
-        if type(row) is not dict:
-            bad[i] = f"not a JSON object: {_fault(lines[i])}"
-            rows[i] = {}
-    for name in must_have:
-        if len(rows) > len(bad) and not any(name in row for row in rows):
-            raise SchemaError(
-                f"{path} has no row with the field {name!r}, which the first file has; leave it out of columns, or "
-                f"declare it with its type to have it null: columns={{{name!r}: pa.string(), ...}}"
+class JsonRows:
+    """The rows of one unit, collected from its text piece by piece: the outcome does not depend on how the text is cut.
+
+    Rows with a value that does not fit its type are bad. When not one value of a field fits, it is the type that is wrong,
+    not the rows. Each field of `must_have` must be in some row. The columns may take `most_bytes`.
+    """
+
+    def __init__(self, path: str, schema: pa.Schema, must_have: Sequence[str], most_bytes: int) -> None:
+        self._path = path
+        self._fields = list(schema)
+        self._schema = pa.schema([(field.name, _stored_type(field.type)) for field in schema])
+        self._missing = dict.fromkeys(must_have)
+        self._most_bytes = most_bytes
+        self._tables: list[pa.Table] = []
+        self._bad: list[BadRow] = []
+        self._num_rows = 0
+        self._num_objects = 0
+        self._num_bytes = 0
+        self._num_values = dict.fromkeys(schema.names, 0)
+        self._unfit: dict[str, list[str]] = {name: [] for name in schema.names}  # the kinds of values that do not fit
+
+    def add(self, offset: int, text: bytes) -> None:
+        """Add the lines of `text`, which begins at byte `offset` of the (decompressed) file."""
+        lines = _split(text)
+        bad: dict[int, str] = {}
+        try:
+            rows: list[Any] = [orjson.loads(line) for line in lines]
+        except orjson.JSONDecodeError:
+            rows = [_value(line) for line in lines]
+        for i, row in enumerate(rows):
+            if type(row) is not dict:
+                bad[i] = f"not a JSON object: {_fault(lines[i])}"
+                rows[i] = {}
+        self._num_objects += len(rows) - len(bad)
+        for name in [name for name in self._missing if any(name in row for row in rows)]:
+            del self._missing[name]
+        table = pa.table([self._column(field, lines, rows, bad) for field in self._fields], schema=self._schema)
+        if bad:
+            starts = _starts(text)
+            reports = [BadRow(i, bad[i], f"{self._path} at byte {offset + starts[i]}") for i in sorted(bad)]
+            table = table.take(kept_rows(len(rows), reports))
+            self._bad += [BadRow(self._num_rows + report.row, report.error, report.where) for report in reports]
+        self._num_rows += len(rows)
+        self._num_bytes += table.nbytes + len(bad) * _REPORT_BYTES
+        if self._num_bytes > self._most_bytes:
+            raise BufferTooSmallError(
+                f"{self._path}: the rows of one unit take more than {self._most_bytes:,} bytes in memory; raise "
+                "buffer_bytes, read fewer fields with columns=, or write the file as several smaller ones"
             )
-    columns = [_column(path, field, rows, bad) for field in schema]
-    table = pa.table(columns, schema=schema)
-    if not bad:
-        return ReadResult(table)
-    starts = _starts(text)
-    reports = tuple(BadRow(i, bad[i], f"{path} at byte {offset + starts[i]}") for i in sorted(bad))
-    kept = kept_rows(len(rows), reports)
-    return ReadResult(table.take(kept), kept, reports)
+        self._tables.append(table)
+
+    def result(self) -> ReadResult:
+        for name in self._missing:
+            if self._num_objects:
+                raise SchemaError(
+                    f"{self._path} has no row with the field {name!r}, which the first file has; leave it out of columns, "
+                    f"or declare it with its type to have it null: columns={{{name!r}: pa.string(), ...}}"
+                )
+        for field in self._fields:
+            self._check_type(field)
+        tables = self._tables or [self._schema.empty_table()]
+        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
+        if not self._bad:
+            return ReadResult(table)
+        return ReadResult(table, kept_rows(self._num_rows, self._bad), tuple(self._bad))
+
+    def _check_type(self, field: pa.Field) -> None:
+        unfit = self._unfit[field.name]
+        if not unfit:
+            return
+        if has_null(field.type):
+            raise SchemaError(
+                f"{self._path} has the field {field.name!r} as {unfit[0]}, but its type is not known: it is {field.type} in "
+                f"the first unit of the source, from which types are inferred; give it, columns={{{field.name!r}: "
+                "pa.string(), ...}, or leave the field out of columns"
+            )
+        if 1 < len(unfit) == self._num_values[field.name]:
+            raise SchemaError(
+                f"{self._path} has the field {field.name!r} as {unfit[0]}, but the source has it as {field.type}; give a "
+                f"type that holds both, columns={{{field.name!r}: ...}} (pa.json_() holds any, as text), or make them two "
+                "sources"
+            )
+
+    def _column(self, field: pa.Field, lines: list[bytes], rows: list[dict[str, Any]], bad: dict[int, str]) -> Column:
+        name, type_ = field.name, field.type
+        values = [row.get(name) for row in rows]
+        self._num_values[name] += len(values) - values.count(None)
+        if _is_json(type_):
+            column, unfit = _as_text(lines, values, name)
+        else:
+            column, unfit = fitted(values, type_)
+            unfit |= _rounded(column, lines, name, type_)
+        if not unfit:
+            return column
+        for i, error in unfit.items():
+            bad.setdefault(i, f"the field {name!r} does not fit its type {type_}: {error}{_offer(name, type_, values[i])}")
+            self._unfit[name].append(type(values[i]).__name__)
+            values[i] = None
+        return _as_text(lines, values, name)[0] if _is_json(type_) else fitted(values, type_)[0]
 
 
-def _column(path: str, field: pa.Field, rows: list[dict[str, Any]], bad: dict[int, str]) -> pa.Array | pa.ChunkedArray:
-    """Rows whose value does not fit become bad. When not one value fits, it is the type that is wrong, not the rows."""
-    name, type_ = field.name, field.type
-    values = [row.get(name) for row in rows]
+def _rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType) -> dict[int, str]:
+    """Whole numbers so large that the parser made floats of them, which are other numbers."""
+    if largest_float(column) < _PARSER_INTS:
+        return {}
+    found = {}
+    for i, line in enumerate(lines):
+        if _LONG_NUMBER.search(line):
+            for number in _ints(_exact_value(line, name)):
+                if float(number) != number:
+                    found[i] = f"{number} is not exactly a {type_}"
+    return found
+
+
+def _as_text(lines: list[bytes], values: list[Any], name: str) -> tuple[pa.Array, dict[int, str]]:
+    """The values as JSON text, by a parser that keeps numbers of any length."""
+    texts = [None if value is None else _json_text(line, name) for line, value in zip(lines, values, strict=True)]
+    unfit = {i: "it is nested too deeply" for i, text in enumerate(texts) if text is None and values[i] is not None}
+    return pa.array(texts, pa.string()), unfit
+
+
+def _json_text(line: bytes, name: str) -> str | None:
     try:
-        return pa.array(values, type_)
-    except _UNFIT:
-        unfit = {i: error for i, value in enumerate(values) if value is not None and (error := _misfit(value, type_))}
-    if len(unfit) > 1 and len(unfit) == sum(value is not None for value in values):
-        raise SchemaError(
-            f"{path} has the field {name!r} as {type(values[min(unfit)]).__name__}, but the source has it as {type_}; "
-            f"give a type that holds both, columns={{{name!r}: ...}}, or make them two sources"
-        )
-    for i, error in unfit.items():
-        bad.setdefault(i, f"the field {name!r} does not fit its type {type_}: {error}")
-        values[i] = None
-    return pa.array(values, type_)
+        return json.dumps(_exact_value(line, name), ensure_ascii=False)
+    except RecursionError:
+        return None
 
 
-def _misfit(value: Any, type_: pa.DataType) -> str:
+def _exact_value(line: bytes, name: str) -> Any:
+    value = json.loads(line)
+    return value.get(name) if type(value) is dict else None
+
+
+def _ints(value: Any) -> Iterator[int]:
+    if type(value) is int:
+        yield value
+    elif type(value) in (list, dict):
+        for entry in value.values() if type(value) is dict else value:
+            yield from _ints(entry)
+
+
+def _is_json(type_: pa.DataType) -> bool:
+    return isinstance(type_, pa.JsonType)
+
+
+def _stored_type(type_: pa.DataType) -> pa.DataType:
+    return pa.string() if _is_json(type_) else type_
+
+
+def _offer(name: str, type_: pa.DataType, value: Any) -> str:
+    """A type that would hold the value too, as it is declared."""
     try:
-        pa.array([value], type_)
-    except _UNFIT as error:
-        return str(error)
-    return ""
+        both = pa.uint64() if type(value) is int and 2**63 <= value < 2**64 else wider(type_, pa.array([value]).type)
+    except UNFIT:
+        both = None
+    if both is None or both.equals(type_):
+        return ""
+    return f"; a type that holds every value can be declared: columns={{{name!r}: {spelled_type(both)}, ...}}"
 
 
 def _split(text: bytes) -> list[bytes]:

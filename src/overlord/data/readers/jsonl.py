@@ -8,18 +8,18 @@ crashes the process on a line that is `null`.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from overlord.data.read_result import ReadResult
-from overlord.data.readers.compression import codec_of, decompressed
+from overlord.data.readers.compression import BLOCK_BYTES, codec_of, decompressed_blocks
 from overlord.data.readers.file_source import FileSource
-from overlord.data.readers.json_lines import inferred_schema, parsed
+from overlord.data.readers.json_lines import JsonRows, inferred_schema
 from overlord.data.readers.schemas import checked_columns
-from overlord.data.storage import Storage, StoredFile
-from overlord.errors import SourceError, SpecError
+from overlord.data.storage import StoredFile
+from overlord.errors import BufferTooSmallError, SourceError, SpecError
 from overlord.spec import MIB, Unit
 
 BEYOND_BYTES = 64 << 10
@@ -43,7 +43,9 @@ class Jsonl(FileSource):
     """JSON Lines: .jsonl, and .gz or .zst of it. Blank lines are no rows; fields that are not read are ignored.
 
     `columns` names the fields to read, with their types inferred from the first unit, or gives the types as
-    {"text": pa.string(), ...}. All fields of the first unit are read unless given. Missing fields are null.
+    {"text": pa.string(), ...}. All fields of the first unit are read unless given. Missing fields are null, and keys
+    of nested objects are like fields. A value is never changed to fit its type: a row with one that does not fit is a bad
+    row. The type `pa.json_()` takes values of any kind, as a column of their JSON text.
     """
 
     columns: Sequence[str] | Mapping[str, pa.DataType] | None = None
@@ -72,9 +74,11 @@ class Jsonl(FileSource):
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: LineRange = unit.detail
-        start, text = _lines(self.storage, unit.path, detail)
         must_have = () if detail.declared or unit.index else tuple(detail.schema.names)
-        return parsed(unit.path, start, text, detail.schema, must_have)
+        rows = JsonRows(unit.path, detail.schema, must_have, self.most_unit_bytes)
+        for offset, text in self._texts(unit.path, detail):
+            rows.add(offset, text)
+        return rows.result()
 
     def identity(self) -> str:
         columns = self.columns
@@ -86,59 +90,85 @@ class Jsonl(FileSource):
         if isinstance(self.columns, Mapping):
             return pa.schema(list(self.columns.items()))
         for file in files:
-            text = _first_text(self.storage, file, self.unit_bytes)
+            text = self._first_text(file)
             if text.strip():
                 return inferred_schema(file.path, text, self.columns)
         raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
 
+    def _first_text(self, file: StoredFile) -> bytes:
+        """The lines of the first unit of a file; of a compressed one, as many as fit in a unit, and at least one."""
+        codec = codec_of(file.path)
+        if codec is None:
+            detail = LineRange(0, min(self.unit_bytes, file.num_bytes), file.num_bytes, pa.schema([]), True)
+            return next(self._texts(file.path, detail))[1]
+        data = self.storage.map(file.path, file.num_bytes)
+        text = b""
+        for block in decompressed_blocks(file.path, codec, data, self.unit_bytes):
+            text += block
+            if len(block) < self.unit_bytes:
+                break
+            whole, newline, _ = text.rpartition(b"\n")
+            if newline:
+                text = whole if len(text) == len(block) else text.partition(b"\n")[0]
+                break
+            self._check_line(file.path, 0, len(text))
+        return text.removeprefix(BYTE_ORDER_MARK)
 
-def _first_text(storage: Storage, file: StoredFile, unit_bytes: int) -> bytes:
-    """The lines of the first unit of a file; of a compressed one, as many as fit in a unit."""
-    codec = codec_of(file.path)
-    if codec is None:
-        detail = LineRange(0, min(unit_bytes, file.num_bytes), file.num_bytes, pa.schema([]), True)
-        return _lines(storage, file.path, detail)[1]
-    data = storage.map(file.path, file.num_bytes)
-    text = decompressed(file.path, codec, data, unit_bytes).to_pybytes()
-    if len(text) == unit_bytes:
-        whole, newline, _ = text.rpartition(b"\n")
-        if not newline:
-            return decompressed(file.path, codec, data).to_pybytes().partition(b"\n")[0]
-        text = whole
-    return text.removeprefix(BYTE_ORDER_MARK)
+    def _texts(self, path: str, detail: LineRange) -> Iterator[tuple[int, bytes]]:
+        """(offset, text) of the lines of a range, some at a time: offset counts from the start of the decompressed file."""
+        if codec := codec_of(path):
+            data = self.storage.map(path, detail.num_bytes)
+            yield from self._whole_lines(path, decompressed_blocks(path, codec, data, BLOCK_BYTES))
+            return
+        # One byte earlier: a newline there means that a line begins with the first byte of the range.
+        begin = max(0, detail.start - 1)
+        text = self.storage.read(path, begin, detail.stop).to_pybytes()
+        if detail.start:
+            first = text.find(b"\n") + 1
+            if not first or begin + first == detail.stop:
+                return  # one line covers the whole range; it belongs to an earlier one
+            begin, text = begin + first, text[first:]
+        if not text.endswith(b"\n"):
+            text += self._rest_of_line(path, detail)
+        yield _without_mark(begin, text)
 
+    def _whole_lines(self, path: str, blocks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+        offset, parts, held = 0, list[bytes](), 0
+        for block in blocks:
+            end = block.rfind(b"\n") + 1
+            if not end:
+                parts.append(block)
+                held += len(block)
+                self._check_line(path, offset, held)
+                continue
+            text = b"".join([*parts, block[:end]])
+            yield _without_mark(offset, text)
+            offset += len(text)
+            parts, held = [block[end:]], len(block) - end
+        if held:
+            yield _without_mark(offset, b"".join(parts))
 
-def _lines(storage: Storage, path: str, detail: LineRange) -> tuple[int, bytes]:
-    """(offset, text) of the lines of a range: offset counts from the start of the decompressed file."""
-    if codec := codec_of(path):
-        text = decompressed(path, codec, storage.map(path, detail.num_bytes)).to_pybytes()
-        return _without_mark(0, text)
-    # One byte earlier: a newline there means that a line begins with the first byte of the range.
-    begin = max(0, detail.start - 1)
-    text = storage.read(path, begin, detail.stop).to_pybytes()
-    if detail.start:
-        first = text.find(b"\n") + 1
-        if not first or begin + first == detail.stop:
-            return detail.stop, b""  # one line covers the whole range; it belongs to an earlier one
-        begin, text = begin + first, text[first:]
-    if not text.endswith(b"\n"):
-        text += _rest_of_line(storage, path, detail)
-    return _without_mark(begin, text)
+    def _rest_of_line(self, path: str, detail: LineRange) -> bytes:
+        """From the end of a range to the end of the line that is open there."""
+        parts: list[bytes] = []
+        start, step = detail.stop, BEYOND_BYTES
+        while start < detail.num_bytes:
+            part = self.storage.read(path, start, min(start + step, detail.num_bytes)).to_pybytes()
+            end = part.find(b"\n")
+            if end >= 0:
+                parts.append(part[: end + 1])
+                break
+            parts.append(part)
+            start, step = start + step, min(step * 4, BLOCK_BYTES)
+            self._check_line(path, detail.stop, start - detail.stop)
+        return b"".join(parts)
 
-
-def _rest_of_line(storage: Storage, path: str, detail: LineRange) -> bytes:
-    """From the end of a range to the end of the line that is open there."""
-    parts: list[bytes] = []
-    start, step = detail.stop, BEYOND_BYTES
-    while start < detail.num_bytes:
-        part = storage.read(path, start, min(start + step, detail.num_bytes)).to_pybytes()
-        end = part.find(b"\n")
-        if end >= 0:
-            parts.append(part[: end + 1])
-            break
-        parts.append(part)
-        start, step = start + step, step * 4
-    return b"".join(parts)
+    def _check_line(self, path: str, offset: int, num_bytes: int) -> None:
+        if num_bytes > self.most_unit_bytes:
+            raise BufferTooSmallError(
+                f"{path} has no end of a line in the {num_bytes:,} bytes from byte {offset:,} on, and a line may have "
+                f"{self.most_unit_bytes:,}: is it JSON Lines? If it is, raise buffer_bytes, which is {self.buffer_bytes:,}"
+            )
 
 
 def _without_mark(offset: int, text: bytes) -> tuple[int, bytes]:

@@ -34,9 +34,11 @@ def zeros(levels: bytes, num_values: int, first: int = 0) -> list[int]:
                         append(position + bit)
                     position += 8
             else:
-                end = position + (head >> 1)
-                if not next(left) and end <= first + num_values:
+                end, level = position + (head >> 1), next(left)
+                if level == 0 and end <= first + num_values:
                     found.extend(range(position, end))
+                elif level > 1:
+                    raise ValueError(f"a level of {level}, where the most is 1")
                 position = end
     except StopIteration:
         raise ValueError("levels end in the middle of a run") from None

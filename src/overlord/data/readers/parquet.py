@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from overlord.data.read_result import ReadResult
 from overlord.data.readers.file_source import FileSource
 from overlord.data.readers.flat_lists import ListColumn, Lists, NotFlat, is_worth_it, list_columns, read_lists
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
+from overlord.data.readers.validation import validated
 from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
-from overlord.errors import SourceError
+from overlord.errors import BufferTooSmallError, SourceError
 from overlord.spec import Unit
 from overlord.threads import is_crowded
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ColumnChunkMetaData, FileMetaData, ParquetFile
 
 MAGIC = b"PAR1"
+ENCRYPTED_MAGIC = b"PARE"
 TAIL_BYTES = 64 << 10
 GAP_BYTES = 1 << 20
 
@@ -63,19 +68,32 @@ class Parquet(FileSource):
     def units(self) -> list[Unit]:
         files = self.files()
         footers = map_threads(lambda file: _footer(self.storage, file), files)
-        schemas = ((file.path, footer.schema.to_arrow_schema()) for file, footer in zip(files, footers, strict=True))
+        schemas = ((file.path, _arrow_schema(file, footer)) for file, footer in zip(files, footers, strict=True))
         schema = common_schema(schemas, self.columns).remove_metadata()
         units: list[Unit] = []
         for file, footer in zip(files, footers, strict=True):
+            _check_chunks(file, footer, schema.names)
             leaves, lists = _leaves(footer, schema.names), list_columns(footer, schema)
             detail = RowGroup(footer, schema, leaves, file.num_bytes, lists)
             units += _row_groups(file, detail)
         return self._some(units)
 
     def read(self, unit: Unit) -> pa.Table:
+        return self.read_rows(unit).strict()
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        return validated(self._decoded(unit), f"row group {unit.index} of {unit.path}")
+
+    def _decoded(self, unit: Unit) -> pa.Table:
         import pyarrow.parquet as pq
 
         detail: RowGroup = unit.detail
+        if unit.num_bytes > self.most_unit_bytes:
+            raise BufferTooSmallError(
+                f"row group {unit.index} of {unit.path} has {unit.num_bytes:,} bytes decompressed, and a unit may take "
+                f"{self.most_unit_bytes:,}; raise buffer_bytes, which is {self.buffer_bytes:,}, read fewer columns with "
+                "columns=, or write smaller row groups"
+            )
         options = {"metadata": detail.footer, "pre_buffer": False, "page_checksum_verification": True}
         remote, ranges = is_remote(unit.path), {}
         if remote:
@@ -99,7 +117,7 @@ class Parquet(FileSource):
                 self._files.put_back(opened)
         except FileNotFoundError as error:
             raise SourceError(f"{unit.path} was there when the source was listed and is gone now; put it back") from error
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, EOFError) as error:
             raise SourceError(
                 f"row group {unit.index} of {unit.path} cannot be decoded: {error}; write the file again"
             ) from error
@@ -117,6 +135,8 @@ class Parquet(FileSource):
             name, chunk = column.field.name, group.column(column.leaf)
             if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
                 continue
+            if (error := _entries_error(detail.footer, detail.num_bytes, [unit.index], [column.leaf])) is not None:
+                raise error
             start, stop = _extent(chunk)
             file.seek(start)
             try:
@@ -211,6 +231,74 @@ def _leaves(footer: FileMetaData, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(i for i, path in enumerate(paths) if path in wanted or path.startswith(nested))
 
 
+def _arrow_schema(file: StoredFile, footer: FileMetaData) -> pa.Schema:
+    try:
+        schema = footer.schema.to_arrow_schema()
+        for i in range(footer.num_columns):
+            _ = footer.schema.column(i).path  # a name that is not UTF-8 fails here, not somewhere in planning
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
+    return schema
+
+
+def _check_chunks(file: StoredFile, footer: FileMetaData, names: Sequence[str]) -> None:
+    """Raises SourceError where the footer's entry for a column chunk of the named columns cannot be used."""
+    num_rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+    if min(num_rows, default=0) < 0 or sum(num_rows) != footer.num_rows:
+        raise _unreadable(file, f"its row groups have {sum(num_rows):,} rows, but it says {footer.num_rows:,}")
+    leaves, groups = list(_leaves(footer, names)), list(range(footer.num_row_groups))
+    error = _entries_error(footer, file.num_bytes, groups, leaves)
+    if error is None:
+        return
+    for i in leaves:
+        column = footer.schema.column(i).path
+        found = _entries_error(footer, file.num_bytes, groups, [i])
+        if found is not None and "crypt" in str(found):
+            raise SourceError(
+                f"{file.path} has the encrypted column {column!r}, and encrypted columns cannot be read: name the others "
+                "with columns=, or write the file without encryption"
+            ) from found
+        if found is not None:
+            raise _unreadable(file, f"column {column!r}: {found}") from found
+    raise _unreadable(file, error) from error
+
+
+def _entries_error(footer: FileMetaData, num_bytes: int, groups: list[int], leaves: list[int]) -> Exception | None:
+    """What Arrow says of the footer's entries for column chunks when it is about to read them.
+
+    pyarrow's accessors of these entries do not catch what Arrow's C++ throws at damaged or encrypted ones: the process
+    aborts. Reading makes the same calls where errors are caught. A read of several row groups that is pre-buffered looks at
+    every entry; a buffered read of one row group looks at its codecs too. It is asked for no rows, and so comes to an end
+    before it looks at data.
+    """
+    import pyarrow.parquet as pq
+
+    options = {"metadata": footer, "pre_buffer": len(groups) > 1, "buffer_size": 4096}
+    try:
+        with pq.ParquetFile(_without_data(num_bytes), **options) as file:
+            next(file.reader.iter_batches(0, groups, leaves, use_threads=False), None)
+    except EOFError:  # of SparseFile: Arrow wants to see data, so the entries are fine
+        return None
+    except (pa.ArrowException, OSError) as error:
+        return error
+    return None
+
+
+def _without_data(num_bytes: int) -> pa.NativeFile:
+    # An offset beyond the file is for `_row_groups` to report, which has more to say about it, hence some room.
+    bits = max(30, num_bytes.bit_length())
+    try:
+        return pa.BufferReader(_address_space(bits))
+    except (OSError, ValueError, OverflowError):  # limited by ulimit -v
+        return pa.PythonFile(SparseFile(1 << bits, {}), mode="r")
+
+
+@lru_cache(maxsize=64)
+def _address_space(bits: int) -> pa.Buffer:
+    """Bytes that are never looked at and take no memory."""
+    return pa.py_buffer(mmap.mmap(-1, 1 << bits, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ))
+
+
 def _extent(chunk: ColumnChunkMetaData) -> tuple[int, int]:
     start = chunk.data_page_offset
     if chunk.dictionary_page_offset is not None:
@@ -236,6 +324,11 @@ def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
     tail_start = max(0, file.num_bytes - TAIL_BYTES)
     tail = storage.read(file.path, tail_start, file.num_bytes)
     end = tail[-8:].to_pybytes()
+    if end[4:] == ENCRYPTED_MAGIC:
+        raise SourceError(
+            f"{file.path} is an encrypted Parquet file (its last four bytes are b'PARE'), and encrypted files cannot be "
+            "read: write it without encryption"
+        )
     if file.num_bytes < 12 or end[4:] != MAGIC:
         raise SourceError(
             f"{file.path} does not end like a Parquet file ({file.num_bytes:,} bytes, the last four are {end[4:]!r} and "
@@ -249,5 +342,9 @@ def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
     try:
         # The parser counts from the end, so it does not miss the rest of the file.
         return pq.read_metadata(pa.BufferReader(tail.slice(footer_start - tail_start)))
-    except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.path} has a footer that cannot be read: {error}; copy or write it again") from error
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is not UTF-8
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: StoredFile, what: object) -> SourceError:
+    return SourceError(f"{file.path} has a footer that cannot be read: {what}; copy or write it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,6 +21,11 @@ def checked_columns(columns: TypedColumns) -> tuple[str, ...] | dict[str, pa.Dat
     if not columns:
         raise SpecError("columns must name at least one column; leave it out to read all of them")
     if isinstance(columns, Mapping):
+        for name, type_ in columns.items():
+            if not isinstance(type_, pa.DataType):
+                raise SpecError(
+                    f"columns gives the column {name!r} the type {type_!r}; a type is a pyarrow one, as pa.string()"
+                )
         return dict(columns)
     if len(set(columns)) < len(columns):
         raise SpecError(f"columns names a column twice: {list(columns)}")
@@ -58,14 +64,34 @@ def _selected(path: str, schema: pa.Schema, columns: Columns) -> pa.Schema:
 
 
 def _check_same(path: str, schema: pa.Schema, first_path: str, expected: pa.Schema) -> None:
+    for name in expected.names:
+        if name not in schema.names:
+            raise SchemaError(
+                f"{missing_column(path, name, schema.names)}, while {first_path} has that column; leave it out if it is not "
+                f"needed, {_without(expected.names, name)}, or rewrite one of the files"
+            )
     found = _selected(path, schema, expected.names)
     for have, want in zip(found, expected, strict=True):
         if have.type != want.type:
             raise SchemaError(
-                f"{path} has the column {want.name!r} as {have.type}, but {first_path} has it as {want.type}; rewrite "
-                "one of the files, or make them two sources"
+                f"{path} has the column {want.name!r} as {have.type}, but {first_path} has it as {want.type}; leave it out "
+                f"if it is not needed, {_without(expected.names, want.name)}, rewrite one of the files, or make them two "
+                "sources"
             )
 
 
 def _written(names: Sequence[str]) -> str:
     return "(" + ", ".join(repr(name) for name in names) + (",)" if len(names) == 1 else ")")
+
+
+def _without(names: Sequence[str], unwanted: str) -> str:
+    return f"columns={_written([name for name in names if name != unwanted])}"
+
+
+def spelled_type(type_: Any) -> str:
+    """A type as it is written in Python."""
+    if pa.types.is_list(type_):
+        return f"pa.list_({spelled_type(type_.value_type)})"
+    if pa.types.is_struct(type_):
+        return "pa.struct({" + ", ".join(f"{field.name!r}: {spelled_type(field.type)}" for field in type_) + "})"
+    return {"double": "pa.float64()", "float": "pa.float32()", "bool": "pa.bool_()"}.get(str(type_), f"pa.{type_}()")

@@ -23,7 +23,7 @@ from overlord.spec import Unit
 KEY = "__key__"
 HEAD_BYTES = 1 << 20
 # A sample's key is the name up to the first dot of its last part; names like .hidden and README are no part of a sample.
-_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
+_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 # Small, and wanted by transforms as they are: not worth a view.
 TEXT = frozenset(("txt", "text", "json", "cls", "cls2", "id", "index", "caption", "transcript", "csv", "tsv", "md"))
 _TYPES = (pa.binary(), pa.large_binary(), pa.string(), pa.large_string(), pa.binary_view())
@@ -75,7 +75,7 @@ class WebDataset(FileSource):
 
     def read_rows(self, unit: Unit) -> ReadResult:
         shard: Shard = unit.detail
-        data = _content(self.storage, unit.path, shard.num_bytes)
+        data = _content(self.storage, unit.path, shard.num_bytes, self.most_unit_bytes)
         samples = _samples(unit.path, members(unit.path, data))
         wanted = [name for name in shard.schema.names if name != KEY]
         if not shard.chosen and (other := [name for name in samples.places if name not in wanted]):
@@ -89,6 +89,7 @@ class WebDataset(FileSource):
         columns: list[pa.Array] = [pa.array(samples.keys, pa.string())]
         for field in list(shard.schema)[1:]:
             offsets, lengths = samples.column(field.name)
+            _check_fits(unit.path, field, lengths)
             columns.append(_typed(views_into(data, offsets, lengths), field, bad))
         table = pa.table(columns, schema=shard.schema)
         mapped = () if is_remote(unit.path) or codec_of(unit.path) else (data,)
@@ -107,7 +108,7 @@ class WebDataset(FileSource):
     def _schema(self, first: StoredFile) -> pa.Schema:
         if isinstance(self.columns, Mapping):
             return pa.schema([(KEY, pa.string()), *self.columns.items()])
-        found = sorted(_endings(self.storage, first))
+        found = sorted(_endings(self.storage, first, self.most_unit_bytes))
         for name in self.columns or ():
             if name not in found:
                 raise SchemaError(
@@ -153,6 +154,11 @@ def _samples(path: str, found: Sequence[Member]) -> _Samples:
                 f"{path} has the member {member.name!r} twice, again at byte {member.offset:,}: a sample has one member "
                 "for each ending; write the archive again"
             )
+        if member.fault:
+            raise SourceError(
+                f"{path} has the member {member.name!r} at byte {member.offset:,}, which {member.fault} and has no "
+                "bytes to read: write the archive again with the file itself (tar --dereference), or without the member"
+            )
         if member.num_bytes > MOST_BYTES:
             raise SourceError(f"{path} has the member {member.name!r} of {member.num_bytes:,} bytes: the most is 2 GiB")
         seen.add((sample, ending))
@@ -160,10 +166,11 @@ def _samples(path: str, found: Sequence[Member]) -> _Samples:
     return _Samples(list(number), places)
 
 
-def _endings(storage: Storage, file: StoredFile) -> set[str]:
+def _endings(storage: Storage, file: StoredFile, most_bytes: int) -> set[str]:
     """The endings in a shard. Of a remote one only the start is fetched: as much as shows a whole sample."""
     if codec_of(file.path) or not is_remote(file.path):
-        return set(_samples(file.path, members(file.path, _content(storage, file.path, file.num_bytes))).places)
+        content = _content(storage, file.path, file.num_bytes, most_bytes)
+        return set(_samples(file.path, members(file.path, content)).places)
     head_bytes = min(HEAD_BYTES, file.num_bytes)
     while True:
         head = storage.read(file.path, 0, head_bytes)
@@ -173,10 +180,20 @@ def _endings(storage: Storage, file: StoredFile) -> set[str]:
         head_bytes = min(head_bytes * 8, file.num_bytes)
 
 
-def _content(storage: Storage, path: str, num_bytes: int) -> pa.Buffer:
+def _content(storage: Storage, path: str, num_bytes: int, most_bytes: int) -> pa.Buffer:
     data = storage.map(path, num_bytes)
     codec = codec_of(path)
-    return data if codec is None else decompressed(path, codec, data)
+    return data if codec is None else decompressed(path, codec, data, most_bytes)
+
+
+def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
+    num_bytes = int(lengths[lengths > 0].sum())
+    if num_bytes > MOST_BYTES and field.type in (pa.binary(), pa.string()):
+        # Arrow would not complain, but wrap the offsets around.
+        raise SourceError(
+            f"{path} has {num_bytes:,} bytes in its members that end in .{field.name}, and a column of {field.type} has "
+            f"room for 2 GiB: write smaller shards, or declare columns={{{field.name!r}: pa.large_{field.type}(), ...}}"
+        )
 
 
 def _typed(views: pa.Array, field: pa.Field, bad: dict[int, str]) -> pa.Array:

@@ -11,11 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.data.bad_rows import BadRowLog
+from overlord.data.column_types import has_null, under_schema, wider_schema
 from overlord.data.transforms.context import Context
 from overlord.data.transforms.in_processes import InProcesses
 from overlord.data.transforms.invoke import Invoke
 from overlord.data.transforms.origin import lost_origin
 from overlord.data.transforms.outcome import Outcome, RowError, listed
+from overlord.data.transforms.per_row import PerRow
 from overlord.errors import OverlordError, SchemaError
 from overlord.planning.facts import Ints
 
@@ -58,6 +60,8 @@ class Transforms:
         `origin[i]` is the number of row i of `table` among the rows of the chunk as they were read.
         """
         for index in range(len(self._stages)):
+            if table.num_rows == 0:
+                break  # nothing to transform, and types that mean nothing: a function need not cope with either
             outcome = self._run_stage(index, table, replace(context, stage=index), origin, reporter)
             table = self._checked(index, outcome.table, context)
             origin = lost_origin(table.num_rows) if outcome.origin is None else outcome.origin
@@ -66,7 +70,12 @@ class Transforms:
                     f"transform {self._stages[index].name} of source {context.source!r} returned {table.num_rows} rows "
                     f"with lineage for {len(origin)}"
                 )
-        return table, np.maximum(origin, -1)
+        return (table if table.num_rows else self._empty()), np.maximum(origin, -1)
+
+    def _empty(self) -> pa.Table:
+        """No rows: with the columns that others came out with, as far as they are known."""
+        known = self._schemas[-1]
+        return pa.table({}) if known is None else known.empty_table()
 
     def _run_stage(self, index: int, table: pa.Table, context: Context, origin: Ints, reporter: Reporter) -> Outcome:
         stage, mark = self._stages[index], self._marks[index]
@@ -91,39 +100,45 @@ class Transforms:
         return f"transform {stage.name} of source {context.source!r}, chunk {context.chunk}"
 
     def _checked(self, index: int, table: pa.Table | None, context: Context) -> pa.Table:
-        """The table under the schema that this transform returned first; types of all-null columns may be filled in."""
+        """The table, if its types go with those that this transform has returned for other chunks.
+
+        Types are the chunk's own, so that they do not depend on which chunks were made before. Only where a chunk has but
+        nulls or empty lists are they filled in with what is known from others. A chunk without rows says nothing of types.
+        """
+        if table is None or table.num_rows == 0:
+            return pa.table({})
+        schema = table.schema.remove_metadata()
         with self._lock:
             known = self._schemas[index]
-            if table is None or (table.num_rows == 0 and known is not None):
-                return known.empty_table() if known is not None else pa.table({})
-            schema = table.schema.remove_metadata()
             if known is None:
                 self._schemas[index], self._first_chunk[index] = schema, context.chunk
                 return table
             if schema.equals(known):
                 return table
-            merged = _merged(known, schema)
+            is_per_row = isinstance(self._stages[index].fn, PerRow)
+            is_whole = is_per_row or sorted(known.names) == sorted(schema.names)
+            merged = wider_schema(known, schema) if is_whole else None
             if merged is None:
                 raise SchemaError(
                     f"transform {self._stages[index].name} of source {context.source!r} returned {listed(schema)} for "
                     f"chunk {context.chunk}, but {listed(known)} for chunk {self._first_chunk[index]}; it must return "
-                    "the same columns and types for every chunk"
+                    f"the same columns and types for every chunk: {_REMEDY[is_per_row]}"
                 )
             self._schemas[index] = merged
-            return table.select(merged.names).cast(merged)
+        return under_schema(table, _filled(schema, merged))
 
 
-def _merged(known: pa.Schema, new: pa.Schema) -> pa.Schema | None:
-    """Both as one when they differ only in the order of columns and in columns that one side has only nulls in."""
-    if sorted(known.names) != sorted(new.names):
-        return None
-    fields = []
-    for field in known:
-        other = new.field(field.name).type
-        if field.type != other and not (pa.types.is_null(field.type) or pa.types.is_null(other)):
-            return None
-        fields.append(pa.field(field.name, other if pa.types.is_null(field.type) else field.type))
-    return pa.schema(fields)
+_REMEDY = {
+    True: "declare its types with per_row(..., types={...})",
+    False: "give pa.array and pa.table the types rather than let them infer",
+}
+
+
+def _filled(schema: pa.Schema, known: pa.Schema) -> pa.Schema:
+    """The schema with its columns that are missing, or have a type of which a part is not known, as they are known."""
+    own = dict(zip(schema.names, schema.types, strict=True))
+    fields = [(field.name, own.get(field.name, pa.null()), field.type) for field in known]
+    return pa.schema([(name, wide if has_null(type_) else type_) for name, type_, wide in fields])
 
 
 def _span(origin: Ints, reporter: Reporter) -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from overlord.data.transforms.context import Context
 from overlord.data.transforms.origin import with_origin, without_origin
-from overlord.data.transforms.outcome import OnBadRow, Outcome, joined, one_line
+from overlord.data.transforms.outcome import OnBadRow, Outcome, RowError, joined, one_line
 from overlord.data.transforms.per_row import PerRow, num_positional
 from overlord.errors import OverlordError, SchemaError, SpecError
 from overlord.planning.facts import Ints
@@ -57,7 +57,7 @@ class Invoke:
         if table.num_rows <= 1:
             if table.num_rows == 0:
                 raise error  # no row to blame: the function fails on an empty table
-            on_bad(int(origin[0]), one_line(error))
+            on_bad(int(origin[0]), one_line(error.cause if isinstance(error, RowError) else error))
             return Outcome(None, origin[:0])
         middle = table.num_rows // 2
         halves = ((table.slice(0, middle), origin[:middle]), (table.slice(middle), origin[middle:]))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from overlord.data.transforms.origin import joined_origins
+from overlord.data.column_types import joined_tables, wider_schema
+from overlord.data.transforms.origin import ORIGIN, joined_origins
 from overlord.errors import SchemaError
 from overlord.planning.facts import Ints
 
@@ -33,14 +34,29 @@ class RowError(Exception):
         self.cause = cause
 
 
-def joined(outcomes: Sequence[Outcome], name: str) -> Outcome:
-    """The outcomes of consecutive slices as one."""
+def row_error(table: pa.Table, row: int, cause: Exception) -> Exception:
+    """What a transform over a table raises for one of its rows: an error that is put down to that row alone."""
+    if ORIGIN in table.column_names:
+        return RowError(table.column(ORIGIN)[row].as_py(), cause)
+    cause.add_note(f"in row {row} of the table")  # called by the user, not by a run
+    return cause
+
+
+def joined(outcomes: Sequence[Outcome], name: str, is_per_row: bool = False) -> Outcome:
+    """The outcomes of consecutive slices as one. What a function over rows returned becomes what it would have become in one
+    piece: a slice may lack a column that none of its rows has, and have whole numbers where others have fractions."""
     tables = [outcome.table for outcome in outcomes if outcome.table is not None]
     # An empty slice may have columns of another type than one with rows; it has nothing to add.
     tables = [table for table in tables if table.num_rows] or tables[:1]
     origin = joined_origins([outcome.origin for outcome in outcomes])
     if len(tables) <= 1:
         return Outcome(tables[0] if tables else None, origin)
+    if is_per_row:
+        whole = joined_tables(tables)
+        if whole is None:
+            odd = next((t for t in tables if wider_schema(tables[0].schema, t.schema) is None), tables[-1])
+            raise SchemaError(_different(name, tables[0].schema, odd.schema))
+        return Outcome(whole, origin)
     for table in tables[1:]:
         if set(table.column_names) != set(tables[0].column_names):
             raise SchemaError(_different(name, tables[0].schema, table.schema))

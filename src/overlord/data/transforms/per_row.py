@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
 
+from overlord.data.column_types import UNFIT, Column, fitted, wider
 from overlord.data.transforms.context import Context
 from overlord.data.transforms.origin import with_origin, without_origin
 from overlord.data.transforms.outcome import OnBadRow, Outcome, RowError, one_line
 from overlord.errors import DataError, SpecError
 from overlord.planning.facts import Ints
+from overlord.state import described
 
 Row = Mapping[str, Any]
 RowFunction = Callable[..., "Row | Iterable[Row] | None"]
@@ -25,12 +28,25 @@ class PerRow:
     """A transform made by `per_row`. Called directly it raises the error of the first row that fails."""
 
     fn: RowFunction
+    types: Mapping[str, pa.DataType] = field(default_factory=dict, hash=False)
     wants_rng: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise SpecError(f"per_row needs a function, got {type(self.fn).__name__}")
+        if not isinstance(self.types, Mapping):
+            raise SpecError(f"types is a dict of columns and their types, got {type(self.types).__name__}")
+        for name, type_ in self.types.items():
+            if not isinstance(type_, pa.DataType):
+                raise SpecError(
+                    f"types gives the column {name!r} the type {type_!r}; a type is a pyarrow one, as pa.string()"
+                )
         object.__setattr__(self, "wants_rng", num_positional(self.fn) >= 2)
+
+    def identity(self) -> str:
+        """For the fingerprint: as it was before types could be given, where none are."""
+        types = ", ".join(f"{name}: {type_}" for name, type_ in self.types.items())
+        return f"PerRow(fn={described(self.fn)}, wants_rng={self.wants_rng!r}{types and f', types={types}'})"
 
     def __call__(self, table: pa.Table, context: Context) -> pa.Table:
         bare, origin = without_origin(table)
@@ -59,7 +75,7 @@ class PerRow:
                 continue
             rows.extend(made)
             sources.extend([number] * len(made))
-        columns, bad = _columns(rows)
+        columns, bad = _columns(rows, self.types)
         for index, error in sorted(bad.items()):
             if on_bad is None:
                 raise RowError(sources[index], error)
@@ -82,13 +98,26 @@ class PerRow:
             yield made
 
 
-def per_row(fn: RowFunction) -> PerRow:
+@overload
+def per_row(fn: RowFunction, *, types: Mapping[str, pa.DataType] | None = None) -> PerRow: ...
+@overload
+def per_row(*, types: Mapping[str, pa.DataType]) -> Callable[[RowFunction], PerRow]: ...
+def per_row(
+    fn: RowFunction | None = None, *, types: Mapping[str, pa.DataType] | None = None
+) -> PerRow | Callable[[RowFunction], PerRow]:
     """Make a transform of `fn(row)` or `fn(row, rng)`, which returns a dict, None (drop the row) or dicts (one to many).
 
     `row` is a dict of Python values; `rng` is the row's own `numpy.random.Generator`, the same whenever and
-    wherever the row is computed. An error is one bad row, not a bad batch.
+    wherever the row is computed. An error is one bad row, not a bad batch. Values may be numpy arrays, and tensors of any
+    library that turn into them.
+
+    `types` declares the types of columns, {"tokens": pa.list_(pa.int32())}: they are then the same in every chunk, and a row
+    with a value that its type does not hold exactly is a bad row. The type of any other column is the narrowest that holds
+    the values of its chunk. Also a decorator: `@per_row` or `@per_row(types=...)`.
     """
-    return PerRow(fn)
+    if fn is None:
+        return partial(PerRow, types=types or {})
+    return PerRow(fn, types or {})
 
 
 def num_positional(fn: Callable[..., Any]) -> int:
@@ -106,29 +135,71 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
-def _columns(rows: list[Row]) -> tuple[dict[str, pa.Array], dict[int, Exception]]:
-    """Rows as columns, and which rows do not fit the type that their column has in the first row."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    try:
-        return {name: pa.array([row.get(name) for row in rows]) for name in names}, {}
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        pass
+def _columns(rows: list[Row], types: Mapping[str, pa.DataType]) -> tuple[dict[str, Column], dict[int, Exception]]:
+    """Rows as columns, and which rows do not fit: the declared type of a column, or that of the rows before them."""
+    names = dict.fromkeys([*types, *(name for row in rows for name in row)]) if rows else {}
+    columns: dict[str, Column] = {}
     bad: dict[int, Exception] = {}
     for name in names:
-        _note_misfits(name, [row.get(name) for row in rows], bad)
+        columns[name], unfit = _column([row.get(name) for row in rows], types.get(name))
+        for index, error in unfit.items():
+            bad.setdefault(index, DataError(f"column {name!r} cannot hold {type(rows[index][name]).__name__}{error}"))
+    if not bad:
+        return columns, {}
     kept = [row for index, row in enumerate(rows) if index not in bad]
-    return {name: pa.array([row.get(name) for row in kept]) for name in names}, bad
+    # Once more, without the bad rows: a type that is not declared must not depend on them.
+    return _columns(kept, types)[0], bad
 
 
-def _note_misfits(name: str, values: list[Any], bad: dict[int, Exception]) -> None:
-    kind: pa.DataType | None = None
-    for index, value in enumerate(values):
-        if value is None or index in bad:
-            continue
+def _column(values: list[Any], type_: pa.DataType | None) -> tuple[Column, dict[int, str]]:
+    if type_ is None:
         try:
-            array = pa.array([value], kind)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            expected = "" if kind is None else f", as in the rows before it ({kind})"
-            bad[index] = DataError(f"column {name!r} cannot hold {type(value).__name__}{expected}: {one_line(error)}")
+            return pa.array(values), {}
+        except UNFIT:
+            pass
+    unfit: dict[int, str] = {}
+    plain: list[Any] = [None] * len(values)
+    for index, value in enumerate(values):
+        try:
+            plain[index] = _plain(value)
+        except Exception as error:  # noqa: BLE001 - a tensor's own conversion may raise anything
+            unfit[index] = f", which does not turn into an array: {one_line(error)}"
+    if type_ is None:
+        type_, others = _common_type(plain)
+        unfit |= others
+    column, others = fitted([None if index in unfit else value for index, value in enumerate(plain)], type_)
+    return column, unfit | {index: f", its type is {type_}: {error}" for index, error in others.items()}
+
+
+def _common_type(values: list[Any]) -> tuple[pa.DataType, dict[int, str]]:
+    """The narrowest type that holds the values, but those that do not go with the ones before them."""
+    found: pa.DataType = pa.null()
+    unfit: dict[int, str] = {}
+    for index, value in enumerate(values):
+        try:
+            kind = pa.array([value]).type
+        except UNFIT as error:
+            unfit[index] = f": {one_line(error)}"
+            continue
+        both = wider(found, kind)
+        if both is None:
+            unfit[index] = f", as in the rows before it ({found}); per_row(..., types=) declares the type"
         else:
-            kind = kind or (None if pa.types.is_null(array.type) else array.type)
+            found = both
+    return found, unfit
+
+
+def _plain(value: Any) -> Any:
+    """A value with all tensors in it as arrays that Arrow takes: of one dimension, or lists of such."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return value if all(isinstance(entry, (int, float, str)) for entry in value) else [_plain(entry) for entry in value]
+    if hasattr(value, "detach") and hasattr(value, "cpu"):
+        value = value.detach().cpu()  # a torch tensor, which may be on a device or part of a graph
+    if not isinstance(value, np.generic) and hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.ndim == 0:
+            return array[()]
+        return array if array.ndim == 1 else [_plain(part) for part in array]
+    return value

@@ -96,14 +96,14 @@ def plan_time(plan: Plan, mesh: Mesh, model: TimeModel) -> PlanTime:
         step_s=last_s + model.sync_s(mesh.dp * mesh.cp),
         tokens=np.repeat(np.ceil(held).astype(np.int64), ranks_each),
         num_microbatches=np.repeat(plan.counts, ranks_each),
-        padding=1.0 - float(micros.tokens.sum()) / places if places and plan.row_tokens else 0.0,
+        padding=1.0 - float(micros.tokens.sum()) / places if places and rings is None else 0.0,
     )
 
 
 def _of_groups(plan: Plan, cp: int, model: TimeModel) -> _Micros:
     lengths = plan.samples.tokens.astype(np.float64)
     tokens, squares = plan.micro_costs(lengths), plan.micro_costs(lengths * lengths)
-    places = np.full(len(tokens), float(plan.rows_per_microbatch * plan.row_tokens)) if plan.row_tokens else tokens
+    places = plan.micro_places().astype(np.float64)
     attention_s = model.attention_s(squares, np.diff(plan.offsets), cp)
     sending_s = np.maximum(model.ring_s(tokens, cp) - attention_s, 0.0)
     seconds = model.matmul_s(places, cp) + attention_s + sending_s

@@ -58,6 +58,8 @@ class TempBalance:
         `exclude` has patterns (`*`, `?`) of names of modules or parameters to leave at the base rate. `on_update` gets the
         step and `metrics()` after each update."""
         _check_settings(optimizer, interval, tail, min_eigenvalues)
+        if isinstance(exclude, str):  # its letters would be patterns, and a star among them would exclude everything
+            raise SpecError(f"exclude is a sequence of patterns: write exclude=({exclude!r},)")
         distributed.check_gatherable(model.modules())
         self.optimizer = optimizer
         self.interval = interval

@@ -1,0 +1,195 @@
+"""Arrow types and the values they hold: values put under a type unchanged, and the narrowest type that holds two others.
+
+Arrow converts Python values to a type that is given to it more freely than training data can bear: 0.97 becomes the int64 0,
+"abc" becomes the list ["a", "b", "c"], true becomes 1.0. Here a value either stays what it is or does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.errors import SchemaError
+
+Column = pa.Array | pa.ChunkedArray
+
+UNFIT = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, TypeError, ValueError)
+"""What pa.array raises for a Python value that does not fit a type."""
+
+
+def fitted(values: Sequence[Any], type_: pa.DataType) -> tuple[Column, dict[int, str]]:
+    """The values under a type, and why some of them, which are null there, do not fit it."""
+    column = _unchanged(values, type_)
+    if column is not None:
+        return column, {}
+    try:
+        column = pa.array(values, type_)
+    except UNFIT:
+        unfit = {i: error for i, value in enumerate(values) if (error := _misfit(value, type_))}
+    else:
+        unfit = {i: error for i, value in enumerate(values) if (error := _change(value, type_))}
+        if not unfit:
+            return column, {}
+    return pa.array([None if i in unfit else value for i, value in enumerate(values)], type_), unfit
+
+
+def wider(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
+    """The narrowest type that holds both, also inside lists and structs; None where there is none. Null goes with all."""
+    if left.equals(right):
+        return left
+    schemas = [pa.schema([("", type_)]) for type_ in (left, right)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        return None
+
+
+def wider_schema(left: pa.Schema, right: pa.Schema) -> pa.Schema | None:
+    """All columns of both, each under the type that holds both; None where there is none."""
+    fields = dict(zip(left.names, left.types, strict=True))
+    for name, type_ in zip(right.names, right.types, strict=True):
+        both = wider(fields.get(name, pa.null()), type_)
+        if both is None:
+            return None
+        fields[name] = both
+    return pa.schema(list(fields.items()))
+
+
+def under_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with the columns of a wider schema; those that it has not are null. Raises ArrowInvalid for a number that
+    the wider type does not hold exactly: whole numbers beyond 2**53 are not all doubles."""
+    columns = [
+        table.column(field.name).cast(field.type) if field.name in table.column_names else _nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def joined_tables(tables: Sequence[pa.Table]) -> pa.Table | None:
+    """One table of all columns of all tables, each under the type that holds them all; None where there is none."""
+    schema = tables[0].schema
+    for table in tables[1:]:
+        merged = wider_schema(schema, table.schema)
+        if merged is None:
+            return None
+        schema = merged
+    try:
+        return pa.concat_tables([under_schema(table, schema) for table in tables])
+    except pa.ArrowInvalid:
+        return None
+
+
+def joined_arrays(name: str, arrays: Sequence[pa.Array], owners: Sequence[str]) -> pa.Array:
+    """The parts of one column one after the other, under the type that holds them all. `owners` says whose each part is."""
+    first = 0  # the last part that widened the type
+    found = arrays[0].type
+    for i, array in enumerate(arrays):
+        both = wider(found, array.type)
+        if both is None:
+            raise SchemaError(
+                f"the column {name!r} is {found} in {owners[first]} and {array.type} in {owners[i]}, and no type holds both"
+                "; give it one type in a transform (ol.per_row takes types=), rename it in one of them with ol.Pick, or "
+                "leave it out of Batch(columns=...)"
+            )
+        if not both.equals(found):
+            first, found = i, both
+    try:
+        return pa.concat_arrays([array if array.type.equals(found) else array.cast(found) for array in arrays])
+    except pa.ArrowInvalid as error:
+        raise SchemaError(
+            f"the column {name!r} has different types in {', '.join(dict.fromkeys(owners))}, and not all values are exactly "
+            f"{found}: {error}; give it one type in a transform (ol.per_row takes types=)"
+        ) from error
+
+
+def has_null(type_: Any) -> bool:
+    """Whether a part of the type is not known: there were only nulls, or empty lists."""
+    if pa.types.is_struct(type_):
+        return any(has_null(field.type) for field in type_)
+    return pa.types.is_null(type_) or (_is_list(type_) and has_null(type_.value_type))
+
+
+def largest_float(column: Column) -> float:
+    """The largest absolute value of all floats in a column, 0 where there are none; inf where one overflowed."""
+    if isinstance(column, pa.ChunkedArray):
+        return max(map(largest_float, column.chunks), default=0.0)
+    array: Any = column
+    if pa.types.is_floating(array.type):
+        return float(np.fmax.reduce(np.abs(array.drop_null().to_numpy(zero_copy_only=False)), initial=0))
+    if _is_list(array.type):
+        return largest_float(array.flatten())
+    if pa.types.is_struct(array.type):
+        return max(map(largest_float, array.flatten()), default=0.0)
+    return 0.0
+
+
+def _unchanged(values: Sequence[Any], type_: pa.DataType) -> Column | None:
+    """The values under the type where that can be told without looking at each: what Arrow infers by itself is true to the
+    values, and a checked cast from numbers to numbers changes none."""
+    try:
+        column = pa.array(values)
+        if column.type.equals(type_):
+            return column
+        if pa.types.is_null(column.type):
+            return _nulls(len(values), type_)
+        if _are_numbers(column.type, type_):
+            cast = column.cast(type_)
+            # Only the cast to a shorter float is not checked: too large a number becomes infinite.
+            return cast if largest_float(cast) < np.inf else None
+    except UNFIT:
+        pass
+    return None
+
+
+def _misfit(value: Any, type_: pa.DataType) -> str:
+    if _unchanged([value], type_) is not None:
+        return ""
+    try:
+        pa.array([value], type_)
+    except UNFIT as error:
+        return str(error)
+    return _change(value, type_)
+
+
+def _change(value: Any, type_: Any) -> str:
+    """How a value would be changed by Arrow's conversion to a type; empty where it stays what it is."""
+    if value is None:
+        return ""
+    if pa.types.is_dictionary(type_):
+        return _change(value, type_.value_type)
+    if _is_list(type_):
+        if isinstance(value, (str, bytes)):
+            return f"{type(value).__name__} is not a list"
+        return next((error for entry in value if (error := _change(entry, type_.value_type))), "")
+    if pa.types.is_struct(type_) or pa.types.is_map(type_):
+        if not isinstance(value, Mapping):
+            return f"{type(value).__name__} is not an object"
+        if pa.types.is_struct(type_):
+            return next((error for field in type_ if (error := _change(value.get(field.name), field.type))), "")
+        return next((error for entry in value.values() if (error := _change(entry, type_.item_type))), "")
+    if pa.types.is_floating(type_):
+        if isinstance(value, (bool, np.bool_)):
+            return f"{value!r} is not a number"
+        is_lost = np.isfinite(value) and not np.isfinite(pa.scalar(value, type_).as_py())
+        return f"{value!r} is too large" if is_lost else ""
+    if isinstance(value, (float, np.floating)) and not float(value).is_integer():
+        return f"{value!r} is not a whole number"
+    return ""
+
+
+def _nulls(count: int, type_: pa.DataType) -> pa.Array:
+    return pa.array([None] * count, type_)
+
+
+def _are_numbers(found: Any, wanted: Any) -> bool:
+    """Whether both are numbers, or lists of them."""
+    if _is_list(found) and _is_list(wanted) and not pa.types.is_fixed_size_list(wanted):
+        return _are_numbers(found.value_type, wanted.value_type)
+    return all(pa.types.is_integer(type_) or pa.types.is_floating(type_) for type_ in (found, wanted))
+
+
+def _is_list(type_: pa.DataType) -> bool:
+    return pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)

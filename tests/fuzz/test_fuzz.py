@@ -1,0 +1,72 @@
+"""Some hundred damaged inputs for every reader, the same ones every time, and the inputs that once broke one.
+
+`python -m tests.fuzz` runs more of them, for as long as it is told.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.runner import Report, Worker, fuzz
+
+CORPUS = Path(__file__).parent / "corpus"
+NUM_CASES = {
+    "parquet": 160,
+    "arrow": 200,
+    "jsonl": 160,
+    "tar": 220,
+    "images": 260,
+    "states": 60,
+    "wire": 90,
+    "plan_logs": 40,
+}
+"""About a second each."""
+KNOWN = {
+    "parquet": "footers that abort the process, and names in them that are no text",
+    "arrow": "damaged messages and footers that are believed",
+    "jsonl": "numbers that do not fit are cut or rounded, and rows without a field are lost",
+    "tar": "hard links, sparse members, holes of zeros, global pax headers and odd names",
+    "images": "damaged AVIF",
+    "states": "edited states that are taken, or refused with another error than StateError",
+    "wire": "answers that point outside of what came with them, and values of another type than was asked for",
+    "plan_logs": "records with the right checksum that make no sense",
+}
+"""Targets that are known to find something, with what it is. To be deleted with the last of its causes: a test that passes
+in spite of its mark fails."""
+FOUND_AT_ONCE = ("parquet", "arrow", "tar", "states", "wire")
+"""Those of them for which so few cases are enough."""
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker() as worker:
+        yield worker
+
+
+def check(report: Report) -> None:
+    told = [
+        f"{cause} ({len(findings)} times): {findings[0].command}\n{findings[0].detail[-1500:]}"
+        for cause, findings in report.causes().items()
+    ]
+    assert not told, "\n\n".join(told)
+
+
+def marked(name: str, is_known: bool) -> object:
+    return pytest.param(name, marks=pytest.mark.xfail(reason=KNOWN[name], strict=True)) if is_known else name
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("name", [marked(name, name in FOUND_AT_ONCE) for name in NUM_CASES])
+def test_damaged_inputs_give_what_the_oracle_gives_or_a_clear_error(worker, name):
+    report = fuzz(worker, name, [f"0 {number}" for number in range(NUM_CASES[name])])
+    assert report.num_cases == NUM_CASES[name]
+    assert report.verdicts["equal"] + report.verdicts["bad rows"] > 5, "some damage must be harmless, or nothing is read"
+    check(report)
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("name", [marked(name, name in KNOWN) for name in NUM_CASES])
+def test_inputs_that_once_broke_a_reader_no_longer_do(worker, name):
+    report = fuzz(worker, name, [f"file {path}" for path in sorted((CORPUS / name).glob("*@*"))])
+    assert report.num_cases > 0
+    check(report)
