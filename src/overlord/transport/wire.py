@@ -252,8 +252,10 @@ def unpacked_value(data: bytes | memoryview) -> Any:
 
 
 def job_id(fingerprint: Mapping[str, Any]) -> str:
-    """The same for every run whose cursors mean the same, so that a client knows its run again after a restart."""
-    return hashlib.blake2b(orjson.dumps(fingerprint, option=orjson.OPT_SORT_KEYS), digest_size=12).hexdigest()
+    """The same for every run whose cursors mean the same, so that a client knows its run again after a restart: also when
+    files were copied in the meantime, and so have other times."""
+    meant = {name: value for name, value in fingerprint.items() if name != "files"}
+    return hashlib.blake2b(orjson.dumps(meant, option=orjson.OPT_SORT_KEYS), digest_size=12).hexdigest()
 
 
 def plain(error: Exception) -> str:

@@ -16,10 +16,10 @@ def codec_of(path: str) -> Codec | None:
     return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
 
 
-def decompressed(path: str, codec: Codec, data: pa.Buffer, most_bytes: int | None = None) -> pa.Buffer:
+def decompressed(path: str, codec: Codec, content: pa.NativeFile, most_bytes: int | None = None) -> pa.Buffer:
     """The content, or its first `most_bytes`. Several frames or members one after the other are one content."""
     try:
-        with pa.CompressedInputStream(pa.BufferReader(data), codec) as stream:
+        with pa.CompressedInputStream(content, codec) as stream:
             return stream.read_buffer(most_bytes)
     except OSError as error:
         raise SourceError(

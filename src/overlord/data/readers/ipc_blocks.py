@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from overlord.data.storage import FileBytes
 from overlord.errors import SourceError
 
 MAGIC = b"ARROW1"
@@ -39,21 +40,21 @@ def file_blocks(footer: pa.Buffer) -> Blocks:
     return Blocks(tuple(starts.tolist()), tuple(stops.tolist()), len(_blocks(footer, root, 2)) > 0)
 
 
-def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
+def stream_blocks(path: str, data: FileBytes) -> Blocks:
     """From the headers of a stream; its data is not touched."""
     starts: list[int] = []
     stops: list[int] = []
     has_dictionaries = False
     offset = 0
     while offset < data.size:
-        length = struct.unpack_from("<i", data, offset + 4)[0] if offset + 8 <= data.size else -1
+        mark = data[offset : offset + 8]
+        length = struct.unpack_from("<i", mark, 4)[0] if len(mark) == 8 else -1
         if length == 0:
             break  # the end-of-stream mark
         stop = offset + 8 + length
-        if data[offset : offset + 4].to_pybytes() != CONTINUATION or length < 0 or stop > data.size:
+        if mark[:4] != CONTINUATION or length < 0 or stop > data.size:
             raise _cut(path, offset, data.size)
-        header = data.slice(offset + 8, length)
-        kind, body = _message(header)
+        kind, body = _message(data[offset + 8 : stop])
         if stop + body > data.size:
             raise _cut(path, offset, data.size)
         has_dictionaries |= kind == _DICTIONARY
@@ -64,18 +65,32 @@ def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
     return Blocks(tuple(starts), tuple(stops), has_dictionaries)
 
 
-def batch_rows(data: pa.Buffer, start: int) -> int:
+def batch_rows(data: FileBytes, start: int) -> int:
     """The number of rows of the record batch whose message begins at `start`."""
-    header = data.slice(start + 8)
-    table = _u32(header, 0)
-    place = _field(header, table, 2)
-    assert place is not None  # every message has a header
-    batch = place + _u32(header, place)
+    header = data[start + 8 : start + header_bytes(data[start : start + 8])]
+    batch = _record_batch(header)
     length = _field(header, batch, 0)
     return struct.unpack_from("<q", header, length)[0] if length is not None else 0
 
 
-def _message(header: pa.Buffer) -> tuple[int, int]:
+def header_bytes(mark: bytes) -> int:
+    """How many bytes of a message lie before its body, by the first 8 of them."""
+    return 8 + struct.unpack_from("<i", mark, 4)[0]
+
+
+def is_compressed(header: bytes) -> bool:
+    """Whether the body of a record batch must be decompressed, by its header without the first 8 bytes."""
+    return _field(header, _record_batch(header), 3) is not None
+
+
+def _record_batch(header: bytes) -> int:
+    table = _u32(header, 0)
+    place = _field(header, table, 2)
+    assert place is not None  # every message has a header
+    return place + _u32(header, place)
+
+
+def _message(header: bytes) -> tuple[int, int]:
     table = _u32(header, 0)
     kind, body = _field(header, table, 1), _field(header, table, 3)
     return (
@@ -92,7 +107,7 @@ def _blocks(footer: pa.Buffer, root: int, index: int) -> np.ndarray:
     return np.frombuffer(memoryview(footer), _BLOCK, count=_u32(footer, vector), offset=vector + 4)
 
 
-def _field(data: pa.Buffer, table: int, index: int) -> int | None:
+def _field(data: pa.Buffer | bytes, table: int, index: int) -> int | None:
     """Where field `index` of a flatbuffer table lies; None when it has its default value."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     (size,) = struct.unpack_from("<H", data, vtable)
@@ -103,7 +118,7 @@ def _field(data: pa.Buffer, table: int, index: int) -> int | None:
     return table + offset if offset else None
 
 
-def _u32(data: pa.Buffer, offset: int) -> int:
+def _u32(data: pa.Buffer | bytes, offset: int) -> int:
     return struct.unpack_from("<I", data, offset)[0]
 
 

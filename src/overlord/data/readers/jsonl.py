@@ -28,11 +28,11 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class LineRange:
-    """The lines that begin in the bytes [start, stop) of a file of `num_bytes`."""
+    """The lines that begin in the bytes [start, stop) of a file."""
 
+    file: StoredFile
     start: int
     stop: int
-    num_bytes: int
     schema: pa.Schema
     declared: bool
     """The user gave the types: then a column may be missing in every row."""
@@ -63,8 +63,8 @@ class Jsonl(FileSource):
             size = file.num_bytes if codec_of(file.path) else self.unit_bytes
             for i, start in enumerate(range(0, file.num_bytes, size)):
                 stop = min(start + size, file.num_bytes)
-                detail = LineRange(start, stop, file.num_bytes, schema, isinstance(self.columns, Mapping))
-                units.append(Unit(file.path, i, None, stop - start, detail))
+                detail = LineRange(file, start, stop, schema, isinstance(self.columns, Mapping))
+                units.append(Unit(file.path, i, None, stop - start, detail, file.version))
         return self._some(units)
 
     def read(self, unit: Unit) -> pa.Table:
@@ -72,7 +72,7 @@ class Jsonl(FileSource):
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: LineRange = unit.detail
-        start, text = _lines(self.storage, unit.path, detail)
+        start, text = _lines(self.storage, detail)
         must_have = () if detail.declared or unit.index else tuple(detail.schema.names)
         return parsed(unit.path, start, text, detail.schema, must_have)
 
@@ -96,42 +96,46 @@ def _first_text(storage: Storage, file: StoredFile, unit_bytes: int) -> bytes:
     """The lines of the first unit of a file; of a compressed one, as many as fit in a unit."""
     codec = codec_of(file.path)
     if codec is None:
-        detail = LineRange(0, min(unit_bytes, file.num_bytes), file.num_bytes, pa.schema([]), True)
-        return _lines(storage, file.path, detail)[1]
-    data = storage.map(file.path, file.num_bytes)
-    text = decompressed(file.path, codec, data, unit_bytes).to_pybytes()
+        detail = LineRange(file, 0, min(unit_bytes, file.num_bytes), pa.schema([]), True)
+        return _lines(storage, detail)[1]
+    with storage.stream(file) as content:
+        text = decompressed(file.path, codec, content, unit_bytes).to_pybytes()
     if len(text) == unit_bytes:
         whole, newline, _ = text.rpartition(b"\n")
         if not newline:
-            return decompressed(file.path, codec, data).to_pybytes().partition(b"\n")[0]
+            with storage.stream(file) as content:
+                return decompressed(file.path, codec, content).to_pybytes().partition(b"\n")[0]
         text = whole
     return text.removeprefix(BYTE_ORDER_MARK)
 
 
-def _lines(storage: Storage, path: str, detail: LineRange) -> tuple[int, bytes]:
+def _lines(storage: Storage, detail: LineRange) -> tuple[int, bytes]:
     """(offset, text) of the lines of a range: offset counts from the start of the decompressed file."""
-    if codec := codec_of(path):
-        text = decompressed(path, codec, storage.map(path, detail.num_bytes)).to_pybytes()
+    file = detail.file
+    if codec := codec_of(file.path):
+        with storage.stream(file) as content:
+            text = decompressed(file.path, codec, content).to_pybytes()
         return _without_mark(0, text)
     # One byte earlier: a newline there means that a line begins with the first byte of the range.
     begin = max(0, detail.start - 1)
-    text = storage.read(path, begin, detail.stop).to_pybytes()
+    text = storage.read(file, begin, detail.stop).to_pybytes()
     if detail.start:
         first = text.find(b"\n") + 1
         if not first or begin + first == detail.stop:
             return detail.stop, b""  # one line covers the whole range; it belongs to an earlier one
         begin, text = begin + first, text[first:]
     if not text.endswith(b"\n"):
-        text += _rest_of_line(storage, path, detail)
+        text += _rest_of_line(storage, detail)
     return _without_mark(begin, text)
 
 
-def _rest_of_line(storage: Storage, path: str, detail: LineRange) -> bytes:
+def _rest_of_line(storage: Storage, detail: LineRange) -> bytes:
     """From the end of a range to the end of the line that is open there."""
     parts: list[bytes] = []
     start, step = detail.stop, BEYOND_BYTES
-    while start < detail.num_bytes:
-        part = storage.read(path, start, min(start + step, detail.num_bytes)).to_pybytes()
+    num_bytes = detail.file.num_bytes
+    while start < num_bytes:
+        part = storage.read(detail.file, start, min(start + step, num_bytes)).to_pybytes()
         end = part.find(b"\n")
         if end >= 0:
             parts.append(part[: end + 1])

@@ -7,12 +7,13 @@ whole and where it should be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
+from overlord.data.storage import FileBytes
 from overlord.errors import SourceError
 
 BLOCK = 512
@@ -28,29 +29,29 @@ class Member:
     num_bytes: int
 
 
-def members(path: str, data: pa.Buffer, num_bytes: int | None = None) -> list[Member]:
+def members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None = None) -> list[Member]:
     """The regular files of an archive. With `num_bytes`, `data` is only the start of an archive of that
     length, and the members found are those whose header lies in it."""
     found: list[Member] = []
-    headers: list[int] = []
+    headers: dict[int, bytes] = {}
     try:
-        for header, member in _walk(path, data, num_bytes):
-            headers.append(header)
+        for offset, header, member in _walk(path, data, num_bytes):
+            headers[offset] = header
             if member is not None:
                 found.append(member)
     except SourceError:
         # The first damage is the cause: a wrong size in one header leads to a wrong place for the next.
-        _check_sums(path, data, headers)
+        _check_sums(path, headers)
         raise
-    _check_sums(path, data, headers)
+    _check_sums(path, headers)
     return found
 
 
-def _walk(path: str, data: pa.Buffer, num_bytes: int | None) -> Iterator[tuple[int, Member | None]]:
-    """(offset of a header, the member it describes or None). One Python step a member: each header says where
-    the next one is."""
+def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None) -> Iterator[tuple[int, bytes, Member | None]]:
+    """(offset of a header, the header, the member it describes or None). One Python step a member: each header says
+    where the next one is."""
     total = data.size if num_bytes is None else num_bytes
-    view = memoryview(data)
+    view = data if isinstance(data, FileBytes) else memoryview(data)
     offset, long_name, pax = 0, None, {}
     while offset < total:
         if offset + BLOCK > total:
@@ -77,28 +78,26 @@ def _walk(path: str, data: pa.Buffer, num_bytes: int | None) -> Iterator[tuple[i
                 long_name = _text(content)
             elif kind == ord("x"):
                 pax = _pax_records(path, offset, content)
-            yield offset, None
+            yield offset, header, None
         elif kind in _UNREADABLE:
             raise _damaged(path, offset, f"has {_UNREADABLE[kind]} ({name!r}), which cannot be read in place")
         else:
             regular = kind in _REGULAR and not name.endswith("/")
-            yield offset, Member(name, start, size) if regular else None
+            yield offset, header, Member(name, start, size) if regular else None
             long_name, pax = None, {}
         offset = after
 
 
-def _check_sums(path: str, data: pa.Buffer, headers: list[int]) -> None:
-    if not headers:
-        return
-    content = np.frombuffer(memoryview(data), np.uint8)
-    for begin in range(0, len(headers), 4096):
-        places = np.array(headers[begin : begin + 4096], np.int64)
-        blocks = content[places[:, None] + np.arange(BLOCK)]
+def _check_sums(path: str, headers: Mapping[int, bytes]) -> None:
+    offsets = list(headers)
+    for begin in range(0, len(offsets), 4096):
+        places = offsets[begin : begin + 4096]
+        blocks = np.frombuffer(b"".join(map(headers.__getitem__, places)), np.uint8).reshape(-1, BLOCK)
         # The sum is taken with the field of the sum itself seen as eight spaces.
         sums = blocks.sum(axis=1, dtype=np.int64) - blocks[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 32
         for i, block in enumerate(blocks[:, 148:156]):
             if _octal(block.tobytes()) != sums[i]:
-                raise _damaged(path, int(places[i]), "has a header whose checksum is wrong")
+                raise _damaged(path, places[i], "has a header whose checksum is wrong")
 
 
 def _size(path: str, offset: int, header: bytes) -> int:
