@@ -1,15 +1,20 @@
 """Listing and reading local files."""
 
+import io
 import os
 import pickle
 import re
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from PIL import Image
 
 from overlord.data.object_store import Retry
 from overlord.data.storage import MappedFile, Storage, StoredFile, map_threads, mapped_at
@@ -305,3 +310,49 @@ def test_threads_keep_the_order_and_raise_the_first_error() -> None:
     assert map_threads(lambda n: n * n, range(100)) == [n * n for n in range(100)]
     with pytest.raises(ZeroDivisionError):
         map_threads(lambda n: 1 // (n - 5), range(10))
+
+
+CUT = """
+import os, sys
+import overlord as ol
+
+kind, path = sys.argv[1:]
+if kind == "tar":
+    source = ol.WebDataset(path, tokens=None, decode=ol.DecodeImage("png"), window=2)
+else:
+    source = ol.ArrowIpc(path, tokens="tokens")
+job = ol.Job(sources={"cut": source}, batch=ol.Batch(samples=2, sequence_length=100_000), num_workers=0, prefetch=0)
+with ol.start(job) as loader:
+    client = loader.client(0)
+    next(client)
+    for name in os.listdir(os.path.dirname(path)):
+        os.truncate(os.path.join(os.path.dirname(path), name), 5000)
+    try:
+        for _ in range(100):
+            next(client)
+    except ol.SourceError as error:
+        print(error)
+"""
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("kind", ["tar", "arrow"])
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_not_the_end_of_the_process(tmp_path: Path, kind: str) -> None:
+    if kind == "tar":
+        for shard in range(2):
+            with tarfile.open(tmp_path / f"{shard}.tar", "w") as archive:
+                for number in range(8):
+                    noise = np.random.default_rng(number).integers(0, 256, (100, 100, 3), np.uint8)
+                    picture = io.BytesIO()
+                    Image.fromarray(noise).save(picture, "PNG")
+                    member = tarfile.TarInfo(f"{number}.png")
+                    member.size = picture.tell()
+                    archive.addfile(member, io.BytesIO(picture.getvalue()))
+    else:
+        table = pa.table({"tokens": pa.array([[i] * 5000 for i in range(40)], pa.list_(pa.int32()))})
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=10)
+    command = [sys.executable, "-c", CUT, kind, f"{tmp_path}/*.{kind}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert re.search(rf"/\w\.{kind} has changed since it was listed: it has 5,000 bytes and had", result.stdout)

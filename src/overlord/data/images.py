@@ -22,7 +22,7 @@ import pyarrow as pa
 from overlord.data.image_headers import TAIL_BYTES, Header, header_of
 from overlord.data.resample import Pixels, Span, resized
 from overlord.data.storage import StoredFile, opened, read_at
-from overlord.data.views import StoredValues, copied_out
+from overlord.data.views import StoredValues, is_view, stored_value
 from overlord.errors import DataError, SchemaError, SourceError, SpecError
 from overlord.planning.facts import Ints
 from overlord.planning.images.image_sizes import ImageSizes
@@ -188,9 +188,13 @@ def _files_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[list[memoryvi
     if not _is_binary(kind.value_type if nested else kind):
         raise SchemaError(f"images are binary, or lists of binary, but the column is {kind}")
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
-        # Read from its file rather than touched where it is mapped: see `views`.
-        values = chunk if StoredValues.of(chunk) is None else copied_out(chunk)
-        for scalar in values:
+        for row in range(len(chunk)):
+            # Read from its file rather than touched where it is mapped: see `views`.
+            stored = stored_value(chunk, row) if is_view(kind) else None
+            if stored is not None:
+                yield [memoryview(stored).cast("B")]
+                continue
+            scalar = chunk[row]
             files = (scalar.values or ()) if nested else (scalar,)
             yield [memoryview(file.as_buffer()).cast("B") for file in files if file.is_valid]
 

@@ -8,6 +8,7 @@ touch the mapping itself works too, but kills the process if the file is cut at 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from overlord.data.storage import MappedFile, mapped_at, opened, read_into
+from overlord.data.storage import MappedFile, mapped_at, opened, read_into, read_local
 
 INLINE_BYTES = 12
 PIECE_BYTES = 1 << 30
 MOST_BYTES = (1 << 31) - 1
 VIEW = np.dtype([("length", "<i4"), ("prefix", "V4"), ("buffer", "<i4"), ("offset", "<i4")])
+_ONE_VIEW = struct.Struct("<i4sii")
 
 
 def is_view(type_: pa.DataType) -> bool:
@@ -34,18 +36,15 @@ def views_into(data: pa.Buffer, offsets: NDArray[np.int64], lengths: NDArray[np.
     return _view_array(data, offsets, lengths, present, _starts(data, offsets, lengths))
 
 
-def views_into_file(mapped: MappedFile, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> pa.Array:
-    """As `views_into`, for a file of which only the first bytes of each value are read."""
+def views_into_file(
+    mapped: MappedFile, offsets: NDArray[np.int64], lengths: NDArray[np.int64], first: Sequence[bytes]
+) -> pa.Array:
+    """As `views_into`, for a file that is not touched: `first` has the first 12 bytes of each value, or all of a shorter
+    one, and anything where the length is negative."""
     present = lengths >= 0
     lengths = np.where(present, lengths, 0)
-    starts = np.zeros((len(offsets), INLINE_BYTES), np.uint8)
-    with opened(mapped.file) as descriptor:
-        # A loop over rows: each lies in another place of the file.
-        for row, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
-            if length:
-                target = memoryview(starts[row])[: min(length, INLINE_BYTES)]
-                read_into(mapped.file, descriptor, target, offset)
-    return _view_array(mapped.data, offsets, lengths, present, starts)
+    starts = np.frombuffer(b"".join(value.ljust(INLINE_BYTES, b"\0") for value in first), np.uint8)
+    return _view_array(mapped.data, offsets, lengths, present, starts.reshape(-1, INLINE_BYTES))
 
 
 def _view_array(
@@ -116,6 +115,21 @@ class StoredValues:
             long &= array.is_valid().to_numpy(zero_copy_only=False)
         which = np.where(long, views["buffer"], 0)
         return StoredValues(files, np.where(long, number[which], -1), begin[which] + views["offset"], lengths)
+
+
+def stored_value(array: pa.Array, row: int) -> pa.Buffer | None:
+    """One value of a view array, read from its file; None where it does not lie in a mapped file."""
+    buffers: Sequence[pa.Buffer | None] = array.buffers()
+    place, validity = array.offset + row, buffers[0]
+    if buffers[1] is None or (validity is not None and not validity[place // 8] >> place % 8 & 1):
+        return None
+    length, _, number, offset = _ONE_VIEW.unpack_from(buffers[1], VIEW.itemsize * place)
+    data = buffers[2 + number] if length > INLINE_BYTES else None
+    mapped = None if data is None else mapped_at(data.address)
+    if data is None or mapped is None:
+        return None
+    start = data.address - mapped.start + offset
+    return read_local(mapped.file, start, start + length)
 
 
 def copied_out(array: pa.Array) -> pa.Array:

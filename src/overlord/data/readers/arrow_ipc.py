@@ -245,13 +245,14 @@ def _read_columns(descriptor: int, detail: Batches, start: int, stop: int) -> pa
     read_into(detail.file, descriptor, content[8:body], start + 8)
     if is_compressed(bytes(content[8:body])):
         read_into(detail.file, descriptor, content[body:], start + body)
+        return pa.ipc.read_record_batch(message, detail.file_schema).select(detail.schema.names)
     batch = pa.ipc.read_record_batch(message, detail.file_schema).select(detail.schema.names)
-    if not is_compressed(bytes(content[8:body])):
-        for column in batch.columns:
-            for data in column.buffers():
-                if data is not None and data.size:
-                    place = data.address - message.address
-                    read_into(detail.file, descriptor, content[place : place + data.size], start + place)
+    found = (data for column in batch.columns for data in column.buffers() if data is not None)
+    wanted = [(data.address - message.address, data.size) for data in found]
+    if 2 * sum(size for _, size in wanted) > message.size:
+        wanted = [(body, message.size - body)]  # one long read costs less than many
+    for place, size in wanted:
+        read_into(detail.file, descriptor, content[place : place + size], start + place)
     return batch
 
 

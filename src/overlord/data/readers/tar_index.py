@@ -17,6 +17,7 @@ from overlord.data.storage import FileBytes
 from overlord.errors import SourceError
 
 BLOCK = 512
+FIRST_BYTES = 12
 ZEROS = bytes(BLOCK)
 _REGULAR = b"\0" + b"07"
 _UNREADABLE = {ord("S"): "a sparse file", ord("M"): "a part of a file on several volumes"}
@@ -27,6 +28,8 @@ class Member:
     name: str
     offset: int
     num_bytes: int
+    first: bytes
+    """Its first bytes, up to twelve: they lie beside its header."""
 
 
 def members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None = None) -> list[Member]:
@@ -83,7 +86,8 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None) -> Iter
             raise _damaged(path, offset, f"has {_UNREADABLE[kind]} ({name!r}), which cannot be read in place")
         else:
             regular = kind in _REGULAR and not name.endswith("/")
-            yield offset, header, Member(name, start, size) if regular else None
+            first = bytes(view[start : start + min(size, FIRST_BYTES)])
+            yield offset, header, Member(name, start, size, first) if regular else None
             long_name, pax = None, {}
         offset = after
 

@@ -182,7 +182,8 @@ class _Content:
 
     def views(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> pa.Array:
         if isinstance(self.data, MappedFile):
-            return views_into_file(self.data, offsets, lengths)
+            first = {member.offset: member.first for member in self.members}
+            return views_into_file(self.data, offsets, lengths, [first.get(offset, b"") for offset in offsets.tolist()])
         return views_into(self.data, offsets, lengths)
 
 
