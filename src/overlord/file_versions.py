@@ -1,12 +1,13 @@
 """What a state knows of the files it was saved over: whether any has changed since, and, as well as a few bytes can tell,
 which.
 
-A state holds, for each source, sixteen short digests, each over the files whose names fall to it, and the newest
-modification time. A file in a digest that differs may have changed; it has, if it is newer than all files were then.
+A state holds, for each source, eight short digests, each over the files whose names fall to it, and the newest modification
+time. A file in a digest that differs may have changed; it has, if it is newer than all files were then.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 
 from overlord.spec import Unit
 
-NUM_GROUPS = 16
-_DIGITS = 6
+NUM_GROUPS = 8
+_DIGEST_BYTES = 3
 _MOST_NAMED = 3
 
 PlainVersions = Sequence[str | int]
-"""[digests, newest modification time in nanoseconds]"""
+"""[digests in base64, newest modification time in nanoseconds]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +40,19 @@ class FileVersions:
         sums = [0] * NUM_GROUPS
         for path, version in self.versions.items():
             name = path.encode("utf-8", "surrogatepass")
-            digest = hashlib.blake2b(name + b"\0" + version.encode(), digest_size=_DIGITS // 2).digest()
+            digest = hashlib.blake2b(name + b"\0" + version.encode(), digest_size=_DIGEST_BYTES).digest()
             sums[_group(path)] += int.from_bytes(digest, "big")
-        digests = "".join(f"{total % 16**_DIGITS:0{_DIGITS}x}" for total in sums)
-        return [digests, max(map(self._modified_ns, self.versions))]
+        digests = b"".join((total % 256**_DIGEST_BYTES).to_bytes(_DIGEST_BYTES, "big") for total in sums)
+        return [base64.b64encode(digests).decode(), max(map(self._modified_ns, self.versions))]
 
     def changes(self, saved: PlainVersions) -> str | None:
         """What to tell of the files that have changed since; None where none has."""
-        digests, newest = str(saved[0]), int(saved[1])
-        now = str(self.to_plain()[0])
-        if now == digests:
+        then, newest = base64.b64decode(str(saved[0])), int(saved[1])
+        now = base64.b64decode(str(self.to_plain()[0]))
+        if now == then:
             return None
-        places = (slice(i * _DIGITS, (i + 1) * _DIGITS) for i in range(NUM_GROUPS))
-        changed = {group for group, place in enumerate(places) if now[place] != digests[place]}
+        places = (slice(i * _DIGEST_BYTES, (i + 1) * _DIGEST_BYTES) for i in range(NUM_GROUPS))
+        changed = {group for group, place in enumerate(places) if now[place] != then[place]}
         possible = sorted(path for path in self.versions if _group(path) in changed)
         newer = [path for path in possible if self._modified_ns(path) > newest > 0]
         named = ", ".join((newer or possible)[:_MOST_NAMED])
