@@ -81,7 +81,7 @@ def start(
     units = list_units(job.sources)
     fingerprint = Fingerprint.of(job, units)
     if log is not None and not isinstance(log, Log):
-        log = Log(str(log))
+        log = Log(log)
     progress, steered, era = starting_point(job, fingerprint, resume, log, accept_changes)
     loaders = Loaders.given(partition, autoscale, shadows)
     return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes, era, loaders, steered)

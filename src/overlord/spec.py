@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,8 @@ class Unit:
     """The smallest piece of a source that is read at once: a row group, a tar shard, a byte range of JSONL.
 
     `detail` is whatever `Source.read` needs to read it without looking anything up again (a footer, a byte
-    range). It must pickle.
+    range). It must pickle. `version` tells one content of the file from another (its modification time, its ETag):
+    a state that was saved over another version is refused. Empty: not compared.
     """
 
     path: str
@@ -34,6 +36,7 @@ class Unit:
     num_rows: int | None = None
     num_bytes: int = 0
     detail: Any = None
+    version: str = ""
 
     def __str__(self) -> str:
         return f"{self.path}#{self.index}" if self.index else self.path
@@ -49,7 +52,7 @@ class BadRows:
 
     policy: Literal["fail", "skip", "quarantine"] = "fail"
     budget: int = 1000
-    path: str | None = None
+    path: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in ("fail", "skip", "quarantine"):
@@ -58,6 +61,8 @@ class BadRows:
             raise SpecError(f"a bad-row budget cannot be negative, got {self.budget}")
         if self.policy == "quarantine" and not self.path:
             raise SpecError("quarantine needs a file: BadRows('quarantine', path='bad_rows.jsonl')")
+        if self.path is not None:
+            object.__setattr__(self, "path", os.path.expanduser(os.fspath(self.path)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from overlord.errors import SpecError, StateError
+from overlord.file_versions import FileVersions
 from overlord.outlier_delay import OutlierDelay
 from overlord.planning.learning.steering import Steered
 from overlord.planning.progress import Progress
@@ -38,6 +39,8 @@ class Fingerprint:
     batch: Mapping[str, Any]
     sources: Mapping[str, tuple[str, str, int]]
     """name to (digest of the declaration, digest of the list of units, number of units)."""
+    files: Mapping[str, FileVersions] = field(default_factory=dict)
+    """name to the versions of its files, for sources that tell them."""
 
     @staticmethod
     def of(job: Job, units: Mapping[str, Sequence[Unit]]) -> Fingerprint:
@@ -57,6 +60,7 @@ class Fingerprint:
                 name: (_declaration_digest(source), _units_digest(units[name]), len(units[name]))
                 for name, source in job.sources.items()
             },
+            files={name: found for name in job.sources if (found := FileVersions.of(units[name])) is not None},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,6 +68,7 @@ class Fingerprint:
             "seed": self.seed,
             "batch": dict(self.batch),
             "sources": {name: list(entry) for name, entry in self.sources.items()},
+            "files": {name: versions.to_plain() for name, versions in self.files.items()},
         }
 
     def differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
@@ -87,7 +92,20 @@ class Fingerprint:
                     f"source {name!r} lists other data: {old_num_units} units then, {num_units} now"
                     + (", with other names or sizes" if old_num_units == num_units else "")
                 )
+        changed = self._changed_files(saved, found)
+        if changed:
+            found["files"] = "\n  - ".join(changed)
         return found
+
+    def _changed_files(self, saved: Mapping[str, Any], told: Collection[str]) -> list[str]:
+        """What to tell of files that were written anew under the same names, in sources of which nothing else is told."""
+        known = saved.get("files", {})  # states of earlier releases do not have it
+        return [
+            f"source {name!r} has files that were written anew since, with the same names and sizes (by their modification "
+            f"times or ETags): {changes}; if they were only copied or touched, this may be accepted"
+            for name, versions in self.files.items()
+            if name in known and f"sources.{name}" not in told and (changes := versions.changes(known[name])) is not None
+        ]
 
 
 def to_state(progress: Progress, unit: str, fingerprint: Mapping[str, Any], steered: Steered | None = None) -> State:
@@ -200,7 +218,8 @@ def described(value: Any) -> str:
 def _units_digest(units: Sequence[Unit]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for unit in units:
-        digest.update(f"{unit.path}\0{unit.index}\0{unit.num_rows}\0{unit.num_bytes}\n".encode())
+        line = f"{unit.path}\0{unit.index}\0{unit.num_rows}\0{unit.num_bytes}\n"
+        digest.update(line.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

@@ -16,6 +16,7 @@ from overlord.errors import StateError, StorageError
 from overlord.planning.recovery import Decision, Header
 from overlord.roles.plan_log import Era, PlanLog, newest_in
 from overlord.roles.planner import Planner
+from tests.data.damage import rewrite
 from tests.full_disk import full_disk
 from tests.roles.mortal import Mortal, stream_of
 from tests.roles.recovering import JOBS, STEPS, A, log_of, segment_of
@@ -160,7 +161,7 @@ def test_a_step_that_is_drawn_again_and_differs_is_an_error(tmp_path):
         mixed = b"\n".join([*sorted(lines[:-1], key=len), b""])
         assert len(mixed) == size
         shutil.copy(folder / "a.jsonl", folder / "kept")
-        (folder / "a.jsonl").write_bytes(mixed)
+        rewrite(folder / "a.jsonl", mixed)
         engine.lose("loaders/0")  # first: a planner that is made anew draws at once, for whoever waits
         engine.lose("planner")
         with pytest.raises(ol.DataError, match=r"step \d was drawn again and is not what it was"):

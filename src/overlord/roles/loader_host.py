@@ -23,7 +23,7 @@ from overlord.data.chunk import Chunk
 from overlord.data.column_types import joined_arrays
 from overlord.data.payload import NO_LOSS, Payload
 from overlord.data.views import compact, joined, take_rows
-from overlord.errors import ClosedError, DataError
+from overlord.errors import ClosedError, DataError, SourceError
 from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, LossCount, Samples
 from overlord.roles.image_rooms import ImageRooms
 from overlord.roles.source_loader import BufferUse, Opened, SourceLoader, Work
@@ -223,6 +223,8 @@ class LoaderHost:
             try:
                 # What no thread has begun is done here: the threads may all be waiting for storage.
                 images = decode(column, *ask) if future.cancel() else future.result()
+            except SourceError:
+                raise  # the file is gone or was changed: not a matter of this row
             except DataError as error:
                 if held.bad_decode is not None:
                     held.bad_decode(chunk, ask[0], str(error))

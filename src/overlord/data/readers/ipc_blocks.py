@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from overlord.data.storage import FileBytes
 from overlord.errors import SourceError
 
 MAGIC = b"ARROW1"
@@ -54,20 +55,21 @@ def file_blocks(path: str, footer: pa.Buffer, num_bytes: int) -> Blocks:
     return Blocks(tuple(starts[: len(batches)]), tuple(stops[: len(batches)]), len(dictionaries) > 0)
 
 
-def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
+def stream_blocks(path: str, data: FileBytes) -> Blocks:
     """From the headers of a stream; its data is not touched."""
     starts: list[int] = []
     stops: list[int] = []
     has_dictionaries = False
     offset = 0
     while offset < data.size:
-        length = struct.unpack_from("<i", data, offset + 4)[0] if offset + 8 <= data.size else -1
+        mark = data[offset : offset + 8]
+        length = struct.unpack_from("<i", mark, 4)[0] if len(mark) == 8 else -1
         if length == 0:
             break  # the end-of-stream mark
         stop = offset + 8 + length
-        if data[offset : offset + 4].to_pybytes() != CONTINUATION or length < 0 or stop > data.size:
+        if mark[:4] != CONTINUATION or length < 0 or stop > data.size:
             raise _cut(path, offset, data.size)
-        header = data.slice(offset + 8, length)
+        header = data[offset + 8 : stop]
         kind, body = _message(header)
         if body < 0 or stop + body > data.size:
             raise _cut(path, offset, data.size)
@@ -79,9 +81,9 @@ def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
     return Blocks(tuple(starts), tuple(stops), has_dictionaries)
 
 
-def batch_rows(data: pa.Buffer, start: int, stop: int) -> int:
+def batch_rows(data: FileBytes, start: int, stop: int) -> int:
     """The number of rows of the record batch whose message is the bytes [start, stop)."""
-    header = data.slice(start + 8, stop - start - 8)
+    header = data[start + 8 : min(stop, start + header_bytes(data[start : start + 8]))]
     length = _field(header, _record_batch(header), 0)
     num_rows = struct.unpack_from("<q", header, length)[0] if length is not None else 0
     if num_rows < 0:
@@ -104,7 +106,17 @@ def decompressed_bytes(message: pa.Buffer) -> int:
     return sum(size for size in sizes if size > 0)
 
 
-def _record_batch(header: pa.Buffer) -> int:
+def header_bytes(mark: bytes) -> int:
+    """How many bytes of a message lie before its body, by the first 8 of them."""
+    return 8 + struct.unpack_from("<i", mark, 4)[0]
+
+
+def is_compressed(header: bytes) -> bool:
+    """Whether the body of a record batch must be decompressed, by its header without the first 8 bytes."""
+    return _field(header, _record_batch(header), 3) is not None
+
+
+def _record_batch(header: pa.Buffer | bytes) -> int:
     """Where the table of a record batch begins in the header of its message."""
     place = _field(header, _u32(header, 0), 2)
     if place is None:
@@ -112,7 +124,7 @@ def _record_batch(header: pa.Buffer) -> int:
     return place + _u32(header, place)
 
 
-def _message(header: pa.Buffer) -> tuple[int, int]:
+def _message(header: bytes) -> tuple[int, int]:
     table = _u32(header, 0)
     kind, body = _field(header, table, 1), _field(header, table, 3)
     return (
@@ -129,7 +141,7 @@ def _blocks(footer: pa.Buffer, root: int, index: int) -> np.ndarray:
     return np.frombuffer(memoryview(footer), _BLOCK, count=_u32(footer, vector), offset=vector + 4)
 
 
-def _field(data: pa.Buffer, table: int, index: int) -> int | None:
+def _field(data: pa.Buffer | bytes, table: int, index: int) -> int | None:
     """Where field `index` of a flatbuffer table lies; None when it has its default value."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     if vtable < 0:
@@ -142,7 +154,7 @@ def _field(data: pa.Buffer, table: int, index: int) -> int | None:
     return table + offset if offset else None
 
 
-def _u32(data: pa.Buffer, offset: int) -> int:
+def _u32(data: pa.Buffer | bytes, offset: int) -> int:
     return struct.unpack_from("<I", data, offset)[0]
 
 

@@ -9,14 +9,17 @@ it should be, and that zeros stand only where a writer puts them.
 from __future__ import annotations
 
 import posixpath
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 
+from overlord.data.storage import FileBytes
 from overlord.errors import SourceError
 
 BLOCK = 512
+FIRST_BYTES = 12
 ZEROS = bytes(BLOCK)
 RECORD = 20 * BLOCK
 """What tar programs fill an archive up to, unless told otherwise."""
@@ -38,6 +41,8 @@ class Member:
     name: str
     offset: int
     num_bytes: int
+    first: bytes = b""
+    """Its first bytes, up to twelve: they lie beside its header."""
     fault: str = ""
     """Why it has no bytes: it is a device, or a link to something that is not there."""
 
@@ -55,10 +60,11 @@ class _Link:
 class _Found:
     members: list[Member] = field(default_factory=list)
     links: list[_Link] = field(default_factory=list)
-    headers: list[int] = field(default_factory=list)
+    headers: dict[int, bytes] = field(default_factory=dict)
+    """By their place."""
 
 
-def members(path: str, data: pa.Buffer, num_bytes: int | None = None) -> list[Member]:
+def members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None = None) -> list[Member]:
     """The files of an archive. With `num_bytes`, `data` is only the start of an archive of that length, and the members
     found are those whose header lies in it."""
     found = _Found()
@@ -66,16 +72,16 @@ def members(path: str, data: pa.Buffer, num_bytes: int | None = None) -> list[Me
         _walk(path, data, num_bytes, found)
     except SourceError:
         # The first damage is the cause: a wrong size in one header leads to a wrong place for the next.
-        _check_sums(path, data, found.headers)
+        _check_sums(path, found.headers)
         raise
-    _check_sums(path, data, found.headers)
+    _check_sums(path, found.headers)
     return _with_links(found)
 
 
-def _walk(path: str, data: pa.Buffer, num_bytes: int | None, found: _Found) -> None:
+def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: _Found) -> None:
     """One Python step a member: each header says where the next one is."""
     total = data.size if num_bytes is None else num_bytes
-    view = memoryview(data)
+    view = data if isinstance(data, FileBytes) else memoryview(data)
     offset = begin = 0
     long_name, long_link, pax = None, None, {}
     while offset < total:
@@ -110,9 +116,9 @@ def _walk(path: str, data: pa.Buffer, num_bytes: int | None, found: _Found) -> N
         else:
             _check_in_one_piece(path, offset, name, kind, pax)
             target = long_link or pax.get("linkpath") or _text(header[157:257])
-            _add(found, kind, Member(name, start, size), target)
+            _add(found, kind, Member(name, start, size, bytes(view[start : start + min(size, FIRST_BYTES)])), target)
             long_name, long_link, pax = None, None, {}
-        found.headers.append(offset)
+        found.headers[offset] = header
         offset = after
 
 
@@ -120,9 +126,9 @@ def _add(found: _Found, kind: int, member: Member, target: str) -> None:
     if kind in (_HARD_LINK, _SYMBOLIC_LINK):
         found.links.append(_Link(len(found.members), target, kind == _SYMBOLIC_LINK))
         fault = f"is a link to {target!r}, which is no file of the archive"
-        found.members.append(Member(member.name, member.offset, 0, fault))
+        found.members.append(Member(member.name, member.offset, 0, fault=fault))
     elif kind in _NO_FILES:
-        found.members.append(Member(member.name, member.offset, 0, f"is {_NO_FILES[kind]}"))
+        found.members.append(Member(member.name, member.offset, 0, fault=f"is {_NO_FILES[kind]}"))
     elif kind != _DIRECTORY and kind not in _LEFT_OUT and not member.name.endswith("/"):
         found.members.append(member)  # kinds that nobody knows are files, as POSIX has it
 
@@ -143,7 +149,7 @@ def _with_links(found: _Found) -> list[Member]:
             seen.add(i)
             if i not in links:
                 file = found.members[i]
-                resolved[link.index] = Member(found.members[link.index].name, file.offset, file.num_bytes, file.fault)
+                resolved[link.index] = replace(file, name=found.members[link.index].name)
                 break
             end = links[i]
     return resolved
@@ -155,7 +161,7 @@ def _target(name: str, link: _Link, places: dict[str, list[int]]) -> int | None:
     return known[-1] if known else None
 
 
-def _after_zeros(path: str, data: pa.Buffer, offset: int, begin: int, total: int) -> int:
+def _after_zeros(path: str, data: pa.Buffer | FileBytes, offset: int, begin: int, total: int) -> int:
     """Where the archive goes on after the zeros at `offset`: at its end, or at another archive that was joined to it.
 
     Two blocks of zeros end an archive, which is then filled up to a whole record. Other zeros may be a hole that a broken
@@ -176,13 +182,13 @@ def _after_zeros(path: str, data: pa.Buffer, offset: int, begin: int, total: int
     )
 
 
-def _end_of_zeros(data: pa.Buffer, offset: int) -> int:
-    content = np.frombuffer(memoryview(data), np.uint8)
+def _end_of_zeros(data: pa.Buffer | FileBytes, offset: int) -> int:
+    view = data if isinstance(data, FileBytes) else memoryview(data)
     step = 1 << 16
     for start in range(offset, data.size, step):
-        piece = content[start : start + step]
+        piece = np.frombuffer(view[start : start + step], np.uint8)
         if piece.any():
-            return start + int(piece.argmax() if piece[0] else np.flatnonzero(piece)[0])
+            return start + int((piece != 0).argmax())
     return data.size
 
 
@@ -208,20 +214,18 @@ def _check_global(path: str, offset: int, records: dict[str, str]) -> None:
             )
 
 
-def _check_sums(path: str, data: pa.Buffer, headers: list[int]) -> None:
-    if not headers:
-        return
-    content = np.frombuffer(memoryview(data), np.uint8)
-    for begin in range(0, len(headers), 4096):
-        places = np.array(headers[begin : begin + 4096], np.int64)
-        blocks = content[places[:, None] + np.arange(BLOCK)]
+def _check_sums(path: str, headers: Mapping[int, bytes]) -> None:
+    offsets = list(headers)
+    for begin in range(0, len(offsets), 4096):
+        places = offsets[begin : begin + 4096]
+        blocks = np.frombuffer(b"".join(map(headers.__getitem__, places)), np.uint8).reshape(-1, BLOCK)
         # The sum is taken with the field of the sum itself seen as eight spaces.
         sums = blocks.sum(axis=1, dtype=np.int64) - blocks[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 32
         for i, block in enumerate(blocks[:, 148:156]):
             stated = _octal(block.tobytes())
             # Programs of old added bytes up as if they had a sign.
             if stated != sums[i] and stated != _signed_sum(blocks[i]):
-                raise _damaged(path, int(places[i]), "has a header whose checksum is wrong")
+                raise _damaged(path, places[i], "has a header whose checksum is wrong")
 
 
 def _signed_sum(block: np.ndarray) -> int:
