@@ -78,6 +78,7 @@ _BUILTIN_METHODS = (
     types.ClassMethodDescriptorType,
     types.MethodWrapperType,
 )
+_CYTHON = ("cython_function_or_method", "fused_cython_function")
 _OF_CLASSES = frozenset(
     """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__
     __annotations_cache__ __dataclass_fields__ __dataclass_params__ __match_args__ __slots__ __hash__ __abstractmethods__
@@ -167,7 +168,7 @@ class Describer:
             return type(value).__qualname__
         if isinstance(value, logging.Logger):
             return f"logger {value.name}"
-        module = type(value).__module__.partition(".")[0]
+        module = _module_name(type(value)).partition(".")[0]
         if module == "pyarrow":
             return _arrow(value)
         if module == "torch":
@@ -176,7 +177,7 @@ class Describer:
             return self._hugging_face(value, path)
         to_str = getattr(value, "to_str", None)
         if callable(to_str) and not isinstance(value, type) and _is_compiled(type(value)):  # a tokenizer, whole
-            self._note_package(type(value).__module__)
+            self._note_package(_module_name(type(value)))
             return f"{type(value).__qualname__} {digest_of(str(to_str()))}"
         return None
 
@@ -192,7 +193,7 @@ class Describer:
             return self._method(value, path)
         if isinstance(value, FunctionType):
             return self._function(value, path)
-        if isinstance(value, _BUILTIN_METHODS):
+        if isinstance(value, _BUILTIN_METHODS) or type(value).__name__ in _CYTHON:
             return self._builtin(value, path)
         if isinstance(value, functools.partial):
             parts = (value.func, value.args, value.keywords)
@@ -363,12 +364,12 @@ class Describer:
     def _class(self, value: Any, path: str) -> str:
         if isinstance(value, types.GenericAlias):
             return f"class {value!r}"
-        file = getattr(sys.modules.get(value.__module__), "__file__", None)
-        home = _home(value.__module__, file)
-        name = f"{value.__module__}.{value.__qualname__}"
+        module = _module_name(value)
+        home = _home(module, getattr(sys.modules.get(module), "__file__", None))
+        name = f"{module}.{value.__qualname__}"
         if home != "user":
             if home == "installed":
-                self._note_package(value.__module__)
+                self._note_package(module)
             return f"class {name}"
         if issubclass(value, enum.Enum):
             members = {str(key): member.value for key, member in value.__members__.items()}
@@ -448,7 +449,7 @@ class Describer:
         described = [self._any(made, path), self._any(arguments, path), self._any(state, path)]
         described += [] if items is None else [self._listed(items, path)]
         described += [] if pairs is None else [self._mapping(dict(pairs), path)]
-        self._note_package(type(value).__module__)
+        self._note_package(_module_name(type(value)))
         return f"object {type(value).__qualname__}({'; '.join(described)})"
 
     def _hugging_face(self, value: Any, path: str) -> str:
@@ -459,12 +460,13 @@ class Describer:
         rules = {name: part for name, part in rules.items() if name not in ("padding", "truncation")}
         names = ("chat_template", "special_tokens_map", "padding_side", "truncation_side", "model_max_length")
         options = [self._any(getattr(value, name, None), f"{path}.{name}") for name in names]
-        self._note_package(type(value).__module__)
+        self._note_package(_module_name(type(value)))
         return f"{type(value).__qualname__} {digest_of(json.dumps(rules, sort_keys=True))} {', '.join(options)}"
 
     def _opaque(self, value: Any, path: str, why: str) -> str:
-        self._note_unseen(path, f"is a {type(value).__module__}.{type(value).__qualname__}, {why}")
-        return f"opaque {type(value).__module__}.{type(value).__qualname__}"
+        name = f"{_module_name(type(value))}.{type(value).__qualname__}"
+        self._note_unseen(path, f"is a {name}, {why}")
+        return f"opaque {name}"
 
     def _note_unseen(self, path: str, why: str) -> None:
         self.unseen.append(f"{path} {why}")
@@ -566,11 +568,16 @@ def _is_own(kind: type, name: str, member: Any) -> bool:
     return type(member).__name__ != "_tuplegetter"
 
 
+def _module_name(kind: type) -> str:
+    """Types of compiled code may have anything for a module."""
+    return kind.__module__ if isinstance(kind.__module__, str) else ""
+
+
 def _is_compiled(kind: type) -> bool:
     """Whether objects of a class hold something beside attributes and the contents of builtin containers."""
     known = (object, dict, list, tuple, set, frozenset, *_PLAIN)
     for base in kind.__mro__:
-        if base in known or base.__module__ in ("typing", "abc", "collections.abc"):
+        if base in known or _module_name(base) in ("typing", "abc", "collections.abc"):
             continue
         if isinstance(base.__dict__.get("__new__"), types.BuiltinFunctionType):
             return True

@@ -115,7 +115,12 @@ def _parsed(text: str | bytes | bytearray, what: str, way_out: str) -> Any:
 
 
 def _json(contents: Mapping[str, Any], is_sorted: bool = False) -> bytes:
+    option = orjson.OPT_SERIALIZE_NUMPY | (orjson.OPT_SORT_KEYS if is_sorted else 0)
     try:
-        return orjson.dumps(contents, option=orjson.OPT_SORT_KEYS if is_sorted else None)
-    except TypeError:  # integers of more than 64 bits: a seed, say
-        return json.dumps(contents, sort_keys=is_sorted, separators=(",", ":")).encode()
+        return orjson.dumps(contents, option=option)
+    except TypeError:  # integers of more than 64 bits (a seed, say), or numbers of other classes
+        plain = json.loads(json.dumps(contents))
+    try:
+        return orjson.dumps(plain, option=option)
+    except TypeError:
+        return json.dumps(plain, sort_keys=is_sorted, separators=(",", ":")).encode()

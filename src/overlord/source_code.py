@@ -149,6 +149,7 @@ class CodeTexts:
 
     def _file(self, path: str) -> _File | None:
         if path not in self._files:
+            linecache.checkcache(path)
             lines = linecache.getlines(path)
             try:
                 tree = ast.parse("".join(lines))

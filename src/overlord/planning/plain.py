@@ -22,7 +22,7 @@ def whole(value: Any, at: str, *, least: int = 0, most: int = MOST) -> int:
 
 
 def number(value: Any, at: str, *, least: float = -math.inf) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < least:
+    if type(value) not in (int, float) or not least <= value < math.inf or value == -math.inf:
         lower = "" if least == -math.inf else f" from {least:g} on"
         raise DamagedError(f"{at} must be a finite number{lower}, it is {shown(value)}")
     return float(value)

@@ -17,6 +17,7 @@ the same. Only decisions cannot be derived; they must be on storage before anyth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,25 +94,26 @@ class Decision:
         """Raises DamagedError for what no run decides."""
         step, name, value = listed(plain, at, length=3)
         whole(step, f"{at}[0] (step)")
-        _check_decided(text(name, f"{at}[1] (name)", among=(WEIGHTS, COSTS, MESH)), mapping(value, f"{at}[2]"), f"{at}[2]")
+        if text(name, f"{at}[1] (name)") in (WEIGHTS, COSTS, MESH):
+            _check_decided(name, mapping(value, f"{at}[2]"), f"{at}[2]")
         return Decision(step, name, value)
 
 
 def _check_decided(name: str, value: Mapping[str, Any], at: str) -> None:
     if name == WEIGHTS:
-        keyed(value, at, needed=("weights", "of"), allowed=("by", "id", "until", "losses", "reports", "note"))
+        keyed(value, at, needed=("weights", "of"), allowed=value)
         weights = value["weights"]
         if weights is not None:
             shares = [number(w, f"{at}.weights.{n}", least=0) for n, w in mapping(weights, f"{at}.weights").items()]
-            if not any(shares):
-                raise DamagedError(f"{at}.weights are all 0")
+            if abs(math.fsum(shares) - 1) > 1e-6:
+                raise DamagedError(f"{at}.weights must sum to 1, they sum to {math.fsum(shares):g}")
         for key in ("until", "reports"):
             whole(value.get(key, 0), f"{at}.{key}")
         for source, loss in mapping(value.get("losses", {}), f"{at}.losses").items():
             number(loss, f"{at}.losses.{source}")
         texts = ("of", "by", "id", "note")
     elif name == COSTS:
-        keyed(value, at, needed=("of", "modules", "slow", "mesh"))
+        keyed(value, at, needed=("of", "modules", "slow", "mesh"), allowed=value)
         for module, coefficients in mapping(value["modules"], f"{at}.modules").items():
             for coefficient in listed(coefficients, f"{at}.modules.{module}"):
                 number(coefficient, f"{at}.modules.{module}")

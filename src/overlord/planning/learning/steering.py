@@ -37,6 +37,8 @@ class Steered:
         plain = keyed(plain, at, needed=("decisions", "heard"))
         decided = enumerate(listed(plain["decisions"], f"{at}.decisions"))
         decisions = tuple(Decision.from_plain(each, f"{at}.decisions[{i}]") for i, each in decided)
+        for i, decision in enumerate(decisions):
+            text(decision.name, f"{at}.decisions[{i}][1] (name)", among=(WEIGHTS, COSTS))
         heard = tuple(listed(plain["heard"], f"{at}.heard"))
         for i, each in enumerate(heard):
             _check_heard(each, f"{at}.heard[{i}]")
