@@ -378,6 +378,39 @@ def test_an_object_that_hides_its_contents_is_listed_with_its_place():
     ]
 
 
+def test_an_object_that_raises_when_it_is_looked_at_stops_no_job():
+    class Angry:
+        def identity(self) -> str:
+            raise RuntimeError("no")
+
+    assert described(Angry()) == described(Angry())
+    assert "which cannot be looked into: RuntimeError('no')" in unseen(Angry())[0]
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert "which cannot be looked into: RecursionError" in unseen(deep)[0]
+
+
+def test_files_and_folders_count_by_what_is_in_them(tmp_path):
+    for folder, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "table.txt").write_text(text)
+    for form in (lambda name: tmp_path / name, lambda name: tmp_path / name / "table.txt"):
+        assert described(form("a")) == described(form("b")) != described(form("c"))
+            described(Options({"x": form("a")}))
+            == described(Options({"x": form("b")}))
+            != described(Options({"x": form("c")}))
+        )
+    named = [str(tmp_path / name / "table.txt") for name in "abc"]
+    assert described([named[0]]) == described([named[1]]) != described([named[2]])
+    (tmp_path / "a" / "more.txt").write_text("3")
+    assert described(tmp_path / "a") != described(tmp_path / "b")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "is a file of 1,048,576 MiB: of its contents only the size counts" in unseen(tmp_path / "huge")[0]
+    assert "is a folder with too many files" in unseen(tmp_path)[0]
+
+
 def test_an_identity_is_all_that_counts_of_an_object_and_an_address_in_it_is_said():
     class Known:
         def __init__(self, number: int) -> None:

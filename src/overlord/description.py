@@ -32,6 +32,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import logging
 import os
 import pathlib
@@ -119,8 +120,8 @@ class Describer:
             self._numbers = {}
             try:
                 self._roots[id(value)] = self._any(value, path)
-            except RecursionError:
-                self._roots[id(value)] = self._opaque(value, path, "is nested too deeply to be looked at")
+            except Exception as error:  # noqa: BLE001 - whatever a foreign object raises, it must not keep a job from starting
+                self._roots[id(value)] = self._opaque(value, path, f"which cannot be looked into: {error!r:.200}")
             self._kept.append(value)
         return self._roots[id(value)]
 
@@ -244,12 +245,16 @@ class Describer:
         if here.is_file():
             return f"file {self._file(here, path)}"
         if here.is_dir():
-            inside = [entry for entry in sorted(here.rglob("*")) if entry.is_file()]
-            if len(inside) > _MOST_NAMES:
-                self._note_unseen(path, f"is a folder of {len(inside)} files: only their names and sizes count")
-                return "folder " + digest_of(repr([(str(f.relative_to(here)), f.stat().st_size) for f in inside]))
-            return "folder " + digest_of(repr([(str(f.relative_to(here)), self._file(f, path)) for f in inside]))
+            return self._folder(here, path)
         return f"path {str(value)!r}"  # to be written, or not there yet
+
+    def _folder(self, folder: pathlib.Path, path: str) -> str:
+        inside = sorted(entry for entry in itertools.islice(folder.rglob("*"), _MOST_NAMES + 1) if entry.is_file())
+        num_bytes = sum(entry.stat().st_size for entry in inside)
+        if len(inside) > _MOST_NAMES or num_bytes > _MOST_FILE_BYTES:
+            self._note_unseen(path, "is a folder with too many files to be read: of its contents nothing counts")
+            return f"path {str(folder)!r}"
+        return "folder " + digest_of(repr([(str(f.relative_to(folder)), self._file(f, path)) for f in inside]))
 
     def _file(self, file: pathlib.Path, path: str) -> str:
         real = os.path.realpath(file)
@@ -504,9 +509,16 @@ def declared_options(value: Any) -> dict[str, Any]:
         default = each.default if each.default is not MISSING else MISSING
         if default is MISSING and each.default_factory is not MISSING:
             default = each.default_factory()
-        if default is MISSING or type(option) is not type(default) or option != default:
+        if default is MISSING or not _is_equal(option, default):
             found[each.name] = option
     return found
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except ValueError:  # arrays do not say whether they are equal
+        return False
 
 
 class _Missing:
@@ -668,8 +680,9 @@ def _torch(value: Any) -> str | None:
 
 
 def _is_hugging_face(value: Any) -> bool:
-    backend = getattr(type(value), "backend_tokenizer", None)
-    return backend is not None and callable(getattr(getattr(value, "backend_tokenizer", None), "to_str", None))
+    if isinstance(value, type) or not hasattr(type(value), "backend_tokenizer"):
+        return False
+    return callable(getattr(value.backend_tokenizer, "to_str", None))
 
 
 def _hasher() -> Any:

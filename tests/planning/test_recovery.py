@@ -134,7 +134,7 @@ def test_a_mesh_is_written_down_whole():
         (lambda r: [r[0], *r[2:]], r"goes from step -1 to step 1: records are missing"),
         (lambda r: [*r, {"kind": "wish"}], "unknown kind 'wish'"),
         (lambda r: [*r[:2], {**r[2], "moved": {"sources": [0], "colour": [1]}}], "a column 'colour'"),
-        (lambda r: [*r[:2], {**r[2], "moved": {"sources": [9], "row": [1]}}], "not understood: IndexError"),
+        (lambda r: [*r[:2], {**r[2], "moved": {"sources": [9], "row": [1]}}], "moved.sources must be .* 0 to 2, it is 9"),
         (lambda r: [*r[:2], {"kind": "step", "step": 1}], "not understood: KeyError"),
         (lambda r: [{**r[0], "progress": {"step": 0}}, *r[1:]], "not understood: KeyError"),
     ],

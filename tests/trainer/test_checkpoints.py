@@ -114,6 +114,18 @@ def test_a_client_goes_on_from_a_checkpoint_of_each_library(way, job, tmp_path):
             assert first + read(fresh, STEPS - CUT) == uncut(job)
 
 
+def test_a_state_before_an_earlier_step_is_right_where_a_library_fetches_ahead(tmp_path):
+    with started(TOKENS) as (loader, client):
+        steered(loader)
+        first = read(client, CUT)
+        read(client, 2)  # fetched, and not trained on
+        torch.save(client.state_dict(before=CUT), tmp_path / "last.ckpt")
+        with started(TOKENS, resume=torch.load(tmp_path / "last.ckpt", weights_only=True)) as (_, fresh):
+            assert first + read(fresh, STEPS - CUT) == uncut(TOKENS)
+        with pytest.raises(ol.SpecError, match=f"before is a step from 0 to {CUT + 2}, the one that comes next, got 8"):
+            client.state_dict(before=CUT + 3)
+
+
 def test_a_loader_goes_on_from_a_checkpoint_with_all_of_its_clients(tmp_path):
     job = replace(TOKENS, mesh=ol.Mesh(dp=2))
     with ol.start(job) as loader, ol.start(job) as other:

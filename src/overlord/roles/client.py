@@ -145,10 +145,14 @@ class Client:
         """The step that comes next."""
         return self._next
 
-    def state_dict(self) -> State:
+    def state_dict(self, before: int | None = None) -> State:
         """The state before the step that comes next: {"overlord": 2, "step": ..., "state": "<JSON>"}, the same keys always,
-        so that torch.distributed.checkpoint and others that load in place can hold it."""
-        return self._channel.state_before(self._next)
+        so that torch.distributed.checkpoint and others that load in place can hold it.
+
+        A library that fetches ahead has taken steps that the model has not seen: `before` is the first of those."""
+        if before is not None and not 0 <= before <= self._next:
+            raise SpecError(f"before is a step from 0 to {self._next}, the one that comes next, got {before}")
+        return self._channel.state_before(self._next if before is None else before)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. Every client of the run must load the same one."""
