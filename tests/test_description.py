@@ -397,10 +397,6 @@ def test_files_and_folders_count_by_what_is_in_them(tmp_path):
         (tmp_path / folder / "table.txt").write_text(text)
     for form in (lambda name: tmp_path / name, lambda name: tmp_path / name / "table.txt"):
         assert described(form("a")) == described(form("b")) != described(form("c"))
-            described(Options({"x": form("a")}))
-            == described(Options({"x": form("b")}))
-            != described(Options({"x": form("c")}))
-        )
     named = [str(tmp_path / name / "table.txt") for name in "abc"]
     assert described([named[0]]) == described([named[1]]) != described([named[2]])
     (tmp_path / "a" / "more.txt").write_text("3")
