@@ -219,6 +219,8 @@ def _tree_text(node: Any) -> str:
             continue
         if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
             part = _without_docstring(node.body)
+        if isinstance(node, ast.JoinedStr):  # some versions of Python end a format with an empty text
+            part = [each for each in node.values if not (isinstance(each, ast.Constant) and each.value == "")]
         parts.append(f"{name}={_tree_text(part)}")
     return f"{type(node).__name__}({' '.join(parts)})"
 
