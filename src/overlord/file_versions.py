@@ -12,7 +12,9 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from overlord.planning.plain import DamagedError, listed, shown, text, whole
 from overlord.spec import Unit
 
 NUM_GROUPS = 8
@@ -35,6 +37,18 @@ class FileVersions:
         """None for a source that does not tell the versions of its files."""
         versions = {unit.path: unit.version for unit in units if unit.version}
         return FileVersions(versions) if versions else None
+
+    @staticmethod
+    def check(saved: Any, at: str) -> None:
+        """Raises DamagedError for what `to_plain` did not make."""
+        digests, newest = listed(saved, at, length=2)
+        try:
+            found = base64.b64decode(text(digests, f"{at}[0]"), validate=True)
+        except ValueError:
+            found = b""
+        if len(found) != NUM_GROUPS * _DIGEST_BYTES:
+            raise DamagedError(f"{at}[0] must be {NUM_GROUPS} digests in base64, it is {shown(digests)}")
+        whole(newest, f"{at}[1]", most=2**63)
 
     def to_plain(self) -> list[str | int]:
         sums = [0] * NUM_GROUPS

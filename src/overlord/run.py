@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
@@ -37,7 +37,7 @@ from overlord.roles.routes import Routes
 from overlord.roles.shadow import ShadowChange
 from overlord.roles.upkeep import Loaders, Upkeep
 from overlord.spec import Job, Log, Mesh, Source, Unit
-from overlord.state import Fingerprint, State, from_state, to_state
+from overlord.state import Fingerprint, State, from_state, to_state, warn_of_unseen
 from overlord.threads import Threads
 from overlord.transport.constructor import ServingConstructor, make_serving_constructor
 from overlord.workplace import WorkplaceSize
@@ -53,7 +53,7 @@ def start(
     job: Job,
     *,
     engine: Engine | None = None,
-    resume: Mapping[str, Any] | Literal["log"] | None = None,
+    resume: Mapping[str, Any] | str | bytes | None = None,
     accept_changes: Collection[str] | bool = (),
     world_size: int | None = None,
     log: str | Path | Log | None = None,
@@ -63,9 +63,9 @@ def start(
 ) -> Loader:
     """Start a job. Use it in a `with` block, or call `close`.
 
-    `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`; it may come from any
-    mesh. `accept_changes` names differences between the job and the state to take all the same. `world_size`, where given,
-    must fit the mesh; a mesh without `dp` takes its dp from it.
+    `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`, or its JSON text; it
+    may come from any mesh. `accept_changes` names differences between the job and the state to take all the same.
+    `world_size`, where given, must fit the mesh; a mesh without `dp` takes its dp from it.
 
     `log` is where the planner writes down what it decided, so that it can be made anew and give the same plans. A checkpoint
     belongs to a model, so `resume=state` decides where a run goes on, whatever the log says. `resume="log"` is for a run
@@ -128,6 +128,7 @@ class Loader:
         self._fingerprint = fingerprint
         self._saved_fingerprint = fingerprint.to_dict()
         self._accept_changes = accept_changes
+        self._has_saved = era is not None  # what no fingerprint sees is said once, at the first save
         self._start = progress
         self._steered = steered or Steered()
         self._era = era
@@ -304,8 +305,19 @@ class Loader:
         """How far the planner is, and its log."""
         return self._planner.ask(Planner.status).result()
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move the run to a state, with all of its clients in this process. Trainers in other processes load it too."""
+        self.load_state(state, self._generation)
+        with self._lock:
+            clients = [client for client in self._clients if client.is_stale]
+        for client in clients:
+            client.rejoin()
+
     def state_before(self, step: int) -> State:
         """The state from which a run goes on with `step`."""
+        if not self._has_saved:
+            self._has_saved = True
+            warn_of_unseen(self._fingerprint)
         progress, steered = self._planner.ask(Planner.checkpoint, step).result()
         return to_state(progress, self.job.mix.unit, self._saved_fingerprint, steered)
 
@@ -317,7 +329,7 @@ class Loader:
             follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
             if not follows:
                 known = self._planner.ask(Planner.decisions).result()
-                self._start, self._steered = progress, resumed(state, self.job, known)
+                self._start, self._steered = progress, resumed(state, self.job, known, progress.step)
                 self._generation += 1
                 self._era = None if self._era is None else self._era.moved(progress.step, self.job.mesh)
                 self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))

@@ -15,7 +15,7 @@ from overlord.errors import ClosedError, SpecError, WaitTimeoutError
 from overlord.planning.learning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
-from overlord.state import State
+from overlord.saved_state import State, contents_of, sealed
 
 _WAIT_S = 0.25  # how long one ask waits before the client looks at its own deadline
 _NUMBERS = re.compile(r"[\d.]+")
@@ -151,11 +151,18 @@ class Client:
         self._next = self._channel.start()
         self._ended = False
 
-    def state_dict(self) -> State:
-        return self._channel.state_before(self._next)
+    def state_dict(self, before: int | None = None) -> State:
+        """The state before the step that comes next: {"overlord": 2, "step": ..., "state": "<JSON>"}, the same keys always,
+        so that torch.distributed.checkpoint and others that load in place can hold it.
+
+        A library that fetches ahead has taken steps that the model has not seen: `before` is the first of those."""
+        if before is not None and not 0 <= before <= self._next:
+            raise SpecError(f"before is a step from 0 to {self._next}, the one that comes next, got {before}")
+        return self._channel.state_before(self._next if before is None else before)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. Every client of the run must load the same one."""
+        state = sealed(contents_of(state))  # as text: what is no JSON is refused here, not on its way
         # One that has read nothing yet is like one of the generation before: if another has moved the run to this state
         # already, it only follows, and throws out nobody.
         generation = self._generation if self._has_read else self._generation - 1

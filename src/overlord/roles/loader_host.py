@@ -269,13 +269,18 @@ class _Given:
                 tokens.append(_NO_TOKENS)
                 opened[source, number] = one
                 continue
-            begin = one.begin[row]
+            try:
+                begin, document_end = one.begin[row], one.document_end[row]
+            except IndexError:
+                raise DataError(_is_gone(names[source], number, row, "there is no such row")) from None
             end = begin + stop
+            if end > document_end:
+                raise DataError(_is_gone(names[source], number, row, f"it ends before token {stop}"))
             tokens.append(values[begin + start : end])
             one.left = left = one.left - stop + start
             if keep_all or left <= 0:
                 opened[source, number] = one
-            goes_on = end < one.document_end[row]
+            goes_on = end < document_end
             if goes_on:
                 following[len(tokens) - 1] = values.item(end)
             if one.mask is not None:
@@ -286,6 +291,13 @@ class _Given:
             self.following[place] = token
         self.some_mask = bool(masks)
         masks += [None] * (len(samples) - len(masks))
+
+
+def _is_gone(source: str, chunk: int, row: int, why: str) -> str:
+    return (
+        f"row {row} of chunk {chunk} of source {source!r} was planned and is not what it was: {why}. The source gives other "
+        "rows than before, or the run was resumed from an edited state; restore the data, or start from a checkpoint"
+    )
 
 
 def _nothing(number: int) -> None:

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import orjson
@@ -41,7 +41,7 @@ from overlord.planning.recovery import (
     withdrawn_record,
 )
 from overlord.spec import Job, Log, Mesh
-from overlord.state import Fingerprint, from_state, refuse_differences, steered_of, to_state
+from overlord.state import Fingerprint, differences_of, from_state, refuse_differences, steered_of, to_state, warn_of_unseen
 
 _log = logging.getLogger("overlord.log")
 
@@ -188,7 +188,7 @@ class PlanLog:
 def starting_point(
     job: Job,
     fingerprint: Fingerprint,
-    resume: Mapping[str, Any] | Literal["log"] | None,
+    resume: Mapping[str, Any] | str | bytes | None,
     log: Log | None,
     accept_changes: Collection[str] | bool,
 ) -> tuple[Progress, Steered, Era | None]:
@@ -204,7 +204,7 @@ def starting_point(
     found = newest_in(segments_at(log.location, log.storage_options))
     decisions: tuple[Decision, ...] = ()
     if found is not None:
-        differences = fingerprint.differences(found.header.fingerprint)
+        differences = differences_of(fingerprint, found.header.fingerprint, f"the log at {log.location} is damaged")
         what = f"the log at {log.location} was written by a job that differs from this one"
         refuse_differences(differences, accept_changes, what, "or give another log=...")
         decisions = _lasting(found)
@@ -222,6 +222,7 @@ def starting_point(
     header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
     era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
     _check_writable(era, progress, steered)
+    warn_of_unseen(fingerprint)
     return progress, steered, era
 
 
@@ -245,7 +246,7 @@ def newest_in(segments: Segments, job: str | None = None, era: int | None = None
             if job not in (None, own.job) or era not in (None, own.era):
                 continue
             recovered = fold(records[1:], keep)
-        except (StateError, KeyError, orjson.JSONDecodeError) as error:
+        except (StateError, orjson.JSONDecodeError) as error:
             raise StateError(f"{name} cannot be used: {error}; delete it to go on from the one before it") from error
         if contents.good_bytes < contents.num_bytes:
             _log.warning(
@@ -298,17 +299,20 @@ def _state_of(found: Found) -> dict[str, Any]:
 
 
 def _resumed(
-    resume: Mapping[str, Any] | None, job: Job, fingerprint: Fingerprint, accept_changes: Collection[str] | bool
+    resume: Mapping[str, Any] | str | bytes | None,
+    job: Job,
+    fingerprint: Fingerprint,
+    accept_changes: Collection[str] | bool,
 ) -> tuple[Progress, Steered]:
     if resume is None:
         return Progress.start(tuple(job.sources)), Steered()
     return from_state(resume, job, fingerprint, accept_changes), about(job, steered_of(resume))
 
 
-def resumed(state: Mapping[str, Any], job: Job, known: Sequence[Decision]) -> Steered:
-    """What steers a run that goes back to a state, and had decided some things before."""
+def resumed(state: Any, job: Job, known: Sequence[Decision], step: int) -> Steered:
+    """What steers a run that goes back to a state at a step, and had decided some things before."""
     steered = steered_of(state)
-    return about(job, replace(steered, decisions=joined(steered.decisions, known, int(state["step"]))))
+    return about(job, replace(steered, decisions=joined(steered.decisions, known, step)))
 
 
 def about(job: Job, steered: Steered) -> Steered:
