@@ -93,7 +93,7 @@ class ArrowIpc(FileSource):
         try:
             pieces = _pieces(data, origin, detail)
             self._check_bytes(unit, sum(map(decompressed_bytes, pieces)))
-            table = _table(unit, pieces) if detail.starts else _whole(data)
+            table = _table(unit, pieces) if detail.starts else _whole(unit.path, data)
         except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
             raise SourceError(f"{unit} cannot be decoded as Arrow IPC: {error}; copy or write the file again") from error
         table = table.select(detail.schema.names).replace_schema_metadata(None)
@@ -232,7 +232,9 @@ def _table(unit: Unit, pieces: Sequence[pa.Buffer]) -> pa.Table:
     return pa.Table.from_batches(batches, detail.file_schema)
 
 
-def _whole(data: pa.Buffer) -> pa.Table:
+def _whole(path: str, data: pa.Buffer) -> pa.Table:
     is_file = data[: len(MAGIC)].to_pybytes() == MAGIC
+    if not is_file:
+        stream_blocks(path, data)  # checks more than Arrow does; a remote stream is not looked at when it is listed
     with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(data)) as reader:
         return reader.read_all()

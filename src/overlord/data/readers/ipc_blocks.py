@@ -18,7 +18,7 @@ from overlord.errors import SourceError
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 _BLOCK = np.dtype([("offset", "<i8"), ("header", "<i4"), ("_", "<i4"), ("body", "<i8")])
-_DICTIONARY, _BATCH = 2, 3
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _LEAST_HEADER_BYTES = 16
 """Of a message: the mark, the length of the header, and the smallest header."""
 
@@ -62,14 +62,16 @@ def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
     offset = 0
     while offset < data.size:
         length = struct.unpack_from("<i", data, offset + 4)[0] if offset + 8 <= data.size else -1
-        if length == 0:
-            break  # the end-of-stream mark
         stop = offset + 8 + length
         if data[offset : offset + 4].to_pybytes() != CONTINUATION or length < 0 or stop > data.size:
             raise _cut(path, offset, data.size)
+        if length == 0:
+            _check_end(path, data, stop)
+            break
         header = data.slice(offset + 8, length)
         kind, body = _message(header)
-        if body < 0 or stop + body > data.size:
+        is_known = kind in (_DICTIONARY, _BATCH) if offset else kind == _SCHEMA
+        if not is_known or body < 0 or stop + body > data.size:
             raise _cut(path, offset, data.size)
         has_dictionaries |= kind == _DICTIONARY
         if kind == _BATCH:
@@ -77,6 +79,15 @@ def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
             stops.append(stop + body)
         offset = stop + body
     return Blocks(tuple(starts), tuple(stops), has_dictionaries)
+
+
+def _check_end(path: str, data: pa.Buffer, end: int) -> None:
+    """Raises SourceError where something follows the end-of-stream mark: Arrow would leave it out without a word."""
+    if np.frombuffer(memoryview(data.slice(end)), np.uint8).any():
+        raise SourceError(
+            f"{path} goes on after the end-of-stream mark at byte {end - 8:,}, for {data.size - end:,} bytes that would not "
+            "be read: if streams were joined, name each of them as a file of its own; otherwise copy or write it again"
+        )
 
 
 def batch_rows(data: pa.Buffer, start: int, stop: int) -> int:
