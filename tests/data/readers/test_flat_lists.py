@@ -172,6 +172,20 @@ def test_damage_under_a_checksum_names_the_row_group(tmp_path: Path, version: st
 
 
 @pytest.mark.strangers
+def test_a_row_group_of_another_type_than_the_schema_is_an_error(tmp_path: Path) -> None:
+    data = written(lists_of([300, 400], pa.int32()))
+    head, found, tail = data.rpartition(b"\x15\x02\x19")  # in the entry of the column chunk: INT32, then a list of encodings
+    assert found
+    data = head + b"\x15\x04\x19" + tail
+    with pytest.raises(NotFlat, match="INT64, unlike the schema"):
+        read_flat(data)
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(SourceError, match=r"a\.parquet .*INT64 vs\. INT32"):
+        source = Parquet(str(tmp_path / "a.parquet"))
+        source.read(source.units()[0])
+
+
+@pytest.mark.strangers
 @pytest.mark.parametrize("make", [lambda numbers: binary(bytes(numbers)), lambda numbers: sequence(*map(i32, numbers))])
 def test_a_page_header_with_fields_of_other_types_is_left_to_arrow(make: Callable[[list[int]], Encoded]) -> None:
     file = pq.ParquetFile(io.BytesIO(written(lists_of([200], pa.int32()), compression="none", use_dictionary=False)))

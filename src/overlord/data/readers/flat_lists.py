@@ -141,6 +141,8 @@ def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Li
     num_levels = num_values = 0
     if chunk.compression not in _CODECS:
         raise NotFlat(f"the codec is {chunk.compression}")
+    if chunk.physical_type != _TYPES[column.field.type.value_type].name:
+        raise NotFlat(f"the row group has {chunk.physical_type}, unlike the schema")
     for page in _pages(chunk, data):
         if page.header[_KIND] == _DICTIONARY_PAGE:
             dictionary = page.whole
