@@ -271,6 +271,7 @@ def test_a_size_that_no_file_has_is_an_error(size: bytes, message: str) -> None:
         b"9 path=a",
         b"6 abc\n",
         b"8 path=\n",
+        b"5 =x\n",
         b"16 path=a\0b.txt\n",
         b"9 pa\0h=a\n",
     ],

@@ -292,7 +292,8 @@ def _pax_records(path: str, offset: int, content: bytes) -> dict[str, str]:
         record = content[len(length) + 1 : int(length)]
         key, equals, value = record.removesuffix(b"\n").partition(b"=")
         is_name = key in (b"path", b"linkpath")
-        if not equals or not record.endswith(b"\n") or b"\0" in key or (is_name and (not value or b"\0" in value)):
+        is_odd = not key or b"\0" in key or (is_name and (not value or b"\0" in value))
+        if is_odd or not equals or not record.endswith(b"\n"):
             raise _damaged(path, offset, "has a damaged pax header")
         records[_text(key)] = _text(value)
         content = content[int(length) :]
