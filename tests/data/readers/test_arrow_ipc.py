@@ -115,6 +115,31 @@ def test_a_stream_without_its_end_mark_is_whole(tmp_path: Path) -> None:
     assert read_all(ArrowIpc(str(path))).equals(documents(20))
 
 
+@pytest.mark.strangers
+@pytest.mark.parametrize("hole", [False, True])
+def test_a_stream_that_goes_on_after_its_end_is_refused(tmp_path: Path, hole: bool) -> None:
+    path = Path(write(tmp_path / "a", documents(20), "stream"))
+    data = path.read_bytes()
+    start = ArrowIpc(str(path)).units()[0].detail.starts[1]
+    path.write_bytes(data[:start] + bytes(16) + data[start + 16 :] if hole else data + data)
+    message = f"the message at byte {start:,} .* damaged" if hole else rf"end-of-stream mark at byte {len(data) - 8:,}"
+    with pytest.raises(SourceError, match=message):
+        ArrowIpc(str(path)).units()
+    path.write_bytes(data + bytes(100))
+    assert read_all(ArrowIpc(str(path))).equals(documents(20))
+
+
+@pytest.mark.strangers
+def test_a_message_of_another_kind_in_a_stream_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a", documents(20), "stream"))
+    data = path.read_bytes()
+    first, second = ArrowIpc(str(path)).units()[0].detail.starts
+    for broken in (data[:second] + data[:first] + data[second:], data[first:]):
+        path.write_bytes(broken)
+        with pytest.raises(SourceError, match=r"the message at byte [\d,]+ of [\d,]+ is cut off or damaged|cannot be read"):
+            ArrowIpc(str(path)).units()
+
+
 def test_a_cut_file_is_refused_when_listed(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.arrow", documents(50), "file"))
     path.write_bytes(path.read_bytes()[:-20])
@@ -208,6 +233,16 @@ def test_a_dictionary_index_out_of_range_is_an_error(tmp_path: Path) -> None:
     source = ArrowIpc(str(path))
     with pytest.raises(SourceError, match=r"a\.arrow is damaged in column 'x'"):
         source.read(source.units()[0])
+
+
+@pytest.mark.strangers
+def test_a_dictionary_with_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array(["first", "second"]).dictionary_encode()})
+    path = Path(write(tmp_path / "a.arrow", table, "file"))
+    flip(path, path.read_bytes().index(b"firstsecond"), 7)
+    source = ArrowIpc(str(path))
+    with pytest.raises(SourceError, match=r"a\.arrow is damaged in column 'x': .*UTF8"):
+        source.read_rows(source.units()[0])
 
 
 FLIP_BITS = """

@@ -104,7 +104,7 @@ class ArrowIpc(FileSource):
                 # Read, it would not fit into the buffer beside the next one. A file that is cut while it is mapped kills
                 # the process, so this is for what cannot be had otherwise.
                 mapped = (MappedFile(detail.file),)
-                table = self._table(unit, mapped[0].data, 0) if detail.starts else _whole(mapped[0].data)
+                table = self._table(unit, mapped[0].data, 0) if detail.starts else _whole(unit.path, mapped[0].data)
         except StorageError:
             raise  # an OSError too, but it says nothing about the file
         except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
@@ -123,7 +123,7 @@ class ArrowIpc(FileSource):
         detail: Batches = unit.detail
         file, schema = detail.file, detail.file_schema
         if not detail.starts:
-            return _whole(self.storage.read(file, 0, file.num_bytes))
+            return _whole(unit.path, self.storage.read(file, 0, file.num_bytes))
         if is_remote(file.path) or len(detail.schema) == len(schema):
             start = min(detail.starts)
             return self._table(unit, self.storage.read(file, start, max(detail.stops)), start)
@@ -296,7 +296,9 @@ def _record_batch(unit: Unit, message: pa.Buffer, start: int) -> pa.RecordBatch:
         ) from error
 
 
-def _whole(data: pa.Buffer) -> pa.Table:
+def _whole(path: str, data: pa.Buffer) -> pa.Table:
     is_file = data[: len(MAGIC)].to_pybytes() == MAGIC
+    if not is_file:
+        stream_blocks(path, data)  # checks more than Arrow does; a remote stream is not looked at when it is listed
     with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(data)) as reader:
         return reader.read_all()

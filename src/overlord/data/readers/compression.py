@@ -25,7 +25,7 @@ def decompressed_blocks(path: str, codec: Codec, content: pa.NativeFile, block_b
     members one after the other are one content."""
     try:
         with pa.CompressedInputStream(content, codec) as stream:
-            while block := stream.read(block_bytes):
+            while block := stream.read_buffer(block_bytes).to_pybytes():  # read() leaks its memory when it raises
                 yield block
     except OSError as error:
         raise SourceError(

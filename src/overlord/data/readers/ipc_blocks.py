@@ -19,9 +19,12 @@ from overlord.errors import SourceError
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 _BLOCK = np.dtype([("offset", "<i8"), ("header", "<i4"), ("_", "<i4"), ("body", "<i8")])
-_DICTIONARY, _BATCH = 2, 3
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _LEAST_HEADER_BYTES = 16
 """Of a message: the mark, the length of the header, and the smallest header."""
+
+
+_STEP_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +58,25 @@ def file_blocks(path: str, footer: pa.Buffer, num_bytes: int) -> Blocks:
     return Blocks(tuple(starts[: len(batches)]), tuple(stops[: len(batches)]), len(dictionaries) > 0)
 
 
-def stream_blocks(path: str, data: FileBytes) -> Blocks:
+def stream_blocks(path: str, data: FileBytes | pa.Buffer) -> Blocks:
     """From the headers of a stream; its data is not touched."""
     starts: list[int] = []
     stops: list[int] = []
     has_dictionaries = False
     offset = 0
     while offset < data.size:
-        mark = data[offset : offset + 8]
+        mark = _bytes(data, offset, offset + 8)
         length = struct.unpack_from("<i", mark, 4)[0] if len(mark) == 8 else -1
-        if length == 0:
-            break  # the end-of-stream mark
         stop = offset + 8 + length
         if mark[:4] != CONTINUATION or length < 0 or stop > data.size:
             raise _cut(path, offset, data.size)
-        header = data[offset + 8 : stop]
+        if length == 0:
+            _check_end(path, data, stop)
+            break
+        header = _bytes(data, offset + 8, stop)
         kind, body = _message(header)
-        if body < 0 or stop + body > data.size:
+        is_known = kind in (_DICTIONARY, _BATCH) if offset else kind == _SCHEMA
+        if not is_known or body < 0 or stop + body > data.size:
             raise _cut(path, offset, data.size)
         has_dictionaries |= kind == _DICTIONARY
         if kind == _BATCH:
@@ -79,6 +84,20 @@ def stream_blocks(path: str, data: FileBytes) -> Blocks:
             stops.append(stop + body)
         offset = stop + body
     return Blocks(tuple(starts), tuple(stops), has_dictionaries)
+
+
+def _check_end(path: str, data: FileBytes | pa.Buffer, end: int) -> None:
+    """Raises SourceError where something follows the end-of-stream mark: Arrow would leave it out without a word."""
+    if any(any(_bytes(data, start, start + _STEP_BYTES)) for start in range(end, data.size, _STEP_BYTES)):
+        raise SourceError(
+            f"{path} goes on after the end-of-stream mark at byte {end - 8:,}, for {data.size - end:,} bytes that would not "
+            "be read: if streams were joined, name each of them as a file of its own; otherwise copy or write it again"
+        )
+
+
+def _bytes(data: FileBytes | pa.Buffer, start: int, stop: int) -> bytes:
+    part = data[start : min(stop, data.size)]
+    return part if isinstance(part, bytes) else part.to_pybytes()
 
 
 def batch_rows(data: FileBytes, start: int, stop: int) -> int:

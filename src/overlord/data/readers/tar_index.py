@@ -83,7 +83,8 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
     total = data.size if num_bytes is None else num_bytes
     view = data if isinstance(data, FileBytes) else memoryview(data)
     offset = begin = 0
-    long_name, long_link, pax = None, None, {}
+    long_name, long_link, pax = "", "", {}
+    extended: set[int] = set()  # the kinds of headers that wait for their member
     while offset < total:
         if offset + BLOCK > total:
             raise _damaged(path, offset, "is cut off in the middle of a header")
@@ -91,6 +92,7 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
             return
         header = bytes(view[offset : offset + BLOCK])
         if header == ZEROS:
+            _check_used(path, offset, extended)
             offset = begin = _after_zeros(path, data, offset, begin, total)
             continue
         kind, size = header[156], _size(path, offset, header)
@@ -104,22 +106,34 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
         if kind in _NOT_MEMBERS:
             if start + size > data.size:
                 return
-            content = bytes(view[start : start + size])
+            content = bytes(view[start : min(after, data.size)])
+            if kind in extended and kind != _GLOBAL_PAX:
+                raise _damaged(path, offset, "has two extended headers of one kind for one member")
+            extended.add(kind)
             if kind == _LONG_NAME:
-                long_name = _text(content)
+                long_name = _long_text(path, offset, content, size)
             elif kind == _LONG_LINK:
-                long_link = _text(content)
+                long_link = _long_text(path, offset, content, size)
             elif kind == _GLOBAL_PAX:
-                _check_global(path, offset, _pax_records(path, offset, content))
+                _check_global(path, offset, _pax_records(path, offset, content[:size]))
             else:
-                pax = _pax_records(path, offset, content)
+                pax = _pax_records(path, offset, content[:size])
         else:
             _check_in_one_piece(path, offset, name, kind, pax)
+            if (long_name and "path" in pax) or (long_link and "linkpath" in pax):
+                raise _damaged(path, offset, f"has two names for the member {name!r}, a GNU and a pax one")
             target = long_link or pax.get("linkpath") or _text(header[157:257])
             _add(found, kind, Member(name, start, size, bytes(view[start : start + min(size, FIRST_BYTES)])), target)
-            long_name, long_link, pax = None, None, {}
+            long_name, long_link, pax = "", "", {}
+            extended.clear()
         found.headers[offset] = header
         offset = after
+    _check_used(path, offset, extended)
+
+
+def _check_used(path: str, offset: int, extended: set[int]) -> None:
+    if extended:
+        raise _damaged(path, offset, "has an extended header (GNU or pax) without the member that it belongs to")
 
 
 def _add(found: _Found, kind: int, member: Member, target: str) -> None:
@@ -264,6 +278,14 @@ def _text(raw: bytes) -> str:
     return raw.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
 
 
+def _long_text(path: str, offset: int, content: bytes, size: int) -> str:
+    """The name in the blocks after a header: nothing but zeros follows it, or a part of it would be taken for the whole."""
+    name = content[:size].partition(b"\0")[0]
+    if not name or name != content.rstrip(b"\0"):
+        raise _damaged(path, offset, "has a damaged header for a long name")
+    return _text(name)
+
+
 def _pax_records(path: str, offset: int, content: bytes) -> dict[str, str]:
     """Records of the form `25 path=some/long/name\\n`: the number is the length of the whole record."""
     records: dict[str, str] = {}
@@ -273,7 +295,9 @@ def _pax_records(path: str, offset: int, content: bytes) -> dict[str, str]:
             raise _damaged(path, offset, "has a damaged pax header")
         record = content[len(length) + 1 : int(length)]
         key, equals, value = record.removesuffix(b"\n").partition(b"=")
-        if not equals or not record.endswith(b"\n"):
+        is_name = key in (b"path", b"linkpath")
+        is_odd = not key or b"\0" in key or (is_name and (not value or b"\0" in value))
+        if is_odd or not equals or not record.endswith(b"\n"):
             raise _damaged(path, offset, "has a damaged pax header")
         records[_text(key)] = _text(value)
         content = content[int(length) :]

@@ -58,6 +58,8 @@ def _rows_without_utf8(array: Any) -> dict[int, str]:
     try:
         array.validate(full=True)
     except pa.ArrowException as error:
+        if pa.types.is_dictionary(array.type):
+            raise  # without the rows that use the entry at fault, the entry would still be in the column
         found = _rows_of_children(array)
         if found is None:
             found = _rows_of_text(array)
