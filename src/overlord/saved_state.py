@@ -33,7 +33,11 @@ _CONTENTS = ("overlord", "step", "unit", "fingerprint", "sources", "carried")
 
 
 def sealed(contents: Mapping[str, Any]) -> State:
-    """Contents in the form that `state_dict()` returns."""
+    """Contents in the form that `state_dict()` returns. StateError for contents that can have no such form."""
+    try:
+        whole(contents.get("step"), "step")
+    except DamagedError as error:
+        raise damaged(error) from None
     return {"overlord": contents["overlord"], "step": contents["step"], "state": _json(contents).decode()}
 
 

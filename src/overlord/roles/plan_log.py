@@ -208,7 +208,8 @@ def starting_point(
         what = f"the log at {log.location} was written by a job that differs from this one"
         refuse_differences(differences, accept_changes, what, "or give another log=...")
         decisions = _lasting(found)
-    if resume == "log":
+    is_from_log = resume == "log"
+    if is_from_log:
         resume = None if found is None else _state_of(found)
     elif resume is None and found is not None and found.recovered.reached > 0:
         _log.warning(
@@ -217,7 +218,12 @@ def starting_point(
             found.recovered.reached,
             found.recovered.needed,
         )
-    progress, steered = _resumed(resume, job, fingerprint, accept_changes)
+    try:
+        progress, steered = _resumed(resume, job, fingerprint, accept_changes)
+    except StateError as error:
+        if is_from_log:
+            raise StateError(f"the log at {log.location} holds what cannot be gone on with: {error}") from None
+        raise
     steered = about(job, replace(steered, decisions=joined(steered.decisions, decisions, progress.step)))
     header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
     era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
