@@ -196,7 +196,7 @@ class Loader:
         listen = Listen(address, token, None if tls is None else Tls(*tls), advertise)
         job, channel = job_id(self._saved_fingerprint), InProcess(self, self._constructor_of)
         if isinstance(self._engine, Embedded):
-            self._serving = OneServer(job, channel, lambda: self.tree, listen, leave_after_s)
+            self._serving = OneServer(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
         else:
             self._serving = ServerPerGroup(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
         return self._serving.address
@@ -286,6 +286,7 @@ class Loader:
                 self._engine.rebind("planner", "planner/new")
                 for constructor in self._constructors:
                     constructor.ask(DataConstructor.restart, self._generation).result()
+                self._expect_trainers()
             return self._generation
 
     def resize(self, mesh: Mesh, *, at: int | None = None, timeout: float = 0.0) -> int:
@@ -347,8 +348,11 @@ class Loader:
 
     def _slowest(self) -> int:
         reading, last = ({}, {}) if self._serving is None else (self._serving.reading(), self._serving.last())
+        # A rank that is late may need any step that not all are known to have taken.
+        late = [] if self._serving is None or not self._serving.late() else [self.status().taken_to]
         with self._lock:
             here = [client.step for client in self._clients if client.is_reading] + list(reading.values())
+            here = [*here, *late] if here else []
             ended = [client.step for client in self._clients if not client.is_stale] + list(last.values())
             return min(here or ended or [self._start.step])
 
@@ -361,8 +365,8 @@ class Loader:
             return {client.rank: client.step for client in self._clients if client.is_reading}
 
     def _planner_from(self, job: Job, progress: Progress, era: Era | None) -> partial[Planner]:
-        is_safe = is_kept(job, era, self._engine)
-        return partial(make_planner, job, self._num_units, progress, self._steered, self._routes, era, is_safe)
+        is_safe, is_served = is_kept(job, era, self._engine), self._serving is not None
+        return partial(make_planner, job, self._num_units, progress, self._steered, self._routes, era, is_safe, is_served)
 
     def _move_to_mesh(self, job: Job, progress: Progress) -> None:
         engine, old, new = self._engine, self.job.mesh.dp, job.mesh.dp
@@ -386,3 +390,8 @@ class Loader:
             engine.started()
             self.job, self.tree, self._start, self._era = job, ClientPlaceTree(job.mesh), progress, era
             self._constructors[:] = kept + added
+            self._expect_trainers()
+
+    def _expect_trainers(self) -> None:
+        if self._serving is not None:
+            self._serving.expect()

@@ -5,6 +5,7 @@ How it behaves:
   with a Flight error that says why, is logged, and changes nothing.
 - Errors of the run travel inside answers, so that the client raises what would have been raised here.
 - A rank that is not heard from for `leave_after_s` no longer holds others back. When it comes back it goes on where it was.
+  One that has not come since the service started is late, and counts as gone after the same time, from its first peer on.
 - Draining: a step that some rank has taken is still handed to the others; no later one is.
 """
 
@@ -14,7 +15,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, Protocol, TypeVar
 
@@ -71,7 +72,7 @@ class Service:
 
     `locate` gives the address of the server that has a rank's steps, or None when it is this one, and raises SpecError for
     a rank that the run does not have. `serves` says whether a rank's steps are here; a rank may be moved elsewhere.
-    Servers of one run share an `instance`, and are no longer known when it changes.
+    `ranks` gives those whose steps are here; they are expected to come. Servers of one run share an `instance`, and are no longer known when it changes.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Service:
         run: Run | None = None,
         locate: Callable[[int], str | None] = lambda _: None,
         serves: Callable[[int], bool] = lambda _: True,
+        ranks: Callable[[], Collection[int]] = tuple,
         leave_after_s: float | None = LEAVE_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,6 +98,8 @@ class Service:
         self._run = run
         self._locate = locate
         self._serves = serves
+        self._ranks = ranks
+        self.roll.expect(ranks())
         self._leave_after_s = leave_after_s
         self._clock = clock
         self._generation = 0 if steps is None else steps.generation()
@@ -171,7 +175,7 @@ class Service:
         generation = steps.generation()
         if generation != self._generation:
             self._generation = generation
-            self.roll.forget()
+            self.roll.forget(self._ranks())
         return (ticket.instance, ticket.generation) != (self.instance, generation)
 
     def act(self, kind: str, body: memoryview) -> Any:
