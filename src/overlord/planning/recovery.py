@@ -11,8 +11,8 @@ A segment of the log is a header, a snapshot, and records that follow from it on
     withdrawn  {"kind": "withdrawn", "step": 44, "name": "..."}: the last such decision was refused, and nobody followed it
     report     {"kind": "report", "step": 41, "rank": 0, "sums": {...}}: losses that a decision may follow from
 
-A snapshot may have, as "behind", an older progress too: that before the oldest step that a rank who is late may ask for. What
-lies between the two is drawn again when it is asked for.
+A snapshot may have, as "behind", an older progress too: that before the oldest step that a rank who is late may ask for.
+What lies between the two is drawn again when it is asked for.
 
 A step's record says how the progress moved; the samples of a step follow from the progress before it, and its arrangement
 from the samples and the decisions in force. So a record that is lost costs time and nothing else: the step is drawn again,

@@ -98,7 +98,7 @@ def make_planner(
     is_served: bool,
     workplace: Workplace,
 ) -> Planner:
-    """`is_safe` says whether what the planner decides outlives it; `is_served` that trainers in other processes will come."""
+    """`is_safe` says whether what the planner decides outlives it; `is_served`, that trainers in other processes come."""
     max_lead = job.prefetch + 2
     place = ClientPlaceTree(job.mesh)
     log = None if era is None else PlanLog(era, start, max_lead, steered)

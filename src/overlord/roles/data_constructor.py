@@ -215,7 +215,7 @@ class DataConstructor:
         """Forget everything: the run goes on from another state."""
         with self._lock:
             self.generation = generation
-            self._expected |= self._at.keys()
+            self._expected.clear()
             self._at.clear()
             self._taken.clear()
             self._untaken = 0

@@ -116,8 +116,8 @@ class PlanLog:
         return self._log.position
 
     def add_step(self, after: Progress, kept: Callable[[], Sequence[Progress]]) -> None:
-        """Write down a drawn step. `kept` returns the progress of every step that may be asked for again, in order; there may
-        be a gap after the first, which somebody who is late may need."""
+        """Write down a drawn step. `kept` returns the progress of every step that may be asked for again, in order; there
+        may be a gap after the first, which somebody who is late may need."""
         if after.step <= self._last.step:
             return  # drawn again
         if self._num_since_snapshot >= self._era.log.snapshot_every or after.step != self._last.step + 1:

@@ -198,7 +198,7 @@ class Planner:
         return self._mix_of(self.progress(step), step)
 
     def known_mix(self, step: int) -> tuple[int, dict[str, Mix]]:
-        """The mix before a step, or before the last one up to it that is known. Answered at once, whatever is being drawn."""
+        """The mix before a step, or before the last one up to it that is known. Answered at once."""
         known = dict(self._before)
         nearest = max((number for number in known if number <= step), default=min(known))
         return nearest, self._mix_of(known[nearest](), nearest)
@@ -258,7 +258,10 @@ class Planner:
 
     def _check_reachable(self, step: int) -> None:
         if step < self._start.step:
-            raise OverlordError(f"this run starts at step {self._start.step}; it has no step {step}")
+            raise OverlordError(
+                f"this run starts at step {self._start.step}; it has no step {step}. If it was moved there by a resize or "
+                "by a loaded state, a client follows with rejoin or load_state_dict"
+            )
         if step > self._reached + MOST_AHEAD and (self._end is None or step > self._end):
             raise SpecError(
                 f"step {step} is too far away: this run has drawn the steps before {self._reached}, and at most "

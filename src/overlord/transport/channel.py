@@ -22,6 +22,8 @@ import msgspec
 
 from overlord.data.arenas import Arenas
 from overlord.errors import OverlordError, ServiceError
+from overlord.exclusive import OneProcess
+from overlord.long_waits import waiting
 from overlord.planning.learning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
@@ -51,6 +53,7 @@ class FlightChannel:
         self._root = root
         self._timeout = timeout
         self._wait_s = _WAIT_S if timeout is None else min(_WAIT_S, timeout)
+        self._home = OneProcess(f"the connection of rank {rank}", "Call overlord.connect in the process that reads")
         self._session = secrets.token_hex(8)
         self._arenas = Arenas(_ARENAS)
         self._lock = threading.Lock()
@@ -72,6 +75,7 @@ class FlightChannel:
         return len(self._generations) - 1
 
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+        self._home.check()
         wait_s = max(wait_s, self._wait_s)
         known = self._welcome
         ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, self._generations[-1])
@@ -96,7 +100,8 @@ class FlightChannel:
             case wire.Failure():
                 raise answer.error()
 
-    def leave(self, rank: int) -> None:
+    def leave(self, rank: int, generation: int | None = None) -> None:
+        # Whatever the generation: the service knows by the session whether another client has become this rank.
         try:
             self._say(Action.LEAVE)
         except (Unreachable, OverlordError) as error:  # then the server will find out by itself, if there still is one
@@ -158,11 +163,18 @@ class FlightChannel:
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
         """The outcome of the first attempt that reaches the server."""
+        self._home.check()
+        self._trouble = "it has not answered yet"
+        with waiting(lambda: f"rank {self._rank} waits for the service at {self._front.address}: {self._trouble}"):
+            return self._tried(attempt)
+
+    def _tried(self, attempt: Callable[[], T]) -> T:
         began = time.monotonic()
         while True:
             try:
                 return attempt()
             except Unreachable as error:
+                self._trouble = str(error)
                 waited = time.monotonic() - began
                 if self._timeout is not None and waited >= self._timeout:
                     raise ServiceError(

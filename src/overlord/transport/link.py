@@ -10,6 +10,7 @@ import pyarrow.flight as flight
 
 from overlord.errors import ServiceError
 from overlord.transport import wire
+from overlord.transport.forking import check_not_forked, hold
 from overlord.transport.security import token_header
 
 # Each client has a connection of its own, lets go of one that it does not use (the front door's, once it knows who serves
@@ -39,7 +40,9 @@ class Link:
     def __init__(self, address: str, token: str | None, root: str | None) -> None:
         self.address = address
         self._headers = token_header(token)
+        check_not_forked()
         self._client = flight.connect(address, tls_root_certs=root, generic_options=_OPTIONS)
+        hold(self._client)
 
     def asked(self, action: str, body: bytes, timeout_s: float) -> Any:
         """What an action answers; raises what went wrong in the service."""

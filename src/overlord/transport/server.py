@@ -23,6 +23,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from overlord.arguments import seconds_or_none
 from overlord.errors import OverlordError, ServiceError, SpecError
 from overlord.planning.learning.reports import StepReport, WeightChange
 from overlord.planning.recovery import Decision
@@ -30,6 +31,7 @@ from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State
 from overlord.transport import wire
+from overlord.transport.forking import check_not_forked, hold
 from overlord.transport.roll import Roll
 from overlord.transport.security import Listen, TokenCheck
 from overlord.transport.steps import SCHEMA, packed_step
@@ -71,8 +73,8 @@ class Service:
     """A Flight server over a run, over the steps of some of its ranks, or over both; it serves until it is closed.
 
     `locate` gives the address of the server that has a rank's steps, or None when it is this one, and raises SpecError for
-    a rank that the run does not have. `serves` says whether a rank's steps are here; a rank may be moved elsewhere.
-    `ranks` gives those whose steps are here; they are expected to come. Servers of one run share an `instance`, and are no longer known when it changes.
+    a rank that the run does not have. `serves` says whether a rank's steps are here; a rank may be moved elsewhere. `ranks`
+    gives those that are expected to come. Servers of one run share an `instance`, and are no longer known when it changes.
     """
 
     def __init__(
@@ -89,8 +91,7 @@ class Service:
         leave_after_s: float | None = LEAVE_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if leave_after_s is not None and leave_after_s <= 0:
-            raise SpecError(f"leave_after_s is a positive number of seconds or None, got {leave_after_s}")
+        leave_after_s = seconds_or_none(leave_after_s, "leave_after_s")
         self.job = job
         self.instance = instance or secrets.token_hex(8)
         self.roll = Roll(clock)
@@ -260,6 +261,7 @@ class _Server(flight.FlightServerBase):
     """From Flight calls to the service."""
 
     def __init__(self, listen: Listen, service: Service) -> None:
+        check_not_forked()
         self._service = service
         bound = listen.bound
         super().__init__(
@@ -267,6 +269,7 @@ class _Server(flight.FlightServerBase):
             tls_certificates=[] if listen.tls is None else [listen.tls.read()],
             middleware={} if listen.token is None else {"token": TokenCheck(listen.token)},
         )
+        hold(self)
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         answer, batches = self._service.answer(_parsed(ticket.ticket, wire.Ticket))

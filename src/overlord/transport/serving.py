@@ -16,6 +16,7 @@ from overlord.transport.security import Address, Listen
 from overlord.transport.server import Service
 
 _MOST_AT_ONCE = 32
+_WAIT_S = 10.0  # for what a constructor answers at once if it can answer at all
 
 
 class OneServer:
@@ -139,7 +140,7 @@ class ServerPerGroup:
     def _joined(self, method: Callable[[ServingConstructor], dict[int, int]]) -> dict[int, int]:
         found: dict[int, int] = {}
         for answer in [constructor.ask(method) for constructor in self._constructors]:
-            found |= answer.result()
+            found |= answer.result(_WAIT_S)
         return found
 
 
@@ -150,7 +151,7 @@ def _expect(tree: ClientPlaceTree, constructors: Sequence[Handle[ServingConstruc
 
 def _late(constructors: Sequence[Handle[ServingConstructor]]) -> frozenset[int]:
     answers = [constructor.ask(ServingConstructor.late) for constructor in constructors]
-    return frozenset(rank for answer in answers for rank in answer.result())
+    return frozenset(rank for answer in answers for rank in answer.result(_WAIT_S))
 
 
 def _behind(listen: Listen, front: Address) -> Listen:
