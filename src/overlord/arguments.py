@@ -15,15 +15,15 @@ from overlord.errors import SpecError
 _MOST = (1 << 53) - 1  # what the wire and JSON can carry
 
 
-def whole(value: SupportsIndex, what: str, *, least: int = 0) -> int:
-    """A whole number from `least` on, as an int. True is not 1 here, nor is 1.0."""
+def whole(value: SupportsIndex, what: str, *, least: int | None = 0) -> int:
+    """A whole number from `least` on (None: from anywhere), as an int. True is not 1 here, nor is 1.0."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
         raise SpecError(f"{what} must be a whole number, got {_shown(value)}")
-    if number < least:
+    if least is not None and number < least:
         raise SpecError(f"{what} must be at least {least}, got {_shown(number)}")
     if number > _MOST:
         raise SpecError(f"{what} must be below 2**53, got {_shown(value)}")

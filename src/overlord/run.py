@@ -178,7 +178,7 @@ class Loader:
     ) -> Client:
         """The iterator of one rank, from the step the run started at. `timeout` is the longest wait for one step."""
         self._home.check()
-        rank = whole(rank, "rank", least=-1)
+        rank = whole(rank, "rank", least=None)
         self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
         client = Client(rank, InProcess(self, self._constructor_of), torch, pin_memory, timeout)
         with self._lock:
@@ -227,7 +227,7 @@ class Loader:
         """Wait until each of these ranks of trainers in other processes has come and left again. False when some did not in
         time."""
         timeout_s = seconds_to_wait(timeout_s, "timeout_s")
-        ranks = [self.tree.coordinates(whole(rank, "rank", least=-1)).rank for rank in ranks]
+        ranks = [self.tree.coordinates(whole(rank, "rank", least=None)).rank for rank in ranks]
         return self._serving is None or self._serving.wait_for_leave(ranks, timeout_s)
 
     def state_dict(self) -> State:
@@ -335,7 +335,7 @@ class Loader:
         if not isinstance(mesh, Mesh):
             raise SpecError(f"resize takes an overlord.Mesh, got {mesh!r}")
         timeout = seconds_to_wait(timeout, "timeout")
-        at = None if at is None else whole(at, "at")
+        at = None if at is None else whole(at, "at", least=None)
         with self._move_lock:
             try:
                 taken_to = self._planner.ask(Planner.status).result().taken_to

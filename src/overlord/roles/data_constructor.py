@@ -26,7 +26,7 @@ from overlord.data.delivery import cp_slices, fields_for, receive_only
 from overlord.data.exchange import Exchange
 from overlord.data.pieces import PerRank, with_pieces
 from overlord.engine import Handle
-from overlord.errors import ClosedError
+from overlord.errors import ClosedError, SpecError
 from overlord.planning.place_tree import ClientPlaceTree, Place
 from overlord.planning.plan import GroupPlan
 from overlord.records import record
@@ -133,6 +133,7 @@ class DataConstructor:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the constructor of data-parallel group {self._group} is closed")
+            before = self._at.get(rank), self._taken.get(rank), rank in self._expected
             self._at[rank] = self._taken[rank] = step
             self._expected.discard(rank)
             self._paces.asks(rank, step)
@@ -162,6 +163,10 @@ class DataConstructor:
             return Later(self._doing.get(step, f"step {step} waits for a thread to build it"))
         except CancelledError:
             return Later(f"step {step} was dropped and is built again")
+        except SpecError:  # there is no such step: the rank is where it was
+            self._forget(step, future)
+            self._set_back(rank, step, *before)
+            raise
         except BaseException:
             self._forget(step, future)
             raise
@@ -264,6 +269,16 @@ class DataConstructor:
         with self._lock:
             if self._steps.get(step) is future:
                 del self._steps[step]
+
+    def _set_back(self, rank: int, refused: int, at: int | None, taken: int | None, was_expected: bool) -> None:
+        with self._lock:
+            if self._at.get(rank) != refused:
+                return
+            del self._at[rank], self._taken[rank]
+            if at is not None and taken is not None:
+                self._at[rank], self._taken[rank] = at, taken
+            if was_expected:
+                self._expected.add(rank)
 
     def _built_here(self, step: int, future: Future[_Built | Later | None]) -> _Built | Later | None:
         try:

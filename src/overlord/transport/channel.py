@@ -23,7 +23,7 @@ import msgspec
 from overlord.data.arenas import Arenas
 from overlord.errors import OverlordError, ServiceError
 from overlord.exclusive import OneProcess
-from overlord.long_waits import waiting
+from overlord.long_waits import FIRST_S, waiting
 from overlord.planning.learning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
@@ -46,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 class FlightChannel:
     """The channel of one rank. Safe to call from several threads."""
+
+    tell_after_s = FIRST_S
+    """When a wait for the service is first told of."""
 
     def __init__(self, address: str, rank: int, token: str | None, root: str | None, timeout: float | None) -> None:
         self._rank = rank
@@ -165,7 +168,8 @@ class FlightChannel:
         """The outcome of the first attempt that reaches the server."""
         self._home.check()
         self._trouble = "it has not answered yet"
-        with waiting(lambda: f"rank {self._rank} waits for the service at {self._front.address}: {self._trouble}"):
+        told = f"rank {self._rank} waits for the service at {self._front.address}"
+        with waiting(lambda: f"{told}: {self._trouble}", self.tell_after_s):
             return self._tried(attempt)
 
     def _tried(self, attempt: Callable[[], T]) -> T:

@@ -20,7 +20,7 @@ def check_not_forked() -> None:
     _user = _user or os.getpid()
     if _user != os.getpid():
         raise SharedUseError(
-            f"process {os.getpid()} was forked from process {_user}, which had a connection to a service or served one: gRPC "
+            f"process {os.getpid()} was forked from process {_user}, which had connected to a service or served one: gRPC "
             "does not survive a fork. Start processes with multiprocessing's 'spawn' method, or fork before the first "
             "connect or serve, and call overlord.connect in each process"
         )
