@@ -15,10 +15,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import pyarrow as pa
 
 from overlord.data.arenas import Arenas
 from overlord.errors import OverlordError, ServiceError
@@ -88,7 +89,7 @@ class FlightChannel:
             return self._lost(str(error))
         match answer:
             case wire.Contents():
-                return unpacked_step(answer, batches, self._arenas)
+                return self._unpacked(answer, batches, step)
             case wire.End():
                 return None
             case wire.NotReady():
@@ -102,6 +103,15 @@ class FlightChannel:
                 return self._lost(f"rank {rank} is no longer served there")
             case wire.Failure():
                 raise answer.error()
+
+    def _unpacked(self, contents: wire.Contents, batches: Sequence[pa.RecordBatch], step: int) -> Delivery:
+        try:
+            delivery = unpacked_step(contents, batches, self._arenas)
+        except (OverlordError, pa.ArrowException, ValueError, TypeError, IndexError, OverflowError) as error:
+            raise ServiceError(f"step {step} came damaged from {self._steps.address}: {error}; ask again") from error
+        if delivery.step != step:
+            raise ServiceError(f"{self._steps.address} sent step {delivery.step} where step {step} was asked for")
+        return delivery
 
     def leave(self, rank: int, generation: int | None = None) -> None:
         # Whatever the generation: the service knows by the session whether another client has become this rank.
@@ -234,7 +244,12 @@ class FlightChannel:
 
     def _greeted(self) -> wire.Welcome:
         greeting = wire.packed(wire.Hello(wire.VERSION, self._rank))
-        return msgspec.convert(self._front.asked(Action.HELLO, greeting, _ASK_S), wire.Welcome)
+        try:
+            return msgspec.convert(self._front.asked(Action.HELLO, greeting, _ASK_S), wire.Welcome)
+        except msgspec.ValidationError as error:
+            raise ServiceError(
+                f"{self._front.address} greets as no overlord service of this release does: {error}"
+            ) from None
 
     def _follow(self, welcome: wire.Welcome) -> None:
         address = welcome.address or self._front.address

@@ -32,6 +32,7 @@ from overlord.roles.planner import Later
 from overlord.state import State
 from overlord.transport import wire
 from overlord.transport.forking import check_not_forked, hold
+from overlord.transport.gate import Gate, has_gate
 from overlord.transport.roll import Roll
 from overlord.transport.security import Listen, TokenCheck
 from overlord.transport.steps import SCHEMA, packed_step
@@ -270,14 +271,27 @@ class _Server(flight.FlightServerBase):
             middleware={} if listen.token is None else {"token": TokenCheck(listen.token)},
         )
         hold(self)
+        self._gate = Gate(self.port) if listen.token is not None and has_gate() else None
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._gate is not None:
+            self._gate.close()
+
+    def _admit(self, context: Any) -> None:
+        """Calls come so far only with the token."""
+        if self._gate is not None:
+            self._gate.admit(context.peer())
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
+        self._admit(context)
         answer, batches = self._service.answer(_parsed(ticket.ticket, wire.Ticket))
         # The first message says what all of them hold.
         messages: Any = zip(batches, chain([wire.packed(answer)], repeat(b"")), strict=False)
         return flight.GeneratorStream(SCHEMA, messages)
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[bytes]:
+        self._admit(context)
         try:
             answer = wire.Value(self._service.act(action.type, memoryview(action.body)))
         except flight.FlightError:
@@ -289,6 +303,7 @@ class _Server(flight.FlightServerBase):
         return iter([wire.packed(answer)])
 
     def list_actions(self, context: Any) -> Any:
+        self._admit(context)
         return [(action.value, "") for action in Action]
 
     def list_flights(self, context: Any, criteria: Any) -> Any:
@@ -310,7 +325,7 @@ class _Server(flight.FlightServerBase):
 def _parsed(data: bytes | memoryview, kind: type[T]) -> T:
     try:
         return wire.unpacked(data, kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _refusal(f"not a {kind.__name__.lower()} of overlord's wire: {error}") from None
 
 
