@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from overlord.arguments import whole
 from overlord.curriculum import check_limits
 from overlord.errors import SpecError
 from overlord.log import Log as Log
@@ -274,9 +275,8 @@ class Mesh:
             object.__setattr__(self, "is_dp_open", True)
             object.__setattr__(self, "dp", 1)
         for axis in ("dp", "cp", "tp", "pp"):
-            if getattr(self, axis) < 1:
-                raise SpecError(f"mesh size {axis} must be at least 1, got {getattr(self, axis)}")
-        if sorted(self.order) != ["cp", "dp", "pp", "tp"]:
+            object.__setattr__(self, axis, whole(getattr(self, axis), f"mesh size {axis}", least=1))
+        if not isinstance(self.order, (tuple, list)) or sorted(map(str, self.order)) != ["cp", "dp", "pp", "tp"]:
             raise SpecError(f"mesh order must name pp, dp, cp and tp once each, got {self.order}")
 
     @property

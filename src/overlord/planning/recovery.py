@@ -6,9 +6,13 @@ A segment of the log is a header, a snapshot, and records that follow from it on
     snapshot   {"kind": "snapshot", "progress": {...}, "needed": 40, "decisions": [[step, name, value], ...]}
     step       {"kind": "step", "step": 43, "needed": 41, "moved": {"sources": [0, 2], "row": [5, -9], ...}, ...}
     needed     {"kind": "needed", "step": 42}: every step before it was taken by all who read
+    readers    {"kind": "readers", "groups": [0, 1]}: the data-parallel groups that somebody reads, or is expected to
     decision   {"kind": "decision", "step": 44, "name": "...", "value": ...}: what holds from that step on
     withdrawn  {"kind": "withdrawn", "step": 44, "name": "..."}: the last such decision was refused, and nobody followed it
     report     {"kind": "report", "step": 41, "rank": 0, "sums": {...}}: losses that a decision may follow from
+
+A snapshot may have, as "behind", an older progress too: that before the oldest step that a rank who is late may ask for.
+What lies between the two is drawn again when it is asked for.
 
 A step's record says how the progress moved; the samples of a step follow from the progress before it, and its arrangement
 from the samples and the decisions in force. So a record that is lost costs time and nothing else: the step is drawn again,
@@ -159,11 +163,19 @@ def remembered(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]
 
 
 def snapshot_record(
-    progress: Progress, needed: int, decisions: Iterable[Decision], heard: Heard | None = None
+    progress: Progress,
+    needed: int,
+    decisions: Iterable[Decision],
+    heard: Heard | None = None,
+    *,
+    behind: Progress | None = None,
+    readers: Iterable[int] = (),
 ) -> dict[str, Any]:
     decided = [decision.to_plain() for decision in decisions]
     record = {"kind": "snapshot", "progress": progress.to_plain(), "needed": needed, "decisions": decided}
-    return {**record, "heard": [] if heard is None else heard.to_plain()}
+    if behind is not None:
+        record["behind"] = behind.to_plain()
+    return {**record, "heard": [] if heard is None else heard.to_plain(), "readers": sorted(readers)}
 
 
 def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any]:
@@ -177,6 +189,10 @@ def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any
 
 def needed_record(step: int) -> dict[str, Any]:
     return {"kind": "needed", "step": step}
+
+
+def readers_record(groups: Iterable[int]) -> dict[str, Any]:
+    return {"kind": "readers", "groups": sorted(groups)}
 
 
 def decision_record(decision: Decision) -> dict[str, Any]:
@@ -201,6 +217,8 @@ class Recovered:
     """Every step before this one was taken by all who read."""
     decisions: tuple[Decision, ...]
     heard: Heard
+    readers: frozenset[int] = frozenset()
+    """The data-parallel groups that somebody read, or was expected to."""
 
     @property
     def reached(self) -> int:
@@ -232,6 +250,10 @@ def same(left: Progress, right: Progress) -> bool:
     )
 
 
+def _groups(plain: Any, at: str) -> frozenset[int]:
+    return frozenset(whole(group, f"{at}[{i}]") for i, group in enumerate(listed(plain, at)))
+
+
 def _folded(records: Sequence[Record], keep: int) -> Recovered:
     snapshot = records[0]
     progress = Progress.from_plain(snapshot["progress"])
@@ -240,6 +262,10 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
     decisions = [Decision.from_plain(plain, f"decisions[{i}]") for i, plain in enumerate(decided)]
     heard = Heard.from_plain(snapshot["heard"])
     before = {progress.step: progress}
+    readers = _groups(snapshot.get("readers", []), "readers")  # release 0.1 wrote none
+    if "behind" in snapshot:
+        behind = Progress.from_plain(snapshot["behind"])
+        before[behind.step], needed = behind, behind.step
     for record in records[1:]:
         match record["kind"]:
             case "step":
@@ -252,6 +278,8 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
                 needed = max(needed, whole(record["needed"], "needed"))
             case "needed":
                 needed = max(needed, whole(record["step"], "step"))
+            case "readers":
+                readers = _groups(record["groups"], "groups")
             case "decision":
                 plain = [record["step"], record["name"], record["value"]]
                 decisions.append(Decision.from_plain(plain, "a decision"))
@@ -268,7 +296,7 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
         if needed - keep - min(before) > 2 * keep + 64:  # now and then, so that a long segment does not pile up
             before = _from(before, needed - keep)
     kept = _from(before, needed - keep)
-    return Recovered(kept, needed, remembered(decisions, min(needed, *kept)), heard)
+    return Recovered(kept, needed, remembered(decisions, min(needed, *kept)), heard, readers)
 
 
 def _from(before: Mapping[int, Progress], oldest: int) -> dict[int, Progress]:

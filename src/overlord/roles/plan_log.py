@@ -34,6 +34,7 @@ from overlord.planning.recovery import (
     fold,
     mesh_decision,
     needed_record,
+    readers_record,
     remembered,
     report_record,
     snapshot_record,
@@ -88,6 +89,7 @@ class PlanLog:
         """Reported losses that no decision has followed from yet. Hold `lock` to look at it."""
         self.lock = threading.RLock()
         self._needed = found.recovered.needed if found else start.step
+        self._readers: frozenset[int] = found.recovered.readers if found else frozenset()
         self._num_since_snapshot = 0
         self._told_error: str | None = None
         self.before: Mapping[int, Progress] = found.recovered.before if found else {start.step: start}
@@ -101,6 +103,11 @@ class PlanLog:
         return self._needed
 
     @property
+    def readers(self) -> frozenset[int]:
+        """The data-parallel groups that somebody reads, or is expected to."""
+        return self._readers
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         return self._decisions
 
@@ -108,11 +115,11 @@ class PlanLog:
     def position(self) -> LogPosition:
         return self._log.position
 
-    def add_step(self, after: Progress, needed: int, kept: Callable[[], Sequence[Progress]]) -> None:
-        """Write down a drawn step. `kept` gives the progress of every step that may be asked for again, in order."""
+    def add_step(self, after: Progress, kept: Callable[[], Sequence[Progress]]) -> None:
+        """Write down a drawn step. `kept` returns the progress of every step that may be asked for again, in order; there
+        may be a gap after the first, which somebody who is late may need."""
         if after.step <= self._last.step:
             return  # drawn again
-        self._needed = max(self._needed, needed)
         if self._num_since_snapshot >= self._era.log.snapshot_every or after.step != self._last.step + 1:
             with self.lock:
                 self._begin(kept())
@@ -127,6 +134,13 @@ class PlanLog:
         if step > self._needed:
             self._needed = step
             self._log.append(_encoded(needed_record(step)))
+            self._tell_of_trouble()
+
+    def add_readers(self, groups: frozenset[int]) -> None:
+        """Note which data-parallel groups somebody reads, or is expected to."""
+        if groups != self._readers:
+            self._readers = groups
+            self._log.append(_encoded(readers_record(groups)))
             self._tell_of_trouble()
 
     def add_report(self, step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> bool:
@@ -161,9 +175,11 @@ class PlanLog:
         self._tell_of_trouble()
 
     def _begin(self, kept: Sequence[Progress]) -> None:
-        first, *rest = kept
-        self._decisions = remembered(self._decisions, first.step)
-        snapshot = snapshot_record(first, max(self._needed, first.step), self._decisions, self.heard)
+        behind = kept[0] if len(kept) > 1 and kept[1].step != kept[0].step + 1 else None
+        first, *rest = kept = kept if behind is None else kept[1:]
+        self._decisions = remembered(self._decisions, first.step if behind is None else behind.step)
+        needed = max(self._needed, first.step)
+        snapshot = snapshot_record(first, needed, self._decisions, self.heard, behind=behind, readers=self._readers)
         records = [self._era.header.to_record(), snapshot]
         records += [step_record(old, new, self._needed) for old, new in zip(kept, rest, strict=False)]
         self._log.begin([_encoded(record) for record in records])
