@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 import overlord as ol
 from bench.measure import Spread
+from overlord.saved_state import contents_of, with_checksum
 
 SOURCES = 300
 STEPS_BEFORE = 200
@@ -51,12 +52,13 @@ def state_costs(job: ol.Job) -> tuple[Spread, int, dict[str, Any]]:
 
 def far_along(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a run that went on at the same rate up to step FAR: a cursor is only a number."""
+    state = contents_of(state)
     factor = FAR / state["step"]
     moved = {
         name: [int(chunk * factor), row, int(samples * factor), int(tokens * factor), *rest]
         for name, (chunk, row, samples, tokens, *rest) in state["sources"].items()
     }
-    return {**state, "step": FAR, "sources": moved, "carried": None}
+    return with_checksum({**state, "step": FAR, "sources": moved, "carried": None})
 
 
 def first_batch_s(job: ol.Job, resume: dict[str, Any] | None) -> float:

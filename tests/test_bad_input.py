@@ -312,3 +312,68 @@ def test_units_of_one_chunk_whose_types_do_not_go_together_name_the_column_both_
     message = r"numbered#1 has the column 'v' as string, but numbered has it as int64; .*columns="
     with ol.start(job) as loader, pytest.raises(ol.SchemaError, match=message):
         next(loader.client(0))
+
+
+# What is handed over as text, or as something else that merely looks like a number
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("rank", ["0", 0.0, True, None, b"0", np.float32(0)])
+def test_a_rank_is_a_whole_number(rank):
+    message = (
+        r"rank must be a whole number, got .* \((str|float|bool|NoneType|bytes|float32)\)|rank must be a whole number, got"
+    )
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader, pytest.raises(ol.SpecError, match=message):
+        loader.client(rank)
+    with pytest.raises(ol.SpecError, match=message):
+        ol.connect("127.0.0.1:9", rank=rank, timeout=1.0)
+
+
+@pytest.mark.strangers
+def test_numpys_whole_numbers_are_ranks_and_sizes():
+    mesh = ol.Mesh(dp=np.int64(2), tp=np.int32(1))
+    assert (type(mesh.dp), mesh) == (int, ol.Mesh(dp=2))
+    with ol.start(job_of({"a": Numbered(first=1)}, mesh=mesh), world_size=np.int64(2)) as loader:
+        assert next(loader.client(np.int64(1))).number == 0
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda loader: loader.client(0, timeout="10"),
+            r"timeout is a positive number of seconds or None, got '10' \(str\)",
+        ),
+        (lambda loader: loader.client(0, timeout=float("nan")), r"timeout is a positive number of seconds or None, got nan"),
+        (lambda loader: loader.client(0, timeout=True), r"timeout is a positive number .* got True \(bool\)"),
+        (lambda loader: loader.client(0, torch="yes"), r"torch is True or False, got 'yes' \(str\)"),
+        (lambda loader: loader.client(0, torch=True, pin_memory=1), r"pin_memory is True or False, got 1"),
+        (
+            lambda loader: loader.serve(leave_after_s="60"),
+            r"leave_after_s is a positive number of seconds or None, got '60'",
+        ),
+        (lambda loader: loader.serve(leave_after_s=0), r"leave_after_s is a positive number of seconds or None, got 0"),
+        (lambda loader: loader.serve(5000), r"an address is host:port, .* got 5000"),
+        (lambda loader: loader.serve("127.0.0.1"), r"an address is host:port, .* got '127.0.0.1'"),
+        (lambda loader: loader.serve("127.0.0.1:99999"), r"an address is host:port, .* got '127.0.0.1:99999'"),
+        (lambda loader: loader.serve(token=b"secret"), r"a token is printable ASCII"),
+        (lambda loader: loader.drain("1"), r"timeout_s is a number of seconds from 0 on, got '1'"),
+        (lambda loader: loader.wait_for_leave(["0"], 1), r"rank must be a whole number, got '0' \(str\)"),
+        (lambda loader: loader.resize({"dp": 2}), r"resize takes an overlord.Mesh, got {'dp': 2}"),
+        (lambda loader: loader.resize(ol.Mesh(), timeout="1"), r"timeout is a number of seconds from 0 on, got '1'"),
+        (lambda _: ol.Mesh(dp="2"), r"mesh size dp must be a whole number, got '2' \(str\)"),
+        (lambda _: ol.Mesh(tp=2.0), r"mesh size tp must be a whole number, got 2.0"),
+        (lambda _: ol.Mesh(cp=True), r"mesh size cp must be a whole number, got True \(bool\)"),
+        (lambda _: ol.Mesh(order="pdct"), r"mesh order must name pp, dp, cp and tp once each, got pdct"),
+        (lambda _: ol.start(job_of({"a": Numbered()}), world_size="1"), r"world_size must be a whole number, got '1'"),
+        (lambda _: ol.connect("127.0.0.1:9", rank=0, timeout="1"), r"timeout is a positive number .* got '1' \(str\)"),
+        (lambda _: ol.connect("127.0.0.1:9", rank=0, torch="no"), r"torch is True or False, got 'no' \(str\)"),
+        (lambda _: ol.connect("127.0.0.1", rank=0), r"an address is host:port, .* got '127.0.0.1'"),
+        (lambda _: ol.connect(None, rank=0), r"an address is host:port, .* got None"),
+        (lambda _: ol.connect("127.0.0.1:9", rank=0, tls_root=b"pem"), r"is given as the path of a PEM file, got b'pem'"),
+    ],
+)
+def test_what_a_run_is_asked_wrongly_is_said_at_once(call, message):
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader, pytest.raises(ol.SpecError, match=message):
+        call(loader)

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
+from overlord.cli import main
 from overlord.cli.token_file import read_token
 from tests.commands import environment, python
 
@@ -50,6 +51,14 @@ def overlord(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess
     run = python("-W", "error", "-m", "overlord.cli", *arguments, expect=expect)
     assert "Traceback" not in run.stderr
     return run
+
+
+def overlord_here(*arguments: object) -> int:
+    """The exit code of a command that is run in this process, which is quicker."""
+    try:
+        return main([str(argument) for argument in arguments])
+    finally:
+        sys.modules.pop("my_job", None)
 
 
 def job_file(folder: Path, text: str | None = None, transform: str = "()", repeat: bool = True) -> Path:
@@ -332,6 +341,49 @@ def test_a_state_that_is_missing_damaged_or_cannot_be_written_is_told_at_once(tm
     state.write_text("[]")
     assert "not an Overlord state" in overlord("run", path, "--resume", state, expect=1).stderr
     assert "cannot be written" in overlord("run", path, "--state", tmp_path / "none" / "s.json", expect=1).stderr
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("null", "not an Overlord state"),
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("7", "not an Overlord state"),
+        ('{"overlord": 2, "step": 3, "unit"', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("\x00\x01", "is not JSON"),
+        ('{"overlord": 2, "step": 3}', "the state is damaged: the state lacks 'unit'"),
+    ],
+)
+def test_a_file_that_holds_no_state_never_starts_a_run_at_step_0(tmp_path, capsys, text, message):
+    path, state = job_file(tmp_path), tmp_path / "state.json"
+    state.write_text(text)
+    for verb in ("run", "explain"):
+        assert overlord_here(verb, path, "--resume", state) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.strangers
+def test_a_folder_or_a_huge_file_given_as_a_state_is_told(tmp_path, capsys):
+    path, huge = job_file(tmp_path), tmp_path / "huge"
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)  # it takes no room
+    for given, message in ((tmp_path, "is a folder"), (huge, "1,048,576 MiB, and a state has some kB")):
+        assert overlord_here("run", path, "--resume", given) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.strangers
+def test_an_edited_state_file_is_refused(tmp_path, capsys):
+    path, state = job_file(tmp_path), tmp_path / "state.json"
+    assert overlord_here("run", path, "--steps", 3, "--state", state) == 0
+    saved = json.loads(state.read_text())
+    assert saved["sources"], "it is there to be read"
+    state.write_text(json.dumps({**saved, "step": 4}))
+    assert overlord_here("run", path, "--resume", state) == 1
+    assert "edited or damaged" in capsys.readouterr().err
 
 
 def test_what_was_read_before_an_error_is_kept_in_the_state(tmp_path):

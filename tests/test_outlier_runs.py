@@ -42,11 +42,11 @@ def test_a_delay_is_told_and_part_of_the_fingerprint(tmp_path):
 
 
 def test_a_planner_that_is_lost_knows_from_its_log_what_waits(tmp_path):
-    log = tmp_path / "log"
-    with ol.start(job(tmp_path), log=log) as loader:
+    log, same_job = tmp_path / "log", job(tmp_path)
+    with ol.start(same_job, log=log) as loader:
         client = loader.client(0, timeout=60)
         expected = [[micro["tokens"].tolist() for micro in next(client)] for _ in range(6)]
-    with ol.start(job(tmp_path), log=log, resume="log") as loader:
+    with ol.start(same_job, log=log, resume="log") as loader:
         client = loader.client(0, timeout=60)
         first = client.step
         again = [[micro["tokens"].tolist() for micro in next(client)] for _ in range(6 - first)]

@@ -254,3 +254,41 @@ def test_resizing_again_and_again_leaves_no_old_clients_behind():
             list(islice(loader.client(0), 1))
             loader.resize(ol.Mesh(dp=1))
         assert len(loader._clients) <= 2
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("connected", [False, True], ids=["in process", "connected"])
+def test_a_client_of_a_rank_that_is_gone_can_always_be_closed(connected):
+    with ol.start(job_of({"a": A}, mesh=ol.Mesh(dp=3))) as loader:
+        address = loader.serve()
+        made = [ol.connect(address, rank=r, timeout=30) if connected else loader.client(r, timeout=30) for r in range(3)]
+        for client in made:
+            next(client)
+        assert loader.resize(ol.Mesh(dp=1)) == 1
+        gone = made[2]
+        assert gone.state_dict()["step"] == 1, "a state is that of the run, and the run has it"
+        with pytest.raises(ol.ClosedError, match=r"the run was moved to another state; .*rejoin if its mesh was changed"):
+            next(gone)
+        gone.close()
+        gone.close()
+        made[0].rejoin()
+        with pytest.raises((ol.ClosedError, ol.SpecError), match=r"rank 2 is closed|rank must be from 0 to 0, got 2"):
+            gone.rejoin() or next(gone)
+        assert next(made[0]).number == 1
+    made[0].close()  # and after the loader
+    made[1].close()
+
+
+@pytest.mark.strangers
+def test_closing_a_client_of_the_old_mesh_does_not_let_the_new_one_of_its_rank_leave():
+    with ol.start(job_of({"a": A}, mesh=ol.Mesh(dp=2), prefetch=0)) as loader:
+        old = [loader.client(rank, timeout=30) for rank in range(2)]
+        for client in old:
+            next(client)
+        loader.resize(ol.Mesh(dp=2))
+        new = [loader.client(rank, timeout=0.5) for rank in range(2)]
+        for client in new:
+            next(client)
+        old[1].close()
+        with pytest.raises(ol.WaitTimeoutError, match="data-parallel group 1 are still at step"):
+            list(islice(new[0], 10))

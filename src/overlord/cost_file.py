@@ -17,7 +17,7 @@ _NAMES = ("per_token", "per_length_squared", "constant")
 def load_cost(path: str | Path) -> TransformerCost:
     """The coefficients that a file holds, in seconds."""
     try:
-        saved = json.loads(Path(path).read_text())
+        saved = json.loads(Path(path).expanduser().read_text())
         if saved["overlord_cost"] != VERSION:
             raise SpecError(f"{path} has version {saved['overlord_cost']!r}; this release reads version {VERSION}")
         return TransformerCost(*(float(saved[name]) for name in _NAMES))
@@ -32,4 +32,4 @@ def load_cost(path: str | Path) -> TransformerCost:
 def save_cost(path: str | Path, cost: TransformerCost, about: Mapping[str, Any]) -> None:
     """Write coefficients, with whatever else is known about them."""
     coefficients = dict(zip(_NAMES, cost.coefficients, strict=True))
-    Path(path).write_text(json.dumps({"overlord_cost": VERSION, **coefficients, **about}, indent=1) + "\n")
+    Path(path).expanduser().write_text(json.dumps({"overlord_cost": VERSION, **coefficients, **about}, indent=1) + "\n")

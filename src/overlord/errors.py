@@ -11,6 +11,7 @@
     ├── BufferTooSmallError           one chunk alone is larger than the buffer that must hold it
     ├── WaitTimeoutError (TimeoutError)   a batch did not come in time; says what was waited for
     ├── WorkerDiedError               a worker process died and could not be replaced
+    ├── SharedUseError (RuntimeError)    a client or loader is used by two threads at once, or in a forked process
     ├── ServiceError (ConnectionError)    a service cannot be reached, or refuses the request
     └── ClosedError                   the loader or client was closed
 
@@ -61,6 +62,10 @@ class WaitTimeoutError(OverlordError, TimeoutError):
 
 class WorkerDiedError(OverlordError):
     """A worker process died and could not be replaced."""
+
+
+class SharedUseError(OverlordError, RuntimeError):
+    """A client or a loader is used by two threads at once, or in a process that was forked from its own."""
 
 
 class ServiceError(OverlordError, ConnectionError):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
 
-from overlord.engine import Engine, Handle
+from overlord.arguments import seconds_or_none, seconds_to_wait, whole
+from overlord.engine import Answer, Engine, Handle
 from overlord.engines.embedded import Embedded
 from overlord.errors import SourceError, SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.exclusive import OneProcess
+from overlord.long_waits import waiting
 from overlord.planning.learning.reports import StepReport, WeightChange
 from overlord.planning.learning.steering import Steered
 from overlord.planning.loaders.autoscaling import Decision
@@ -37,7 +40,7 @@ from overlord.roles.routes import Routes
 from overlord.roles.shadow import ShadowChange
 from overlord.roles.upkeep import Loaders, Upkeep
 from overlord.spec import Job, Log, Mesh, Source, Unit
-from overlord.state import Fingerprint, State, from_state, to_state
+from overlord.state import Fingerprint, State, from_state, to_state, warn_of_unseen
 from overlord.threads import Threads
 from overlord.transport.constructor import ServingConstructor, make_serving_constructor
 from overlord.workplace import WorkplaceSize
@@ -45,15 +48,22 @@ from overlord.workplace import WorkplaceSize
 if TYPE_CHECKING:
     from overlord.transport.serving import OneServer, ServerPerGroup
 
+T = TypeVar("T")
+
 _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 _DOING_WAIT_S = 1.0  # asked when somebody has waited too long already
+_STATUS_WAIT_S = 10.0  # for what is answered at once by whoever can answer at all
+_ONE_PROCESS = (
+    "Start it in the process that uses it, or let others read with overlord.connect at the address of Loader.serve(), in "
+    "processes that multiprocessing's 'spawn' started"
+)
 
 
 def start(
     job: Job,
     *,
     engine: Engine | None = None,
-    resume: Mapping[str, Any] | Literal["log"] | None = None,
+    resume: Mapping[str, Any] | str | bytes | None = None,
     accept_changes: Collection[str] | bool = (),
     world_size: int | None = None,
     log: str | Path | Log | None = None,
@@ -63,9 +73,9 @@ def start(
 ) -> Loader:
     """Start a job. Use it in a `with` block, or call `close`.
 
-    `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`; it may come from any
-    mesh. `accept_changes` names differences between the job and the state to take all the same. `world_size`, where given,
-    must fit the mesh; a mesh without `dp` takes its dp from it.
+    `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`, or its JSON text; it
+    may come from any mesh. `accept_changes` names differences between the job and the state to take all the same.
+    `world_size`, where given, must fit the mesh; a mesh without `dp` takes its dp from it.
 
     `log` is where the planner writes down what it decided, so that it can be made anew and give the same plans. A checkpoint
     belongs to a model, so `resume=state` decides where a run goes on, whatever the log says. `resume="log"` is for a run
@@ -77,11 +87,11 @@ def start(
     changes what is in a step.
     """
     if world_size is not None:
-        job = replace(job, mesh=job.mesh.for_world(world_size))
+        job = replace(job, mesh=job.mesh.for_world(whole(world_size, "world_size", least=1)))
     units = list_units(job.sources)
     fingerprint = Fingerprint.of(job, units)
     if log is not None and not isinstance(log, Log):
-        log = Log(str(log))
+        log = Log(log)
     progress, steered, era = starting_point(job, fingerprint, resume, log, accept_changes)
     loaders = Loaders.given(partition, autoscale, shadows)
     return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes, era, loaders, steered)
@@ -95,7 +105,8 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
     try:
         for name, future in pending.items():
             try:
-                listed[name] = future.result()
+                with waiting(lambda name=name: f"source {name!r} lists its files"):
+                    listed[name] = future.result()
             except Exception as error:
                 error.add_note(f"while listing source {name!r}")
                 raise
@@ -128,6 +139,7 @@ class Loader:
         self._fingerprint = fingerprint
         self._saved_fingerprint = fingerprint.to_dict()
         self._accept_changes = accept_changes
+        self._has_saved = era is not None  # what no fingerprint sees is said once, at the first save
         self._start = progress
         self._steered = steered or Steered()
         self._era = era
@@ -135,6 +147,7 @@ class Loader:
         self._move_lock = threading.Lock()  # held while the run is moved to another state or mesh; before the other
         self._lock = threading.Lock()
         self._closed = False
+        self._home = OneProcess("the loader", _ONE_PROCESS)
         self._clients: list[Client] = []
         self._serving: OneServer | ServerPerGroup | None = None
         engine.open(WorkplaceSize(job.num_workers, job.num_processes))
@@ -171,6 +184,8 @@ class Loader:
         timeout: float | None = None,
     ) -> Client:
         """The iterator of one rank, from the step the run started at. `timeout` is the longest wait for one step."""
+        self._home.check()
+        rank = whole(rank, "rank", least=None)
         self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
         client = Client(rank, InProcess(self, self._constructor_of), torch, pin_memory, timeout)
         with self._lock:
@@ -197,12 +212,14 @@ class Loader:
         from overlord.transport.serving import OneServer, ServerPerGroup
         from overlord.transport.wire import job_id
 
+        self._home.check()
+        seconds_or_none(leave_after_s, "leave_after_s")
         if self._serving is not None:
             raise SpecError(f"this loader serves at {self._serving.address} already; clients of all ranks connect there")
         listen = Listen(address, token, None if tls is None else Tls(*tls), advertise)
         job, channel = job_id(self._saved_fingerprint), InProcess(self, self._constructor_of)
         if isinstance(self._engine, Embedded):
-            self._serving = OneServer(job, channel, lambda: self.tree, listen, leave_after_s)
+            self._serving = OneServer(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
         else:
             self._serving = ServerPerGroup(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
         return self._serving.address
@@ -210,11 +227,14 @@ class Loader:
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Stop handing out new steps to connected trainers: a step that one rank has taken is still given to the others, for
         up to `timeout_s`, and no later one to any. False when some rank did not come for it."""
+        timeout_s = seconds_to_wait(timeout_s, "timeout_s")
         return self._serving is None or self._serving.drain(timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
         """Wait until each of these ranks of trainers in other processes has come and left again. False when some did not in
         time."""
+        timeout_s = seconds_to_wait(timeout_s, "timeout_s")
+        ranks = [self.tree.coordinates(whole(rank, "rank", least=None)).rank for rank in ranks]
         return self._serving is None or self._serving.wait_for_leave(ranks, timeout_s)
 
     def state_dict(self) -> State:
@@ -222,8 +242,11 @@ class Loader:
         return self.state_before(self._slowest())
 
     def plan(self, step: int) -> Planned | None:
-        """The whole plan of a step, for looking at; None when the run ends before it."""
-        return self._planner.ask(Planner.whole_plan, step).result()
+        """The whole plan of a step, for looking at; None when the run ends before it. What was not drawn yet is drawn for
+        it, up to 10,000 steps."""
+        self._home.check()
+        number = whole(step, "step")
+        return self._waited(f"the plan of step {number}", lambda: self._planner.ask(Planner.whole_plan, number))
 
     def documents(self, step: int) -> list[StepDocument] | None:
         """Every document of a step, by rank and microbatch, for looking at; None when the run ends before it. Its chunks are
@@ -258,13 +281,19 @@ class Loader:
         ]
 
     def report(self, step: int | None = None) -> Report:
-        """How the run stood before a step (by default: where the slowest client is)."""
-        at = self._slowest() if step is None else step
+        """How the run stood before a step. By default that is where the slowest client is, and the answer comes at once,
+        whatever is being waited for; a step that was not drawn yet is drawn for it, as for `plan`."""
+        self._home.check()
+        if step is None:
+            at, mix = self._planner.ask(Planner.known_mix, self._slowest()).result(_STATUS_WAIT_S)
+        else:
+            at = whole(step, "step")
+            mix = self._waited(f"the mix before step {at}", lambda: self._planner.ask(Planner.mix, at))
         table = self._fleet.table
         return Report(
             step=at,
-            mix=self._planner.ask(Planner.mix, at).result(),
-            documents=self._planner.ask(Planner.counts).result(),
+            mix=mix,
+            documents=self._planner.ask(Planner.counts).result(_STATUS_WAIT_S),
             bad_rows=self._fleet.num_bad_rows(),
             buffers=self._fleet.buffer_use(),
             loaders={name: len(table.stretches[name][-1].hosts) for name in self.job.sources},
@@ -279,6 +308,8 @@ class Loader:
     def set_weights(self, weights: Mapping[str, float] | None, *, from_step: int | None = None) -> int:
         """Draw by other weights, whatever the job's schedule says, from a step on: the first that is not drawn yet unless
         given. None goes back to the schedule. Gives that step."""
+        self._home.check()
+        from_step = None if from_step is None else whole(from_step, "from_step")
         change = WeightChange(weights, from_step, uuid4().hex)
         return self.change_weights(change)
 
@@ -302,28 +333,45 @@ class Loader:
 
     def status(self) -> PlannerStatus:
         """How far the planner is, and its log."""
-        return self._planner.ask(Planner.status).result()
+        self._home.check()
+        return self._planner.ask(Planner.status).result(_STATUS_WAIT_S)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move the run to a state, with all of its clients in this process. Trainers in other processes load it too."""
+        self.load_state(state, self._generation)
+        with self._lock:
+            clients = [client for client in self._clients if client.is_stale]
+        for client in clients:
+            client.rejoin()
 
     def state_before(self, step: int) -> State:
         """The state from which a run goes on with `step`."""
-        progress, steered = self._planner.ask(Planner.checkpoint, step).result()
+        self._home.check()
+        number = whole(step, "step")
+        if not self._has_saved:
+            self._has_saved = True
+            warn_of_unseen(self._fingerprint)
+        asked = f"the state before step {number}"
+        progress, steered = self._waited(asked, lambda: self._planner.ask(Planner.checkpoint, number))
         return to_state(progress, self.job.mix.unit, self._saved_fingerprint, steered)
 
     def load_state(self, state: Mapping[str, Any], generation: int) -> int:
         """Move the run to a state, once, however many clients load it: one that is a generation behind only follows."""
+        self._home.check()
         progress = from_state(state, self.job, self._fingerprint, self._accept_changes)
         unit = self.job.mix.unit
         with self._move_lock, self._lock:
             follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
             if not follows:
                 known = self._planner.ask(Planner.decisions).result()
-                self._start, self._steered = progress, resumed(state, self.job, known)
+                self._start, self._steered = progress, resumed(state, self.job, known, progress.step)
                 self._generation += 1
                 self._era = None if self._era is None else self._era.moved(progress.step, self.job.mesh)
                 self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))
                 self._engine.rebind("planner", "planner/new")
                 for constructor in self._constructors:
                     constructor.ask(DataConstructor.restart, self._generation).result()
+                self._expect_trainers()
             return self._generation
 
     def resize(self, mesh: Mesh, *, at: int | None = None, timeout: float = 0.0) -> int:
@@ -333,6 +381,11 @@ class Loader:
         waited for up to `timeout` seconds. Where trainers lost a step (a rank died in it), give it as `at`, and it is handed
         out again, for the new mesh. Clients of the old mesh end with ClosedError: ask for new ones, or call `rejoin`.
         """
+        self._home.check()
+        if not isinstance(mesh, Mesh):
+            raise SpecError(f"resize takes an overlord.Mesh, got {mesh!r}")
+        timeout = seconds_to_wait(timeout, "timeout")
+        at = None if at is None else whole(at, "at", least=None)
         with self._move_lock:
             try:
                 taken_to = self._planner.ask(Planner.status).result().taken_to
@@ -363,7 +416,9 @@ class Loader:
         return [*planner, *self._routes.doing()]
 
     def close(self) -> None:
-        """Stop everything. Safe to call twice."""
+        """Stop everything. Safe to call twice; in a forked process it stops nothing, since all of it is the parent's."""
+        if not self._home.is_this:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -383,10 +438,22 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _waited(self, what: str, ask: Callable[[], Answer[T]]) -> T:
+        """What somebody asked for that may have to be drawn first."""
+
+        def in_words() -> str:
+            return what + "".join(f"\n  - {line}" for line in self.doing())
+
+        with waiting(in_words):
+            return ask().result()
+
     def _slowest(self) -> int:
         reading, last = ({}, {}) if self._serving is None else (self._serving.reading(), self._serving.last())
+        # A rank that is late may need any step that not all are known to have taken.
+        late = [] if self._serving is None or not self._serving.late() else [self.status().taken_to]
         with self._lock:
             here = [client.step for client in self._clients if client.is_reading] + list(reading.values())
+            here = [*here, *late] if here else []
             ended = [client.step for client in self._clients if not client.is_stale] + list(last.values())
             return min(here or ended or [self._start.step])
 
@@ -406,8 +473,8 @@ class Loader:
             return {client.rank: client.step for client in self._clients if client.is_reading}
 
     def _planner_from(self, job: Job, progress: Progress, era: Era | None) -> partial[Planner]:
-        is_safe = is_kept(job, era, self._engine)
-        return partial(make_planner, job, self._num_units, progress, self._steered, self._routes, era, is_safe)
+        is_safe, is_served = is_kept(job, era, self._engine), self._serving is not None
+        return partial(make_planner, job, self._num_units, progress, self._steered, self._routes, era, is_safe, is_served)
 
     def _move_to_mesh(self, job: Job, progress: Progress) -> None:
         engine, old, new = self._engine, self.job.mesh.dp, job.mesh.dp
@@ -431,3 +498,8 @@ class Loader:
             engine.started()
             self.job, self.tree, self._start, self._era = job, ClientPlaceTree(job.mesh), progress, era
             self._constructors[:] = kept + added
+            self._expect_trainers()
+
+    def _expect_trainers(self) -> None:
+        if self._serving is not None:
+            self._serving.expect()

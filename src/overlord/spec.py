@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from overlord.arguments import whole
 from overlord.curriculum import check_limits
 from overlord.errors import SpecError
 from overlord.log import Log as Log
@@ -26,7 +28,8 @@ class Unit:
     """The smallest piece of a source that is read at once: a row group, a tar shard, a byte range of JSONL.
 
     `detail` is whatever `Source.read` needs to read it without looking anything up again (a footer, a byte
-    range). It must pickle.
+    range). It must pickle. `version` tells one content of the file from another (its modification time, its ETag):
+    a state that was saved over another version is refused. Empty: not compared.
     """
 
     path: str
@@ -34,6 +37,7 @@ class Unit:
     num_rows: int | None = None
     num_bytes: int = 0
     detail: Any = None
+    version: str = ""
 
     def __str__(self) -> str:
         return f"{self.path}#{self.index}" if self.index else self.path
@@ -49,7 +53,7 @@ class BadRows:
 
     policy: Literal["fail", "skip", "quarantine"] = "fail"
     budget: int = 1000
-    path: str | None = None
+    path: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in ("fail", "skip", "quarantine"):
@@ -58,6 +62,8 @@ class BadRows:
             raise SpecError(f"a bad-row budget cannot be negative, got {self.budget}")
         if self.policy == "quarantine" and not self.path:
             raise SpecError("quarantine needs a file: BadRows('quarantine', path='bad_rows.jsonl')")
+        if self.path is not None:
+            object.__setattr__(self, "path", os.path.expanduser(os.fspath(self.path)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +275,8 @@ class Mesh:
             object.__setattr__(self, "is_dp_open", True)
             object.__setattr__(self, "dp", 1)
         for axis in ("dp", "cp", "tp", "pp"):
-            if getattr(self, axis) < 1:
-                raise SpecError(f"mesh size {axis} must be at least 1, got {getattr(self, axis)}")
-        if sorted(self.order) != ["cp", "dp", "pp", "tp"]:
+            object.__setattr__(self, axis, whole(getattr(self, axis), f"mesh size {axis}", least=1))
+        if not isinstance(self.order, (tuple, list)) or sorted(map(str, self.order)) != ["cp", "dp", "pp", "tp"]:
             raise SpecError(f"mesh order must name pp, dp, cp and tp once each, got {self.order}")
 
     @property

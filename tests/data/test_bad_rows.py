@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -75,6 +76,55 @@ def test_a_line_cut_short_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> 
     path.write_bytes(b'{"source": "web", "fi')
     BadRowLog("web", quarantine(path)).add("a", 1, "x")
     assert orjson.loads(path.read_bytes().splitlines()[1])["row"] == 1
+
+
+@pytest.mark.strangers
+def test_a_file_that_was_edited_by_hand_is_read_as_far_as_it_lists_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "q.jsonl"
+    lines = [
+        b'{"source": "web", "file": "a", "row": 1, "error": "x"}\r',
+        b"",
+        b"# checked by hand",
+        b'{"source": "web", "file": "a", "row": "two", "error": "x"}',
+        b'{"source": "web", "file": ["a"], "row": 3}',
+        b"[1, 2]",
+        b"\xff\xfe",
+        b'{"source": "web", "file": "a", "row": 4, "note": "kept", "error": "x"}',
+        b'{"source": "web", "fi',
+    ]
+    path.write_bytes(b"\n".join(lines))
+    log = BadRowLog("web", quarantine(path))
+    assert f"the quarantine file {path} has 6 lines that list no bad row, the first is line 3" in caplog.text
+    for row in (1, 4, 5):
+        log.add("a", row, "x")
+    assert path.read_bytes().splitlines()[: len(lines)] == [line.removesuffix(b"\r") for line in lines]
+    assert [orjson.loads(line)["row"] for line in path.read_bytes().splitlines()[len(lines) :]] == [5]
+
+
+@pytest.mark.strangers
+def test_the_quarantine_file_may_be_a_path_and_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in (tmp_path / "q.jsonl", "~/q.jsonl", Path("~/q.jsonl")):
+        assert BadRows("quarantine", path=given).path == str(tmp_path / "q.jsonl")
+
+
+@pytest.mark.strangers
+def test_a_fifo_as_quarantine_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "q")
+    with pytest.raises(SpecError, match=r"the quarantine file .*/q cannot be written"):
+        BadRowLog("web", quarantine(tmp_path / "q"))
+
+
+@pytest.mark.strangers
+def test_text_that_is_no_unicode_is_listed_with_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    BadRowLog("web", quarantine(path)).add("caf\udce9.tar", 3, "a lone \ud800")
+    assert entries(path) == [{"source": "web", "file": "caf\\udce9.tar", "row": 3, "error": "a lone \\ud800"}]
+    again = BadRowLog("web", quarantine(path))
+    again.add("caf\udce9.tar", 3, "a lone \ud800")
+    assert len(entries(path)) == 1
 
 
 def test_an_unwritable_quarantine_file_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 import overlord as ol
+from tests.data.damage import replace
 
 
 def open_files(folder) -> int:
@@ -40,6 +42,24 @@ def test_a_file_that_was_written_anew_and_listed_again_is_opened_again(tmp_path)
     assert tokens(source.read(source.units()[1])) == [2, 3]
     written(tmp_path / "a.parquet", 50)
     assert tokens(source.read(source.units()[1])) == [52, 53]
+    source.close()
+
+
+@pytest.mark.strangers
+def test_a_file_that_was_replaced_or_deleted_is_not_read_on_because_it_is_open(tmp_path):
+    path = tmp_path / "a.parquet"
+    source = ol.Parquet(written(path, 0))
+    units = source.units()
+    assert tokens(source.read(units[0])) == [0, 1]
+    replace(path)
+    with pytest.raises(ol.SourceError, match=r"a\.parquet has changed since it was listed"):
+        source.read(units[1])
+    assert open_files(tmp_path) == 0
+    units = source.units()
+    assert tokens(source.read(units[0])) == [0, 1]
+    path.unlink()
+    with pytest.raises(ol.SourceError, match=r"a\.parquet does not exist .* put the file back"):
+        source.read(units[1])
     source.close()
 
 

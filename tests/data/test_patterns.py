@@ -29,6 +29,13 @@ def test_braces_that_are_neither_range_nor_choice_are_refused() -> None:
         expand_braces("a-{x}.tar")
 
 
+@pytest.mark.strangers
+def test_a_brace_in_brackets_stands_for_itself() -> None:
+    assert expand_braces("a[{]1..2[}]") == ["a[{]1..2[}]"]
+    assert expand_braces("a[{]x}-{0..1}") == ["a[{]x}-0", "a[{]x}-1"]
+    assert glob_regex("a[{]x[}]").match("a{x}")
+
+
 def test_a_range_of_absurd_length_is_refused_before_it_is_made() -> None:
     with pytest.raises(SpecError, match="more than 1,000,000 files"):
         expand_braces("a-{0..99999999999}.tar")

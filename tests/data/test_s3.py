@@ -11,7 +11,7 @@ import tarfile
 import threading
 import urllib.request
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import obstore
@@ -23,21 +23,23 @@ from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
 from overlord.data import object_store
-from overlord.data.object_store import ObjectStore, Retry, num_retries
+from overlord.data.object_store import Listed, ObjectStore, Retry, num_retries
 from overlord.data.readers import ArrowIpc, Jsonl, Parquet, WebDataset
 from overlord.data.storage import Storage
 from overlord.errors import SourceError, SpecError, StorageError
 
 CREDENTIALS = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1"}
+BIG = Listed("t/big", 256 * 1024, "")
 QUICK = Retry(deadline_s=20, first_wait_s=0.01, max_wait_s=0.05, request_timeout_s=10)
 
 
 @dataclass
 class Proxy:
-    """Forwards to `upstream`. Each of `faults` is for one request: a status, 'drop', 'cut', or a word that lets it pass."""
+    """Forwards to `upstream`. Each of `faults` is for one request: a status, 'drop', 'cut', a word that lets it pass, or a
+    function to call before the request is refused with 503."""
 
     upstream: str
-    faults: deque[int | str] = field(default_factory=deque)
+    faults: deque[int | str | Callable[[], object]] = field(default_factory=deque)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     port: int = 0
 
@@ -68,6 +70,9 @@ class Proxy:
         fault = self.faults.popleft() if self.faults else None
         if fault == "drop":
             return
+        if callable(fault):
+            fault()
+            fault = 503
         if isinstance(fault, int):
             request.send_response(fault)
             request.send_header("Content-Length", "0")
@@ -203,7 +208,7 @@ def test_passing_faults_are_retried_and_counted(proxy: Proxy) -> None:
     for fault in (500, 503, 429, 408, "drop", "cut"):
         proxy.faults.extend([fault, fault])
         before = store.num_retries
-        assert store.read("t/big", 5, 200_000).to_pybytes() == want
+        assert store.read(BIG, 5, 200_000).to_pybytes() == want
         assert store.num_retries == before + 2
     proxy.faults.append(503)
     assert len(store.list_all("t")) == 6
@@ -233,10 +238,10 @@ def test_waits_follow_the_policy_and_end_at_the_deadline(proxy: Proxy) -> None:
     with pytest.raises(
         StorageError, match=r"t/big: storage did not answer in 6 attempts over 19\.0 s \(deadline_s=20\).*503"
     ):
-        store.read("t/big", 0, 10)
+        store.read(BIG, 0, 10)
     assert waits == [1, 2, 4, 6, 6]
     with pytest.raises(StorageError, match="in 1 attempts"):
-        ObjectStore("s3://corpus", proxy.options, Retry(deadline_s=0)).read("t/big", 0, 10)
+        ObjectStore("s3://corpus", proxy.options, Retry(deadline_s=0)).read(BIG, 0, 10)
 
 
 @pytest.mark.parametrize("source", [Parquet, ArrowIpc, Jsonl, WebDataset])
@@ -258,7 +263,7 @@ def test_a_refusal_is_not_retried(proxy: Proxy, status: int) -> None:
     proxy.faults.append(status)
     message = "may not be read with these credentials: give others in storage_options" if status > 400 else "cannot be read"
     with pytest.raises(SourceError, match=rf"s3://corpus/t/big {message}.*{status}"):
-        ObjectStore("s3://corpus", proxy.options, QUICK).read("t/big", 0, 10)
+        ObjectStore("s3://corpus", proxy.options, QUICK).read(BIG, 0, 10)
     assert len(proxy.requests) == 1
 
 
@@ -309,17 +314,83 @@ def test_large_objects_come_in_parts_and_a_fault_repeats_only_its_parts(
     monkeypatch.setattr(object_store, "PART_BYTES", 10_000)
     store = ObjectStore("s3://corpus", proxy.options, QUICK)
     want = bytes(range(256)) * 1024
-    assert store.read("t/big", 0, len(want)).to_pybytes() == want
+    assert store.read(BIG, 0, len(want)).to_pybytes() == want
     undisturbed = len(proxy.requests)
     proxy.requests.clear()
     proxy.faults.extend([503])
-    assert store.read("t/big", 0, len(want)).to_pybytes() == want
+    assert store.read(BIG, 0, len(want)).to_pybytes() == want
     assert len(proxy.requests) <= undisturbed + object_store.PARTS_AT_ONCE
 
 
 def test_an_object_that_shrank_since_it_was_listed_is_an_error(proxy: Proxy) -> None:
-    with pytest.raises(SourceError, match=r"t/big gave 262,044 bytes for the range 100 to 999,999: it has become shorter"):
-        ObjectStore("s3://corpus", proxy.options, QUICK).read("t/big", 100, 999_999)
+    longer = Listed("t/big", 999_999, "")
+    store = ObjectStore("s3://corpus", proxy.options, QUICK)
+    with pytest.raises(
+        SourceError, match=r"t/big has changed since it was listed: it has 262,144 bytes .* had 999,999 bytes"
+    ):
+        store.read(longer, 100, 999_999)
+    with pytest.raises(SourceError, match=r"t/big has changed since it was listed: it has become shorter"):
+        store.read(longer, 300_000, 999_999)
+
+
+def put(server: str, name: str, data: bytes) -> None:
+    store = S3Store("corpus", endpoint=f"http://{server}", client_options={"allow_http": True}, **CREDENTIALS)
+    obstore.put(store, name, data)
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("source", "name"), [(Parquet, "web/a/p-0.parquet"), (ArrowIpc, "t/a.arrow"), (Jsonl, "t/a b é.jsonl")]
+)
+def test_an_object_that_is_replaced_by_one_of_the_same_size_is_an_error(
+    proxy: Proxy, server: str, source: type, name: str
+) -> None:
+    content = objects()[name]
+    put(server, f"new/{name}", content)
+    listed = source(f"s3://corpus/new/{name}", storage_options=proxy.options, retry=QUICK)
+    units = listed.units()
+    listed.read(units[0])
+    put(server, f"new/{name}", content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(
+        SourceError, match=r"s3://corpus/new/.* has changed since it was listed: .* the version [0-9a-f]{32}, and had"
+    ):
+        listed.read(units[0])
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_parts_of_two_versions_of_an_object_are_never_mixed(
+    proxy: Proxy, server: str, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", 10_000)
+    put(server, "new/big", b"a" * 55_000)
+    store = ObjectStore("s3://corpus", proxy.options, QUICK)
+    listed = store.head("new/big") if is_listed else Listed("new/big", 55_000, "")
+    proxy.faults.extend(["pass", "pass", lambda: put(server, "new/big", b"b" * 55_000)])
+    with pytest.raises(SourceError, match=r"s3://corpus/new/big has changed since it was listed"):
+        store.read(listed, 0, 55_000)
+
+
+@pytest.mark.strangers
+def test_names_with_special_characters_can_be_named(proxy: Proxy, server: str) -> None:
+    lines = b'{"n": 1}\n'
+    for name in ("a%20b", "a#b", "a b", "é", "f[1]", "g{x}", "h?"):
+        put(server, f"odd/{name}.jsonl", lines)
+    for named in ("a%20b", "a#b", "a b", "é", "f[[]1]", "g[{]x[}]", "g[{]x}", "h[?]"):
+        source = Jsonl(f"s3://corpus/odd/{named}.jsonl", storage_options=proxy.options, retry=QUICK)
+        assert [source.read(unit).to_pylist() for unit in source.units()] == [[{"n": 1}]], named
+    with pytest.raises(SourceError, match=r"nothing matches .*f\[1\]\.jsonl.*written with that character in brackets"):
+        names(proxy, "odd/f[1].jsonl")
+    with pytest.raises(SpecError, match=r"is not a name that can be asked for: .*no line breaks"):
+        names(proxy, "odd/a\nb")
+    with pytest.raises(SpecError, match=r"is not a name that can be asked for"):
+        names(proxy, "odd//b")
+
+
+@pytest.mark.strangers
+def test_an_object_named_by_two_patterns_is_refused(proxy: Proxy) -> None:
+    with pytest.raises(SpecError, match=r"web/a/p-0\.parquet is named twice, by '.*\*\.parquet' and by '.*p-0\.parquet'"):
+        names(proxy, "web/a/*.parquet", "web/a/p-0.parquet")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

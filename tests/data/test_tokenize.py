@@ -18,7 +18,7 @@ import overlord as ol
 from overlord.data.processes import ProcessPool
 from overlord.data.transforms import ByteTokenizer, Context, InProcesses, Tokenize, tokenize
 from overlord.data.transforms.invoke import Invoke
-from overlord.state import described
+from overlord.description import Describer, first_description
 
 tiktoken = pytest.importorskip("tiktoken")
 tokenizers = pytest.importorskip("tokenizers")
@@ -273,12 +273,15 @@ def test_the_memory_of_encoding_is_a_small_multiple_of_the_tokens(tmp_path: Path
     assert float(found.stdout) < 12, "times the size of its output"
 
 
-def test_the_identity_is_that_of_earlier_releases_unless_something_new_is_asked_for():
-    tokenizer = hugging_face()
-    earlier = f"Tokenize(column='text', into='tokens', encoding={described(tokenizer)}, eos=0, bos=None, keep=['n'])"
-    assert described(Tokenize(encoding=tokenizer, eos=0, keep=("n",))) == earlier
-    assert described(Tokenize(encoding=FastTokenizer(tokenizer), eos=0, keep=("n",))) == earlier
-    assert described(Tokenize(encoding=tokenizer, eos=0, keep=("n",), special_tokens=True)) != earlier
+def test_the_fingerprint_is_that_of_the_first_release_for_its_options_and_sees_what_is_new():
+    tokenizer, options = hugging_face(), {"eos": 0, "keep": ("n",)}
+    encoding = first_description(tokenizer, {})
+    earlier = f"Tokenize(column='text', into='tokens', encoding={encoding}, eos=0, bos=None, keep=['n'])"
+    assert first_description(Tokenize(encoding=tokenizer, **options), {}) == earlier
+    plain, special = (
+        Describer().text(Tokenize(encoding=tokenizer, special_tokens=on, **options), "t") for on in (False, True)
+    )
+    assert plain != special
 
 
 def test_a_tokenizer_object_still_pickles_with_the_transform():

@@ -22,10 +22,10 @@ from overlord.data.column_types import has_null
 from overlord.data.transforms import ByteTokenizer, Context, InProcesses, Pick, Tokenize, per_row
 from overlord.data.transforms.apply import Reporter, Transforms
 from overlord.data.transforms.origin import ORIGIN
+from overlord.description import Describer, first_description
 from overlord.errors import BadRowError, SchemaError, SpecError
 from overlord.planning.facts import Ints
 from overlord.spec import BadRows
-from overlord.state import described
 
 CONTEXT = Context("web", 3, 17)
 
@@ -252,9 +252,9 @@ def test_the_fingerprint_knows_declared_types_and_is_as_before_without_them() ->
     def same(row: dict[str, Any]) -> dict[str, Any]:
         return row
 
-    name = same.__qualname__
-    assert described(per_row(same)) == f"PerRow(fn={name}, wants_rng=False)"
-    assert described(per_row(same, types={"n": pa.int8()})) == f"PerRow(fn={name}, wants_rng=False, types=n: int8)"
+    assert first_description(per_row(same), {}) == f"PerRow(fn={same.__qualname__}, wants_rng=False)"
+    bare, typed, other = (Describer().text(per_row(same, types=t), "t") for t in ({}, {"n": pa.int8()}, {"n": pa.int16()}))
+    assert len({bare, typed, other}) == 3
 
 
 @pytest.mark.strangers

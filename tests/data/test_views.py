@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from overlord.data import views
 from overlord.data.read_result import held_bytes
-from overlord.data.views import compact, take_rows, views_into
+from overlord.data.storage import MappedFile, Storage
+from overlord.data.views import compact, copied_out, joined, stored_value, take_rows, views_into, views_into_file
 
 DATA = bytes(np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint8))
 places = st.lists(st.tuples(st.integers(0, 2900), st.integers(-1, 100)), max_size=30)
@@ -62,9 +63,35 @@ def test_files_beyond_the_reach_of_an_offset_are_seen_in_overlapping_pieces(
     assert array.to_pylist() == expected(rows)
 
 
-def test_mapped_pages_are_not_held_memory() -> None:
-    data = pa.py_buffer(DATA)
-    array = views_into(data, np.array([0, 100]), np.array([50, 50]))
+@pytest.fixture(scope="module")
+def mapped(tmp_path_factory: pytest.TempPathFactory) -> MappedFile:
+    path = tmp_path_factory.mktemp("views") / "data"
+    path.write_bytes(DATA)
+    return MappedFile(Storage().files([str(path)])[0])
+
+
+def test_mapped_pages_are_not_held_memory(mapped: MappedFile) -> None:
+    array = views_into_file(mapped, np.array([0, 100]), np.array([50, 50]), [DATA[:12], DATA[100:112]])
     table = pa.table({"a": array, "b": array, "n": pa.array([1, 2], pa.int64())})
-    assert held_bytes(table, [data]) == 2 * 16 + 16
+    assert held_bytes(table, [mapped]) == 2 * 16 + 16
     assert held_bytes(table) == 2 * 16 + 16 + len(DATA)
+
+
+@given(places, st.data())
+def test_values_in_a_file_are_copied_out_as_those_in_memory(
+    mapped: MappedFile, rows: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    pairs = np.array(rows, np.int64).reshape(-1, 2)
+    first = [DATA[offset : offset + min(max(length, 0), 12)] for offset, length in rows]
+    array = views_into_file(mapped, pairs[:, 0], pairs[:, 1], first)
+    array.validate(full=True)
+    both = joined(pa.chunked_array([array, column(rows)], pa.binary_view()))
+    start = data.draw(st.integers(0, len(both)))
+    copied = copied_out(both.slice(start))
+    copied.validate(full=True)
+    want = [*expected(rows), *expected(rows)]
+    assert copied.to_pylist() == want[start:]
+    for row, value in enumerate(want):
+        found = stored_value(both, row)
+        assert (found is not None) == (row < len(rows) and value is not None and len(value) > 12)
+        assert found is None or found.to_pybytes() == value

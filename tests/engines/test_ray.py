@@ -15,6 +15,7 @@ import pytest
 
 import overlord as ol
 from overlord.workplace import WorkplaceSize
+from tests.commands import python
 from tests.engines.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
 from tests.faults.disturbance import send
 from tests.sources import Numbered, job_of
@@ -231,3 +232,31 @@ def test_an_interrupted_program_leaves_no_process_behind_and_listens_on_loopback
         finally:
             program.kill()
             program.wait()
+
+
+IMPORTED_BEFORE = """
+import os
+del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # of these tests
+import ray  # before Overlord can say anything about it
+import psutil
+import overlord as ol
+from tests.sources import Numbered, job_of
+
+engine = ol.Ray(num_cpus=2, object_store_bytes=100 << 20, loader_hosts=1)
+with ol.start(job_of({"a": Numbered(first=1)}), engine=engine) as loader:
+    next(loader.client(0, timeout=60))
+    here = psutil.Process()
+    listening = [
+        (process.name(), connection.laddr)
+        for process in [here, *here.children(recursive=True)]
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+    ]
+print(listening)
+"""
+
+
+@pytest.mark.strangers
+def test_a_cluster_of_our_own_listens_on_loopback_also_where_ray_was_imported_before():
+    run = python("-c", IMPORTED_BEFORE)
+    assert run.stdout.splitlines()[-1] == "[]"

@@ -81,13 +81,18 @@ def change_header(rng: random.Random, seed: Seed) -> bytes:
 def read(path: str) -> Answer:
     source = ol.ArrowIpc(path, unit_bytes=1 << 10)
     tables = []
+    bad: set[int] = set()
+    num_rows = 0
     for unit in source.units():
-        table = source.read_rows(unit).table
-        if unit.num_rows is not None and table.num_rows != unit.num_rows:
+        result = source.read_rows(unit)
+        num_here = result.table.num_rows + len(result.bad)
+        if unit.num_rows is not None and num_here != unit.num_rows:
             raise Wrong("a unit has other rows than it was listed with")
-        tables.append(table)
+        bad |= {num_rows + row.row for row in result.bad}
+        num_rows += num_here
+        tables.append(result.table)
     answers = [checked(table) for table in tables]  # before they are joined, which would believe them
-    return Answer([row for answer in answers for row in answer.rows], about=answers[0].about)
+    return Answer([row for answer in answers for row in answer.rows], frozenset(bad), answers[0].about)
 
 
 def oracle(data: bytes, suffix: str) -> list[Answer]:

@@ -219,7 +219,7 @@ def read(path: str) -> Answer:
 
 
 def oracle(data: bytes, suffix: str) -> list[Answer]:
-    """Up to the end mark, as tar reads an archive; and on after it, for archives that were joined."""
+    """For archives that were joined, all of them; or only up to the first end mark, as tar reads an archive."""
     try:
         if suffix.endswith(".gz"):
             data = gzip.decompress(data)
@@ -232,21 +232,22 @@ def oracle(data: bytes, suffix: str) -> list[Answer]:
             end += next(i for i, byte in enumerate(data[end:]) if byte) // BLOCK * BLOCK
             more, length = _members(data[end:])
             joined, end = joined + more, end + length
-            answers.append(_samples(joined))
+            answers.insert(0, _samples(joined))
         return answers
     except (tarfile.TarError, OSError, EOFError, ValueError, UnicodeError, MemoryError, KeyError, OverflowError) as error:
         raise OracleFailed(str(error)) from error
 
 
 def _members(data: bytes) -> tuple[list[tuple[str, bytes]], int]:
-    """(name, content) of all files, hard links followed, and where the archive ends."""
+    """(name, content) of all files, links followed, and where the archive ends."""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:", errors="surrogateescape") as archive:
         found = []
         for info in archive.getmembers():
-            if info.isreg() or info.islnk():
+            is_unknown = info.type not in (*tarfile.SUPPORTED_TYPES, b"D", b"V")  # a file, as POSIX has it
+            if info.isreg() or info.islnk() or info.issym() or is_unknown:
                 file = archive.extractfile(info)
                 content = b"" if file is None else file.read()
-                if info.isreg() and len(content) != info.size:
+                if (info.isreg() or is_unknown) and len(content) != info.size:
                     raise tarfile.ReadError("a member is cut off")
                 found.append((info.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"), content))
         end = archive.offset

@@ -22,18 +22,11 @@ NUM_CASES = {
 }
 """About a second each."""
 KNOWN = {
-    "parquet": "footers that abort the process, and names in them that are no text",
-    "arrow": "damaged messages and footers that are believed",
-    "jsonl": "numbers that do not fit are cut or rounded, and rows without a field are lost",
-    "tar": "hard links, sparse members, holes of zeros, global pax headers and odd names",
-    "images": "damaged AVIF",
-    "states": "edited states that are taken, or refused with another error than StateError",
     "wire": "answers that point outside of what came with them, and values of another type than was asked for",
-    "plan_logs": "records with the right checksum that make no sense",
 }
 """Targets that are known to find something, with what it is. To be deleted with the last of its causes: a test that passes
 in spite of its mark fails."""
-FOUND_AT_ONCE = ("parquet", "arrow", "tar", "states", "wire")
+FOUND_AT_ONCE = ("wire",)
 """Those of them for which so few cases are enough."""
 
 

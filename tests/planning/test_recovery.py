@@ -30,13 +30,17 @@ from overlord.planning.recovery import (
 NAMES = ("a", "b", "c")
 COUNTS = st.lists(st.integers(0, 2**40), min_size=3, max_size=3)
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=3, max_size=3)
+WEIGHTS = st.lists(st.floats(0, 1), min_size=3, max_size=3)
+DRAWN = 10**9
+"""A chunk that every source has come to: what is carried was drawn before."""
 FLAGS = st.lists(st.booleans(), min_size=3, max_size=3)
 
 
 @st.composite
 def carried(draw: st.DrawFn) -> Samples:
-    rows = draw(st.lists(st.tuples(st.integers(0, 2), *[st.integers(0, 10**9)] * 6), max_size=3))
-    columns = np.array(rows, np.int64).reshape(-1, 7).T
+    rows = draw(st.lists(st.tuples(st.integers(0, 2), *[st.integers(0, DRAWN - 1)] * 5), max_size=3))
+    source, chunk, row, start, tokens, loss = np.array(rows, np.int64).reshape(-1, 6).T
+    columns = np.stack([source, chunk, row, start, start + tokens, tokens, np.minimum(tokens, loss)])
     sizes = {"num_images": columns[1] % 7} if draw(st.booleans()) else {}
     return Samples.of_columns(NAMES, *columns, sizes=sizes)
 
@@ -48,9 +52,10 @@ def histories(draw: st.DrawFn) -> list[Progress]:
         Progress(
             step=first + i,
             names=NAMES,
-            **{name: np.array(draw(COUNTS), np.int64) for name in ("chunk", "row", "samples", "tokens", "since")},
+            chunk=np.array(draw(COUNTS), np.int64) + DRAWN,
+            **{name: np.array(draw(COUNTS), np.int64) for name in ("row", "samples", "tokens", "since")},
             lead=np.array(draw(FLOATS)),
-            weights=np.array(draw(FLOATS)),
+            weights=np.array(draw(WEIGHTS)),
             read_once=np.array(draw(FLAGS)),
             carried=draw(carried()),
         )
@@ -129,7 +134,7 @@ def test_a_mesh_is_written_down_whole():
         (lambda r: [r[0], *r[2:]], r"goes from step -1 to step 1: records are missing"),
         (lambda r: [*r, {"kind": "wish"}], "unknown kind 'wish'"),
         (lambda r: [*r[:2], {**r[2], "moved": {"sources": [0], "colour": [1]}}], "a column 'colour'"),
-        (lambda r: [*r[:2], {**r[2], "moved": {"sources": [9], "row": [1]}}], "not understood: IndexError"),
+        (lambda r: [*r[:2], {**r[2], "moved": {"sources": [9], "row": [1]}}], "moved.sources must be .* 0 to 2, it is 9"),
         (lambda r: [*r[:2], {"kind": "step", "step": 1}], "not understood: KeyError"),
         (lambda r: [{**r[0], "progress": {"step": 0}}, *r[1:]], "not understood: KeyError"),
     ],

@@ -16,6 +16,9 @@ from overlord.errors import StateError, StorageError
 from overlord.planning.recovery import Decision, Header
 from overlord.roles.plan_log import Era, PlanLog, newest_in
 from overlord.roles.planner import Planner
+from overlord.state import Fingerprint, differences_of
+from tests.data.damage import rewrite
+from tests.edited import edited
 from tests.full_disk import full_disk
 from tests.roles.mortal import Mortal, stream_of
 from tests.roles.recovering import JOBS, STEPS, A, log_of, segment_of
@@ -78,6 +81,48 @@ def test_the_log_of_another_job_is_refused_saying_what_differs(tmp_path, resume)
     with pytest.raises(StateError, match=r"(?s)the log at .* differs.*seed was 0, is 5.*accept_changes=\['seed'\]"):
         ol.start(other, resume=resume, log=log_of(tmp_path))
     ol.start(other, resume=resume, log=log_of(tmp_path), accept_changes=["seed"]).close()
+
+
+@pytest.mark.strangers
+def test_edited_records_of_a_log_are_an_error_that_names_the_file_or_go_on_the_same(tmp_path):
+    job = job_of({"a": A, "b": A}, ol.Batch(tokens=96, sequence_length=32))
+    with ol.start(job, log=log_of(tmp_path)) as loader:
+        loader.set_weights({"a": 3, "b": 1}, from_step=2)
+        client = loader.client(0, timeout=30)
+        for _ in range(4):
+            next(client)
+    path = segment_of(tmp_path)
+    records = [orjson.loads(body) for body in unframed(path.read_bytes()).bodies]
+    segments = FileSegments(str(tmp_path / "log"))
+    num_refused = num_edits = 0
+    for _, other in edited(records):
+        if not isinstance(other, list):
+            continue
+        try:
+            bodies = [orjson.dumps(record) for record in other]
+        except TypeError:
+            continue  # no JSON, so no record
+        path.write_bytes(b"".join(map(framed, bodies)))
+        num_edits += 1
+        try:
+            found = newest_in(segments)
+            if found is not None:
+                differences_of(Fingerprint.of(job, {"a": A.units(), "b": A.units()}), found.header.fingerprint, "damaged")
+        except StateError:
+            num_refused += 1
+    assert num_edits > 2000
+    assert num_refused > num_edits // 2  # whoever edits a log writes its checksums anew: the rest is in range
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("first", [b"null", b"[]", b"7", b'{"kind": "header"}', b'{"kind": "header", "version": 1}'])
+def test_a_log_whose_header_makes_no_sense_is_an_error_that_names_the_file(tmp_path, first):
+    read_all(job_of({"a": A}), 2, log=log_of(tmp_path))
+    path = segment_of(tmp_path)
+    bodies = unframed(path.read_bytes()).bodies
+    path.write_bytes(b"".join(map(framed, [first, *bodies[1:]])))
+    with pytest.raises(StateError, match=r"segment-00000001.log cannot be used: .*delete it"):
+        ol.start(job_of({"a": A}), resume="log", log=log_of(tmp_path))
 
 
 def test_a_log_that_cannot_be_written_stops_a_run_before_it_starts(tmp_path):
@@ -160,7 +205,7 @@ def test_a_step_that_is_drawn_again_and_differs_is_an_error(tmp_path):
         mixed = b"\n".join([*sorted(lines[:-1], key=len), b""])
         assert len(mixed) == size
         shutil.copy(folder / "a.jsonl", folder / "kept")
-        (folder / "a.jsonl").write_bytes(mixed)
+        rewrite(folder / "a.jsonl", mixed)
         engine.lose("loaders/0")  # first: a planner that is made anew draws at once, for whoever waits
         engine.lose("planner")
         with pytest.raises(ol.DataError, match=r"step \d was drawn again and is not what it was"):

@@ -74,3 +74,29 @@ def test_a_state_is_loaded_and_a_mesh_is_changed_through_all_servers(loader):
         next(clients[0])
     clients[0].rejoin()
     assert streams(clients[:1], 3) == [steps[4:] for steps in undisturbed(two_sources(), 7)]
+
+
+@pytest.mark.strangers
+def test_a_rank_that_is_late_after_two_restarts_from_the_log_still_gets_its_step(ray_cluster, tmp_path):
+    runs = []
+
+    def restarted() -> str:
+        # The one before is not closed: for its log this is a kill.
+        runs.append(ol.start(JOB, engine=ol.Ray("auto", loader_hosts=1), log=tmp_path / "log", resume="log"))
+        return runs[-1].serve()
+
+    def reads(address: str, ranks: range, step: int) -> None:
+        for rank in ranks:
+            client = ol.connect(address, rank=rank, timeout=60)
+            client.rejoin(at=step)
+            assert next(client).number == step
+
+    try:
+        address = restarted()
+        reads(address, range(4), 0)
+        for step in (1, 2):
+            reads(restarted(), range(3), step)
+        reads(restarted(), range(3, 4), 1)
+    finally:
+        for loader in runs:
+            loader.close()

@@ -40,9 +40,9 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-def server_process(port: int) -> subprocess.Popen[str]:
+def server_process(port: int, program: str = SERVER, *args: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(port)],
+        [sys.executable, "-c", program, str(port), *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -171,3 +171,42 @@ def test_a_rank_whose_constructor_moves_follows_it_through_the_address_book():
         assert [found] == undisturbed(job, 6)
         for service in (front, homes[0]):
             service.close()
+
+
+LOGGED = """
+import sys
+import overlord as ol
+from tests.transport.served import two_sources
+loader = ol.start(two_sources(mesh=ol.Mesh(dp=2, cp=2)), log=sys.argv[2], resume="log")
+print(loader.serve(f"127.0.0.1:{sys.argv[1]}"), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("late", [1, 2], ids=["of the same group", "of another group"])
+def test_a_rank_that_is_late_after_two_crashes_still_gets_its_step(tmp_path, late):
+    job = two_sources(mesh=ol.Mesh(dp=2, cp=2))
+    expected = undisturbed(job, 9)
+    port = free_port()
+    process = server_process(port, LOGGED, str(tmp_path))
+    try:
+        clients = [ol.connect(f"127.0.0.1:{port}", rank=rank, timeout=60) for rank in range(4)]
+        found = streams(clients, 5)
+        others = [rank for rank in range(4) if rank != late]
+        for _ in range(3):  # each time all others go on by a step, and the service dies before the late one is heard
+            process.kill()
+            process.communicate()
+            process = server_process(port, LOGGED, str(tmp_path))
+            for rank in others:
+                found[rank].append(content(next(clients[rank])))
+        process.kill()
+        process.communicate()
+        process = server_process(port, LOGGED, str(tmp_path))
+        found[late] += [content(next(clients[late])) for _ in range(3)]
+        for steps, more in zip(found, streams(clients, 1), strict=True):
+            steps += more
+        assert found == expected
+    finally:
+        process.kill()
+        process.communicate()

@@ -78,3 +78,34 @@ def test_waiting_for_ranks_to_leave_counts_only_those_that_came():
     assert not roll.wait_for_leave([1, 2], 0.0)
     roll.left(2, "session-b")  # it came to say that it does not read
     assert roll.wait_for_leave([1, 2], 0.0)
+
+
+@pytest.mark.strangers
+def test_a_rank_that_never_came_is_late_and_not_gone_until_its_peers_have_waited_for_it():
+    clock = Clock()
+    roll = Roll(clock)
+    roll.expect([0, 1])
+    clock.now += 1000.0
+    assert roll.silent(60.0) == [], "nobody has come yet: a service may wait for its trainers as long as they take"
+    roll.asked(0, "session-a", 0)
+    clock.now += 59.0
+    assert roll.silent(60.0) == []
+    clock.now += 2.0
+    roll.asked(0, "session-a", 1)
+    assert roll.silent(60.0) == [1]
+    assert roll.left(1)
+    assert roll.silent(60.0) == []
+    assert not roll.left(1)
+
+
+@pytest.mark.strangers
+def test_ranks_that_read_are_expected_again_when_the_run_is_moved():
+    clock = Clock()
+    roll = Roll(clock)
+    for rank in range(2):
+        roll.asked(rank, f"session-{rank}", 0)
+    roll.forget()
+    roll.asked(0, "session-0", 0)
+    clock.now += 61.0
+    roll.asked(0, "session-0", 1)
+    assert roll.silent(60.0) == [1]

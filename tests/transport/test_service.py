@@ -337,3 +337,38 @@ def test_a_service_may_hand_out_steps_only_or_answer_questions_only():
         assert client.state_dict()["step"] == 3
         for service in (front, only_steps):
             service.close()
+
+
+# Ranks that are late
+
+
+@pytest.mark.strangers
+def test_a_rank_that_has_not_come_yet_keeps_its_steps_until_it_is_given_up(tmp_path):
+    job = two_sources(mesh=ol.Mesh(dp=2))
+    with ol.start(job, log=tmp_path / "log") as loader:
+        client = ol.connect(loader.serve(leave_after_s=None), rank=0, timeout=20)
+        for _ in range(6):
+            next(client)
+        assert loader.status().taken_to == 0
+        assert loader.state_dict()["step"] == 0, "the state that loses nothing"
+    with ol.start(job, log=tmp_path / "log", resume="log") as loader:
+        assert loader.start_step == 0
+        client = ol.connect(loader.serve(leave_after_s=0.4), rank=0, timeout=20)
+        client.rejoin(at=6)
+        while loader.status().taken_to < 7:  # until the other rank is given up
+            next(client)
+    with ol.start(job, log=tmp_path / "log", resume="log") as loader:
+        assert loader.start_step >= 7
+
+
+@pytest.mark.strangers
+def test_a_rank_that_leaves_without_having_read_is_waited_for_no_longer(tmp_path):
+    with ol.start(two_sources(mesh=ol.Mesh(dp=2)), log=tmp_path / "log") as loader:
+        address = loader.serve(leave_after_s=None)
+        client = ol.connect(address, rank=0, timeout=20)
+        next(client)
+        ol.connect(address, rank=1, timeout=20).close()
+        for _ in range(5):
+            next(client)
+        assert loader.status().taken_to >= 3
+        assert loader.state_dict()["step"] == 6

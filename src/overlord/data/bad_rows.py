@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 import threading
 
+import msgspec
 import orjson
 
 from overlord.errors import BadRowError, SpecError, StorageError
@@ -33,7 +36,7 @@ class BadRowLog:
         self._last_error: str | None = None
         if policy.policy == "quarantine":
             assert policy.path is not None  # BadRows checks it
-            self._listed = self._read_back(policy.path)
+            self._listed = self._read_back(os.fspath(policy.path))
 
     @property
     def fails(self) -> bool:
@@ -56,7 +59,7 @@ class BadRowLog:
 
     def add(self, where: str, row: int, error: str) -> None:
         """Note that row `row` of file `where` is bad. `row` -1: it is not known which."""
-        error = " ".join(error.split())[:MOST_ERROR_CHARS]
+        where, error = _as_utf8(where), _as_utf8(" ".join(error.split())[:MOST_ERROR_CHARS])
         place = f"{where}, row {row}" if row >= 0 else where
         if self.fails:
             raise BadRowError(
@@ -80,13 +83,13 @@ class BadRowLog:
 
     def _append(self, entry: dict[str, str | int]) -> None:
         assert self._policy.path is not None
-        self._write(self._policy.path, orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+        self._write(os.fspath(self._policy.path), orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
 
     @staticmethod
     def _write(path: str, line: bytes) -> None:
         try:
             # Opened each time: bad rows are rare, and a log that holds no file can be dropped without closing.
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            file = os.open(path, _APPEND, 0o644)
             try:
                 written = os.write(file, line)
             finally:
@@ -101,9 +104,15 @@ class BadRowLog:
     def _read_back(self, path: str) -> set[BadRow]:
         """The rows of this source that the file lists already; also shows that the file can be written."""
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
-            with open(path, "rb") as file:
-                content = file.read()
+            file = os.open(path, _APPEND, 0o644)
+            try:
+                is_regular = stat.S_ISREG(os.fstat(file).st_mode)
+            finally:
+                os.close(file)
+            if not is_regular:
+                return set()  # a device, such as /dev/null, keeps nothing
+            with open(path, "rb") as lines:
+                content = lines.read()
         except OSError as error:
             raise SpecError(
                 f"source {self._source!r}: the quarantine file {path} cannot be written: {error.strerror}; "
@@ -112,12 +121,42 @@ class BadRowLog:
         if content and not content.endswith(b"\n"):
             self._write(path, b"\n")  # a line cut short by a crash must not spoil the next one
         entries: set[BadRow] = set()
-        for line in content.splitlines():
+        odd: list[int] = []
+        for number, line in enumerate(content.splitlines(), 1):
             try:
-                entry = orjson.loads(line)
-            except orjson.JSONDecodeError:
+                entry = _ENTRY.decode(line)
+            except msgspec.DecodeError:
+                if line.strip():
+                    odd.append(number)
                 continue
-            if isinstance(entry, dict) and entry.get("source") == self._source:
-                row = entry.get("row", -1)
-                entries.add((entry.get("file", ""), row if row >= 0 else entry.get("error", "")))
+            if entry.source == self._source:
+                entries.add((entry.file, entry.row if entry.row >= 0 else entry.error))
+        if odd:
+            _log.warning(
+                "the quarantine file %s has %d lines that list no bad row, the first is line %d: they are left as they are, "
+                "and rows that they were about may be listed again",
+                path,
+                len(odd),
+                odd[0],
+            )
         return entries
+
+
+class _Entry(msgspec.Struct):
+    """A line of a quarantine file; other keys may stand beside these."""
+
+    source: str
+    file: str
+    row: int
+    error: str = ""
+
+
+_ENTRY = msgspec.json.Decoder(_Entry)
+# Without O_NONBLOCK a FIFO in place of the file would be waited for until somebody reads from it.
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+_log = logging.getLogger("overlord.bad_rows")
+
+
+def _as_utf8(text: str) -> str:
+    """The text as a file of UTF-8 can hold it: what is no character becomes an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()

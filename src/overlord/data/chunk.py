@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from overlord.data.read_result import held_bytes
+from overlord.data.storage import MappedFile
 from overlord.planning.facts import WEIGHT_BITS, ChunkFacts, Ints, LossCount
 from overlord.spec import Unit
 
@@ -22,7 +23,7 @@ class Lineage:
     first: Ints
     """The number of each unit's first row."""
     row_numbers: tuple[NDArray[np.int64] | None, ...]
-    mapped: tuple[pa.Buffer, ...] = ()
+    mapped: tuple[MappedFile, ...] = ()
     """Files that the rows look into where they lie: not memory that the chunk holds."""
 
     def where(self, number: int) -> tuple[str, int]:

@@ -6,7 +6,8 @@ Arrow converts Python values to a type that is given to it more freely than trai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -113,12 +114,16 @@ def has_null(type_: Any) -> bool:
 
 
 def largest_float(column: Column) -> float:
-    """The largest absolute value of all floats in a column, 0 where there are none; inf where one overflowed."""
+    """The largest absolute value of all floats in a column, 0 where there are none; inf where one overflowed. The least
+    int64 counts too: a whole number below it that was rounded to a float is cast to it."""
     if isinstance(column, pa.ChunkedArray):
         return max(map(largest_float, column.chunks), default=0.0)
     array: Any = column
     if pa.types.is_floating(array.type):
         return float(np.fmax.reduce(np.abs(array.drop_null().to_numpy(zero_copy_only=False)), initial=0))
+    if pa.types.is_int64(array.type):
+        least = np.min(array.drop_null().to_numpy(zero_copy_only=False), initial=0)
+        return 2.0**63 if least == -(2**63) else 0.0
     if _is_list(array.type):
         return largest_float(array.flatten())
     if pa.types.is_struct(array.type):
@@ -128,9 +133,11 @@ def largest_float(column: Column) -> float:
 
 def _unchanged(values: Sequence[Any], type_: pa.DataType) -> Column | None:
     """The values under the type where that can be told without looking at each: what Arrow infers by itself is true to the
-    values, and a checked cast from numbers to numbers changes none."""
+    values, except for true and false among floats, and a checked cast from numbers to numbers changes none."""
     try:
         column = pa.array(values)
+        if _has_zero_or_one(column) and _has_bool_as_float(values, column.type):
+            return None
         if column.type.equals(type_):
             return column
         if pa.types.is_null(column.type):
@@ -142,6 +149,31 @@ def _unchanged(values: Sequence[Any], type_: pa.DataType) -> Column | None:
     except UNFIT:
         pass
     return None
+
+
+def _has_zero_or_one(column: Any) -> bool:
+    """Whether a float of the column could have been false or true before Arrow made a number of it."""
+    if isinstance(column, pa.ChunkedArray):
+        return any(map(_has_zero_or_one, column.chunks))
+    if pa.types.is_floating(column.type):
+        floats = column.to_numpy(zero_copy_only=False)
+        return bool(((floats == 0) | (floats == 1)).any())
+    if _is_list(column.type):
+        return _has_zero_or_one(column.flatten())
+    return pa.types.is_struct(column.type) and any(map(_has_zero_or_one, column.flatten()))
+
+
+def _has_bool_as_float(values: Iterable[Any], type_: Any) -> bool:
+    """Whether a value is true or false where the type has floats."""
+    if pa.types.is_floating(type_):
+        return not {bool, np.bool_}.isdisjoint(map(type, values))
+    present = (value for value in values if value is not None)
+    if _is_list(type_):
+        return _has_bool_as_float(chain.from_iterable(present), type_.value_type)
+    if pa.types.is_struct(type_):
+        rows = list(present)
+        return any(_has_bool_as_float((row.get(field.name) for row in rows), field.type) for field in type_)
+    return False
 
 
 def _misfit(value: Any, type_: pa.DataType) -> str:

@@ -1,6 +1,6 @@
 """What the first bytes of a JPEG or PNG tell, and whether its last ones are there.
 
-That is enough to plan by. Only these bytes are touched, so that a mapped file is not read from end to end.
+That is enough to plan by, so that a file need not be read from end to end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 _END_OF_JPEG = b"\xff\xd9"
 _END_OF_PNG = b"IEND\xaeB`\x82"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_TAIL_BYTES = 4096
+TAIL_BYTES = 4096
 _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})
 """Markers without a length."""
 
@@ -30,18 +30,22 @@ class Header:
     bits: int = 8
 
 
-def header_of(data: memoryview) -> Header | None:
-    """The header of a JPEG or PNG, None for anything else. A file that is damaged or cut short is a DataError."""
+def header_of(data: memoryview, tail: memoryview | None = None) -> Header | None:
+    """The header of a JPEG or PNG, None for anything else. A file that is damaged or cut short is a DataError.
+
+    With `tail`, `data` is only the first bytes of the file and `tail` the last ones: then an error may mean no more
+    than that something lies between the two.
+    """
     if not data:
         raise DataError("the image is empty (0 bytes)")
     if data[: len(JPEG)] == JPEG:
-        return _jpeg(data)
+        return _jpeg(data, tail)
     if data[: len(PNG)] == PNG:
-        return _png(data)
+        return _png(data, tail)
     return None
 
 
-def _jpeg(data: memoryview) -> Header:
+def _jpeg(data: memoryview, tail: memoryview | None) -> Header:
     place = 2
     while True:
         while data[place : place + 2] == b"\xff\xff":  # markers may be padded
@@ -65,22 +69,22 @@ def _jpeg(data: memoryview) -> Header:
     if height == 0 or width == 0:
         raise DataError(f"JPEG states a size of {width} x {height}")
     # Inside a scan 0xff is always escaped, so that this finds the end of the image and no accident.
-    if not _holds(data[place:], _END_OF_JPEG):
+    if not _holds(data[place:] if tail is None else tail, _END_OF_JPEG):
         raise DataError(f"JPEG of {len(data)} bytes is cut short: no end marker")
     return Header("jpeg", height, width, channels, bits)
 
 
-def _png(data: memoryview) -> Header:
+def _png(data: memoryview, tail: memoryview | None) -> Header:
     if len(data) < 33 or data[12:16] != b"IHDR":
         raise DataError(f"PNG of {len(data)} bytes is cut short in its header")
     width, height, bits, colour = struct.unpack_from(">IIBB", data, 16)
     if height == 0 or width == 0:
         raise DataError(f"PNG states a size of {width} x {height}")
-    if not _holds(data, _END_OF_PNG):
+    if not _holds(data if tail is None else tail, _END_OF_PNG):
         raise DataError(f"PNG of {len(data)} bytes is cut short: no end chunk")
     return Header("png", height, width, {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0), bits)
 
 
 def _holds(data: memoryview, mark: bytes) -> bool:
     """Whether `mark` is in the data; looks at the end first, since files may have something appended to them."""
-    return mark in bytes(data[-_TAIL_BYTES:]) or mark in bytes(data)
+    return mark in bytes(data[-TAIL_BYTES:]) or mark in bytes(data)

@@ -10,18 +10,20 @@ an antialiasing filter.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from overlord.data.image_headers import Header, header_of
+from overlord.data.image_headers import TAIL_BYTES, Header, header_of
 from overlord.data.resample import Pixels, Span, resized
-from overlord.errors import DataError, OverlordError, SchemaError, SpecError
+from overlord.data.storage import StoredFile, opened, read_at
+from overlord.data.views import StoredValues, is_view, stored_value
+from overlord.errors import DataError, OverlordError, SchemaError, SourceError, SpecError
 from overlord.planning.facts import Ints
 from overlord.planning.images.image_sizes import ImageSizes
 
@@ -43,6 +45,8 @@ class ImageFacts:
 BadImages = list[tuple[int, str]]
 Data = bytes | bytearray | memoryview | pa.Buffer
 
+HEAD_BYTES = 16 << 10
+"""Enough to find the size of nearly every image."""
 EIGHTHS = (1, 2, 3, 4, 5)
 """Reduced scales worth taking. Decoding at 6/8 and 7/8 costs more than decoding in full."""
 
@@ -83,9 +87,11 @@ class DecodeImage:
         found: list[list[tuple[int, int]]] = [[] for _ in range(len(column))]
         bad: BadImages = []
         # One look at a header is some microseconds and cannot be vectorised; pixels are not touched.
-        for row, files in enumerate(_files_of_rows(column)):
+        for row, files in enumerate(_peeks_of_rows(column)):
             try:
-                shapes = [self._shape(data) for data in _present(files)]
+                shapes = [self._shape(file) for file in _present(files)]
+            except SourceError:
+                raise  # the file cannot be read, which says nothing about the row
             except DataError as error:
                 bad.append((row, str(error)))
                 continue
@@ -125,11 +131,16 @@ class DecodeImage:
         np.copyto(out, pixels)
         return out
 
-    def _shape(self, content: memoryview) -> tuple[int, int]:
+    def _shape(self, file: _Peek) -> tuple[int, int]:
         """Height and width of the decoded image."""
-        header = header_of(content)
+        try:
+            header = header_of(file.head, file.tail)
+        except DataError:
+            if file.whole is None:
+                raise
+            return self._shape(_Peek(file.whole()))
         if header is None:
-            with _opened(content) as image:
+            with _opened(file.head if file.whole is None else file.whole()) as image:
                 width, height = image.size
         else:
             height, width = header.height, header.width
@@ -178,6 +189,7 @@ class DecodeImage:
         return (top, height - top), (left, width - left)
 
 
+T = TypeVar("T")
 _Files = list[memoryview] | DataError
 """The encoded files of a row, or why there are none."""
 
@@ -197,9 +209,55 @@ def _files_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[_Files]:
             f"images are binary, structs with binary `bytes`, or lists of these, but the column is {kind}; read files that "
             "are named by a path in a transform, or write the data with the images inside"
         )
-    for scalar in column:
-        files = (scalar.values or ()) if nested else (scalar,)
-        yield [memoryview(file.as_buffer()).cast("B") for file in files if file.is_valid]
+    for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+        for row in range(len(chunk)):
+            # Read from its file rather than touched where it is mapped: see `views`.
+            stored = stored_value(chunk, row) if is_view(kind) else None
+            if stored is not None:
+                yield [memoryview(stored).cast("B")]
+                continue
+            scalar = chunk[row]
+            files = (scalar.values or ()) if nested else (scalar,)
+            yield [memoryview(file.as_buffer()).cast("B") for file in files if file.is_valid]
+
+
+@dataclass(frozen=True, slots=True)
+class _Peek:
+    """An encoded file; or its first and last bytes, and how to get the whole of it."""
+
+    head: memoryview
+    tail: memoryview | None = None
+    whole: Callable[[], memoryview] | None = None
+
+
+def _peeks_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[list[_Peek] | DataError]:
+    """The encoded files of each row. Of those that lie in a local file only the ends are read."""
+    for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+        stored = StoredValues.of(chunk) if _is_binary(chunk.type) else None
+        if stored is None:
+            yield from map(_peeks, _files_of_rows(chunk))
+            continue
+        with ExitStack() as files:
+            descriptors = [files.enter_context(opened(mapped.file)) for mapped in stored.files]
+            for row, number in enumerate(stored.file.tolist()):
+                if number >= 0:
+                    place = int(stored.offsets[row]), int(stored.lengths[row])
+                    yield [_peek(stored.files[number].file, descriptors[number], *place)]
+                else:
+                    yield _peeks(next(_files_of_rows(chunk.slice(row, 1))))
+
+
+def _peeks(files: _Files) -> list[_Peek] | DataError:
+    return files if isinstance(files, DataError) else [_Peek(content) for content in files]
+
+
+def _peek(file: StoredFile, descriptor: int, offset: int, num_bytes: int) -> _Peek:
+    def read(start: int, stop: int) -> memoryview:
+        return memoryview(read_at(file, descriptor, offset + start, offset + stop)).cast("B")
+
+    if num_bytes <= HEAD_BYTES + TAIL_BYTES:
+        return _Peek(read(0, num_bytes))
+    return _Peek(read(0, HEAD_BYTES), read(num_bytes - TAIL_BYTES, num_bytes), lambda: read(0, num_bytes))
 
 
 def _files_of_structs(scalar: Any) -> _Files:
@@ -220,7 +278,7 @@ def _files_of_structs(scalar: Any) -> _Files:
     return files
 
 
-def _present(files: _Files) -> list[memoryview]:
+def _present(files: list[T] | DataError) -> list[T]:
     if isinstance(files, DataError):
         raise files
     return files

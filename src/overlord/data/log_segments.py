@@ -58,8 +58,9 @@ class Segments(Protocol):
     def delete(self, number: int) -> None: ...
 
 
-def segments_at(location: str, storage_options: Mapping[str, str] | None = None) -> Segments:
+def segments_at(location: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> Segments:
     """The log at a folder or URL, which need not exist."""
+    location = os.fspath(location)
     if is_remote(location):
         return ObjectSegments(location, storage_options or {})
     return FileSegments(location)

@@ -13,8 +13,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -69,6 +71,15 @@ class Retry:
 class Listed:
     key: str
     num_bytes: int
+    version: str
+    """The ETag, or the time of the last change where the store gives none."""
+
+    @staticmethod
+    def of(meta: ObjectMeta) -> Listed:
+        # Some stores quote ETags in answers and not in listings, or mark them as weak in one of the two.
+        tag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
+        modified = meta.get("last_modified")
+        return Listed(meta["path"], meta["size"], tag or (modified.isoformat() if modified else ""))
 
 
 class ObjectStore:
@@ -96,10 +107,10 @@ class ObjectStore:
         """How often a request was asked again."""
         return self._num_retries
 
-    def num_bytes(self, key: str) -> int:
+    def head(self, key: str) -> Listed:
         import obstore
 
-        return self._ask(key, lambda: obstore.head(self._store, key))["size"]
+        return Listed.of(self._ask(key, lambda: obstore.head(self._store, key)))
 
     def list_all(self, prefix: str) -> list[Listed]:
         """Every object below the folder `prefix`, however deep."""
@@ -108,38 +119,66 @@ class ObjectStore:
         def pages() -> list[ObjectMeta]:
             return [meta for page in obstore.list(self._store, prefix or None) for meta in page]
 
-        return [Listed(meta["path"], meta["size"]) for meta in self._ask(prefix, pages)]
+        return [Listed.of(meta) for meta in self._ask(prefix, pages)]
 
     def list_level(self, prefix: str) -> tuple[list[Listed], list[str]]:
         """The objects and the folders directly in the folder `prefix`."""
         import obstore
 
         result = self._ask(prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None))
-        return [Listed(meta["path"], meta["size"]) for meta in result["objects"]], list(result["common_prefixes"])
+        return [Listed.of(meta) for meta in result["objects"]], list(result["common_prefixes"])
 
-    def read(self, key: str, start: int, stop: int) -> pa.Buffer:
-        """The bytes [start, stop). Large ranges come in parts, so that a fault repeats a part and not the whole."""
-        import obstore
+    def read(self, listed: Listed, start: int, stop: int) -> pa.Buffer:
+        """The bytes [start, stop) of an object that is still as it was listed.
 
+        Large ranges come in parts, so that a fault repeats a part and not the whole; all parts are of the same version.
+        """
         if stop <= start:
             return pa.py_buffer(b"")
         if stop - start <= PART_BYTES:
-            part = self._ask(key, lambda: obstore.get_range(self._store, key, start=start, end=stop))
-            return self._checked(pa.py_buffer(part), key, start, stop)
+            return self._part(listed, start, stop)[0]
         whole = pa.allocate_buffer(stop - start)
         target = np.frombuffer(memoryview(whole), np.uint8)
-        starts = range(start, stop, PART_BYTES)
-        for i in range(0, len(starts), PARTS_AT_ONCE):
-            begins = list(starts[i : i + PARTS_AT_ONCE])
-            ends = [min(begin + PART_BYTES, stop) for begin in begins]
-            parts = self._ask(
-                key,
-                lambda b=begins, e=ends: obstore.get_ranges(self._store, key, starts=b, ends=e, coalesce=0),
-            )
-            for part, begin, end in zip(parts, begins, ends, strict=True):
-                checked = self._checked(pa.py_buffer(part), key, begin, end)
-                target[begin - start : end - start] = np.frombuffer(memoryview(checked), np.uint8)
+        begins = list(range(start, stop, PART_BYTES))
+
+        def fetch(expected: Listed, begin: int) -> Listed:
+            end = min(begin + PART_BYTES, stop)
+            part, found = self._part(expected, begin, end)
+            target[begin - start : end - start] = np.frombuffer(memoryview(part), np.uint8)
+            return found
+
+        # The first part comes alone where no version is known: the others are held to its version.
+        expected = listed if listed.version else fetch(listed, begins.pop(0))
+        pool = ThreadPoolExecutor(min(PARTS_AT_ONCE, len(begins)), thread_name_prefix="overlord-parts")
+        try:
+            list(pool.map(partial(fetch, expected), begins))
+        finally:
+            pool.shutdown(cancel_futures=True)
         return whole
+
+    def _part(self, listed: Listed, start: int, stop: int) -> tuple[pa.Buffer, Listed]:
+        """A range in one request, and the object that it is of."""
+        import obstore
+
+        key, num_bytes, version = listed.key, listed.num_bytes, listed.version
+
+        def get() -> tuple[pa.Buffer, Listed]:
+            result = obstore.get(self._store, key, options={"range": (start, stop)})
+            return pa.py_buffer(result.bytes()), Listed.of(result.meta)
+
+        part, found = self._ask(key, get)
+        if found.num_bytes != num_bytes or (version and found.version and found.version != version):
+            raise SourceError(
+                f"{self.root}/{key} has changed since it was listed: it has {found.num_bytes:,} bytes and the version "
+                f"{found.version or 'unknown'}, and had {num_bytes:,} bytes and {version or 'unknown'}; do not change the "
+                "files of a running job: put the old object back, or start again"
+            )
+        if part.size != stop - start:
+            raise SourceError(
+                f"{self.root}/{key} gave {part.size:,} bytes for the range {start:,} to {stop:,} of {num_bytes:,}: the "
+                "server does not answer ranges as asked; use one that does, or copy the object"
+            )
+        return part, found
 
     def put_new(self, key: str, content: bytes) -> None:
         """Store an object that does not exist yet; FileExistsError when it does and holds something else."""
@@ -169,14 +208,6 @@ class ObjectStore:
 
         self._ask(key, lambda: obstore.delete(self._store, key), "deleted")
 
-    def _checked(self, part: pa.Buffer, key: str, start: int, stop: int) -> pa.Buffer:
-        if part.size != stop - start:
-            raise SourceError(
-                f"{self.root}/{key} gave {part.size:,} bytes for the range {start:,} to {stop:,}: it has become shorter "
-                "since it was listed; do not change the files of a running job"
-            )
-        return part
-
     def _ask(self, key: str, request: Callable[[], T], done: str = "read") -> T:
         from obstore.exceptions import BaseError
 
@@ -184,6 +215,11 @@ class ObjectStore:
         for attempt, wait in enumerate(self._retry.waits(), 1):
             try:
                 return request()
+            except ValueError as error:
+                raise SpecError(
+                    f"{self.root}/{key!a} is not a name that can be asked for: {_reason(error)}; names have no line breaks, "
+                    "no empty parts as in a//b, and are UTF-8"
+                ) from error
             except (BaseError, FileNotFoundError) as error:
                 reason = _reason(error)
                 if not _is_passing(error):
@@ -268,6 +304,8 @@ def _refusal(error: Exception, done: str) -> str:
     if status in (401, 403):
         rights = "list and get" if done == "read" else "put and delete"
         return f"may not be {done} with these credentials: give others in storage_options, or a right to {rights}"
+    if status == 416:
+        return "has changed since it was listed: it has become shorter; do not change the files of a running job"
     return f"cannot be {done}"
 
 

@@ -7,7 +7,8 @@ import re
 from overlord.errors import SpecError
 
 MOST_BRACES = 1_000_000
-_BRACES = re.compile(r"\{([^{}]*)\}")
+# A brace in brackets, `[{]`, stands for itself.
+_BRACES = re.compile(r"(?<!\[)\{([^{}]*)\}(?!\])")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 

@@ -14,6 +14,8 @@ from overlord.errors import BadRowError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from overlord.data.storage import MappedFile
+
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
@@ -35,8 +37,8 @@ class ReadResult:
     table: pa.Table
     row_numbers: NDArray[np.int64] | None = None
     bad: tuple[BadRow, ...] = ()
-    mapped: tuple[pa.Buffer, ...] = ()
-    """Mapped files that the table points into: pages the system may drop, not memory that we hold."""
+    mapped: tuple[MappedFile, ...] = ()
+    """Files that the table points into: not memory that we hold."""
 
     def strict(self) -> pa.Table:
         """The table, or BadRowError for the first bad row."""
@@ -45,9 +47,9 @@ class ReadResult:
         return self.table
 
 
-def held_bytes(table: pa.Table, mapped: Sequence[pa.Buffer] = ()) -> int:
+def held_bytes(table: pa.Table, mapped: Sequence[MappedFile] = ()) -> int:
     """The memory that a table holds, each buffer counted once and what lies in mapped files not at all."""
-    files = [(data.address, data.address + data.size) for data in mapped]
+    files = [(file.start, file.stop) for file in mapped]
     sizes: dict[int, int] = {}
     for column in table.columns:
         for chunk in column.chunks:

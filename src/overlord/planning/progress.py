@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlord.planning.facts import COLUMNS as SAMPLE_COLUMNS
-from overlord.planning.facts import Floats, Ints, Samples
+from overlord.planning.facts import LOSS_EXTRA, Floats, Ints, Samples
 from overlord.planning.images.image_sizes import ImageSizes
+from overlord.planning.plain import MOST, DamagedError, keyed, listed, mapping, number, shown, text, whole
 from overlord.records import record
 
 COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once")
@@ -84,15 +85,41 @@ class Progress:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Progress:
-        """Raises KeyError, TypeError, ValueError or IndexError for what `to_plain` did not make."""
-        names = tuple(plain["sources"])
+        """Raises DamagedError for what `to_plain` did not make."""
+        sources = mapping(plain["sources"], "sources")
         kinds = (*[np.int64] * 5, np.float64, np.float64, np.bool_)
-        columns = list(zip(*plain["sources"].values(), strict=True)) or [()] * len(COLUMNS)
+        rows = [_source_row(values, f"sources.{name}") for name, values in sources.items()]
+        columns = list(zip(*rows, strict=True)) or [()] * len(COLUMNS)
         arrays: dict[str, Any] = {
             column: np.array(values, kind) for column, values, kind in zip(COLUMNS, columns, kinds, strict=True)
         }
-        carried = samples_from_plain(plain["carried"], names)
-        return Progress(step=int(plain["step"]), names=names, carried=carried, **arrays)
+        progress = Progress(
+            step=whole(plain["step"], "step"), names=tuple(sources), carried=Samples.none(tuple(sources)), **arrays
+        )
+        return replace(progress, carried=progress.carried_from_plain(plain["carried"]))
+
+    def carried_from_plain(self, plain: Mapping[str, Any] | None) -> Samples:
+        """Carried samples, which must have been drawn by now."""
+        carried = samples_from_plain(plain, self.names)
+        chunk, row = self.chunk[carried.source], self.row[carried.source]
+        ahead = np.flatnonzero((carried.chunk > chunk) | ((carried.chunk == chunk) & (carried.row >= row)))
+        if len(ahead):
+            i = int(ahead[0])
+            raise DamagedError(
+                f"carried.rows holds row {carried.row[i]} of chunk {carried.chunk[i]} of source "
+                f"{self.names[carried.source[i]]!r}, which is drawn only up to row {row[i]} of chunk {chunk[i]}"
+            )
+        return carried
+
+
+def _source_row(values: Any, at: str) -> list[Any]:
+    """The cursor of a source and what goes with it, in the order of COLUMNS."""
+    values = listed(values, at, length=len(COLUMNS))
+    counts = [whole(value, f"{at}[{i}] ({COLUMNS[i]})") for i, value in enumerate(values[:5])]
+    lead, weight, read_once = values[5:]
+    if type(read_once) is not bool:
+        raise DamagedError(f"{at}[7] (read_once) must be true or false, it is {shown(read_once)}")
+    return [*counts, number(lead, f"{at}[5] (lead)"), number(weight, f"{at}[6] (weights)", least=0), read_once]
 
 
 def plain_samples(samples: Samples) -> dict[str, Any] | None:
@@ -111,11 +138,58 @@ def plain_samples(samples: Samples) -> dict[str, Any] | None:
 
 
 def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) -> Samples:
+    """Raises DamagedError for what `plain_samples` did not make."""
     if plain is None:
         return Samples.none(names)
-    columns = np.array(plain["rows"], np.int64).T
+    plain = keyed(plain, "carried", needed=("names", "sizes", "rows"), allowed=("images",))
+    own = tuple(
+        text(name, f"carried.names[{i}]", among=names) for i, name in enumerate(listed(plain["names"], "carried.names"))
+    )
+    kinds = tuple(text(name, f"carried.sizes[{i}]") for i, name in enumerate(listed(plain["sizes"], "carried.sizes")))
+    if len(set(own)) < len(own) or len(set(kinds)) < len(kinds):
+        raise DamagedError("carried names a source or a size twice")
+    rows = listed(plain["rows"], "carried.rows")
+    if not rows:
+        raise DamagedError("carried.rows is empty: where nothing is carried, carried is null")
     n = len(SAMPLE_COLUMNS)
-    sizes = dict(zip(plain["sizes"], columns[n:], strict=True))
-    images = plain.get("images")
-    images = None if images is None else ImageSizes.of(images)
-    return Samples.of_columns(tuple(plain["names"]), *columns[:n], sizes=sizes, images=images).for_sources(names)
+    if not _are_samples(rows, n + len(kinds), len(own)):
+        for i, row in enumerate(rows):  # one of them is to be named
+            _check_carried(listed(row, f"carried.rows[{i}]", length=n + len(kinds)), f"carried.rows[{i}]", len(own), kinds)
+    columns = np.array(rows, np.int64).T
+    images = None if plain.get("images") is None else _images_from_plain(plain["images"], len(rows))
+    sizes = dict(zip(kinds, columns[n:], strict=True))
+    return Samples.of_columns(own, *columns[:n], sizes=sizes, images=images).for_sources(names)
+
+
+def _are_samples(rows: Sequence[Any], width: int, num_sources: int) -> bool:
+    """Whether all rows would pass `_check_carried`, found out at once: a log has hundreds of them for each step."""
+    if any(type(row) is not list or len(row) != width for row in rows) or {type(v) for row in rows for v in row} != {int}:
+        return False
+    try:
+        columns = np.array(rows, np.int64).T
+    except OverflowError:
+        return False
+    start, stop, tokens, loss_tokens = columns[3:7]
+    are_whole = ((tokens == 0) | (tokens == stop - start)) & (stop >= start) & (loss_tokens <= tokens)
+    return bool(are_whole.all() and columns.min() >= 0 and columns.max() <= MOST and columns[0].max() < num_sources)
+
+
+def _check_carried(row: Sequence[Any], at: str, num_sources: int, kinds: Sequence[str]) -> None:
+    for name, value in zip(SAMPLE_COLUMNS, row, strict=False):
+        whole(value, f"{at} ({name})", most=num_sources - 1 if name == "source" else MOST)
+    for kind, value in zip(kinds, row[len(SAMPLE_COLUMNS) :], strict=True):
+        whole(value, f"{at} ({kind})", least=-MOST if kind == LOSS_EXTRA else 0)
+    start, stop, tokens, loss_tokens = row[3:7]
+    if stop < start or tokens not in (0, stop - start) or loss_tokens > tokens:
+        raise DamagedError(
+            f"{at} is no sample: it has {tokens} tokens, {loss_tokens} of them with loss, from {start} to {stop}"
+        )
+
+
+def _images_from_plain(plain: Any, num_samples: int) -> ImageSizes:
+    images = listed(plain, "carried.images", length=num_samples)
+    for i, each in enumerate(images):
+        for size in listed(each, f"carried.images[{i}]"):
+            for side in listed(size, f"carried.images[{i}]", length=2):
+                whole(side, f"carried.images[{i}]")
+    return ImageSizes.of(images)

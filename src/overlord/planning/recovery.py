@@ -6,9 +6,13 @@ A segment of the log is a header, a snapshot, and records that follow from it on
     snapshot   {"kind": "snapshot", "progress": {...}, "needed": 40, "decisions": [[step, name, value], ...]}
     step       {"kind": "step", "step": 43, "needed": 41, "moved": {"sources": [0, 2], "row": [5, -9], ...}, ...}
     needed     {"kind": "needed", "step": 42}: every step before it was taken by all who read
+    readers    {"kind": "readers", "groups": [0, 1]}: the data-parallel groups that somebody reads, or is expected to
     decision   {"kind": "decision", "step": 44, "name": "...", "value": ...}: what holds from that step on
     withdrawn  {"kind": "withdrawn", "step": 44, "name": "..."}: the last such decision was refused, and nobody followed it
     report     {"kind": "report", "step": 41, "rank": 0, "sums": {...}}: losses that a decision may follow from
+
+A snapshot may have, as "behind", an older progress too: that before the oldest step that a rank who is late may ask for.
+What lies between the two is drawn again when it is asked for.
 
 A step's record says how the progress moved; the samples of a step follow from the progress before it, and its arrangement
 from the samples and the decisions in force. So a record that is lost costs time and nothing else: the step is drawn again,
@@ -17,6 +21,7 @@ the same. Only decisions cannot be derived; they must be on storage before anyth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +30,8 @@ import numpy as np
 
 from overlord.errors import StateError
 from overlord.planning.learning.feedback import Heard, plain_sums, sums_from_plain
-from overlord.planning.progress import COLUMNS, Progress, plain_samples, samples_from_plain
+from overlord.planning.plain import MOST, DamagedError, keyed, listed, mapping, number, shown, text, whole
+from overlord.planning.progress import COLUMNS, Progress, plain_samples
 from overlord.spec import Mesh
 
 VERSION = 1
@@ -36,6 +42,7 @@ WEIGHTS = "weights"
 COSTS = "costs"
 """The decision that says which learned costs steps are arranged by."""
 
+_AXES = ("pp", "dp", "cp", "tp")
 _COUNTED = frozenset({"chunk", "row", "samples", "tokens", "since"})
 
 Record = Mapping[str, Any]
@@ -57,11 +64,21 @@ class Header:
 
     @staticmethod
     def from_record(record: Record) -> Header:
-        if record.get("kind") != "header":
-            raise StateError(f"a segment of a plan log begins with a header, this one with {record.get('kind')!r}")
-        if record["version"] != VERSION:
-            raise StateError(f"the plan log has version {record['version']!r}; this release reads version {VERSION}")
-        return Header(record["job"], record["era"], record["unit"], record["fingerprint"])
+        if not isinstance(record, Mapping) or record.get("kind") != "header":
+            begins = record.get("kind") if isinstance(record, Mapping) else record
+            raise StateError(f"a segment of a plan log begins with a header, this one with {shown(begins)}")
+        if record.get("version") != VERSION:
+            raise StateError(f"the plan log has version {record.get('version')!r}; this release reads version {VERSION}")
+        try:
+            keyed(record, "the header", needed=("kind", "version", "job", "era", "unit", "fingerprint"))
+            return Header(
+                text(record["job"], "the header's job"),
+                whole(record["era"], "the header's era"),
+                text(record["unit"], "the header's unit", among=("samples", "tokens")),
+                mapping(record["fingerprint"], "the header's fingerprint"),
+            )
+        except DamagedError as error:
+            raise StateError(f"the header of the plan log is not understood: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +90,55 @@ class Decision:
     value: Any
     """Numbers, strings, lists and dicts, as JSON has them."""
 
+    def to_plain(self) -> list[Any]:
+        return [self.step, self.name, self.value]
+
+    @staticmethod
+    def from_plain(plain: Any, at: str) -> Decision:
+        """Raises DamagedError for what no run decides."""
+        step, name, value = listed(plain, at, length=3)
+        whole(step, f"{at}[0] (step)")
+        if text(name, f"{at}[1] (name)") in (WEIGHTS, COSTS, MESH):
+            _check_decided(name, mapping(value, f"{at}[2]"), f"{at}[2]")
+        return Decision(step, name, value)
+
+
+def _check_decided(name: str, value: Mapping[str, Any], at: str) -> None:
+    if name == WEIGHTS:
+        keyed(value, at, needed=("weights", "of"), allowed=value)
+        weights = value["weights"]
+        if weights is not None:
+            shares = [number(w, f"{at}.weights.{n}", least=0) for n, w in mapping(weights, f"{at}.weights").items()]
+            if abs(math.fsum(shares) - 1) > 1e-6:
+                raise DamagedError(f"{at}.weights must sum to 1, they sum to {math.fsum(shares):g}")
+        for key in ("until", "reports"):
+            whole(value.get(key, 0), f"{at}.{key}")
+        for source, loss in mapping(value.get("losses", {}), f"{at}.losses").items():
+            number(loss, f"{at}.losses.{source}")
+        texts = ("of", "by", "id", "note")
+    elif name == COSTS:
+        keyed(value, at, needed=("of", "modules", "slow", "mesh"), allowed=value)
+        for module, coefficients in mapping(value["modules"], f"{at}.modules").items():
+            for coefficient in listed(coefficients, f"{at}.modules.{module}"):
+                number(coefficient, f"{at}.modules.{module}")
+        for group, factor in mapping(value["slow"], f"{at}.slow").items():
+            if not group.isdecimal() or number(factor, f"{at}.slow.{group}", least=0) == 0:
+                raise DamagedError(f"{at}.slow is a factor for each group, it has {group!r}: {shown(factor)}")
+        listed(value["mesh"], f"{at}.mesh", length=8)
+        texts = ("of",)
+    else:
+        keyed(value, at, needed=(*_AXES, "order"))
+        for axis in _AXES:
+            whole(value[axis], f"{at}.{axis}", least=1)
+        if sorted(text(axis, f"{at}.order") for axis in listed(value["order"], f"{at}.order")) != sorted(_AXES):
+            raise DamagedError(f"{at}.order must name {', '.join(_AXES)} once each")
+        texts = ()
+    for key in texts:
+        text(value.get(key, ""), f"{at}.{key}")
+
 
 def mesh_decision(step: int, mesh: Mesh) -> Decision:
-    sizes = {axis: getattr(mesh, axis) for axis in ("pp", "dp", "cp", "tp")}
+    sizes = {axis: getattr(mesh, axis) for axis in _AXES}
     return Decision(step, MESH, {**sizes, "order": list(mesh.order)})
 
 
@@ -100,11 +163,19 @@ def remembered(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]
 
 
 def snapshot_record(
-    progress: Progress, needed: int, decisions: Iterable[Decision], heard: Heard | None = None
+    progress: Progress,
+    needed: int,
+    decisions: Iterable[Decision],
+    heard: Heard | None = None,
+    *,
+    behind: Progress | None = None,
+    readers: Iterable[int] = (),
 ) -> dict[str, Any]:
-    listed = [[d.step, d.name, d.value] for d in decisions]
-    record = {"kind": "snapshot", "progress": progress.to_plain(), "needed": needed, "decisions": listed}
-    return {**record, "heard": [] if heard is None else heard.to_plain()}
+    decided = [decision.to_plain() for decision in decisions]
+    record = {"kind": "snapshot", "progress": progress.to_plain(), "needed": needed, "decisions": decided}
+    if behind is not None:
+        record["behind"] = behind.to_plain()
+    return {**record, "heard": [] if heard is None else heard.to_plain(), "readers": sorted(readers)}
 
 
 def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any]:
@@ -118,6 +189,10 @@ def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any
 
 def needed_record(step: int) -> dict[str, Any]:
     return {"kind": "needed", "step": step}
+
+
+def readers_record(groups: Iterable[int]) -> dict[str, Any]:
+    return {"kind": "readers", "groups": sorted(groups)}
 
 
 def decision_record(decision: Decision) -> dict[str, Any]:
@@ -142,6 +217,8 @@ class Recovered:
     """Every step before this one was taken by all who read."""
     decisions: tuple[Decision, ...]
     heard: Heard
+    readers: frozenset[int] = frozenset()
+    """The data-parallel groups that somebody read, or was expected to."""
 
     @property
     def reached(self) -> int:
@@ -154,11 +231,13 @@ def fold(records: Sequence[Record], keep: int = 0) -> Recovered:
 
     Raises StateError for records that do not follow from one another.
     """
-    if not records or records[0].get("kind") != "snapshot":
+    if not records or not isinstance(records[0], Mapping) or records[0].get("kind") != "snapshot":
         raise StateError("a segment of a plan log has a snapshot after its header, and this one has none")
     try:
         return _folded(records, keep)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except DamagedError as error:
+        raise StateError(f"a record of the plan log is not understood: {error}") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise StateError(f"a record of the plan log is not understood: {type(error).__name__}: {error}") from error
 
 
@@ -171,13 +250,22 @@ def same(left: Progress, right: Progress) -> bool:
     )
 
 
+def _groups(plain: Any, at: str) -> frozenset[int]:
+    return frozenset(whole(group, f"{at}[{i}]") for i, group in enumerate(listed(plain, at)))
+
+
 def _folded(records: Sequence[Record], keep: int) -> Recovered:
     snapshot = records[0]
     progress = Progress.from_plain(snapshot["progress"])
-    needed: int = snapshot["needed"]
-    decisions = [Decision(step, name, value) for step, name, value in snapshot["decisions"]]
+    needed = whole(snapshot["needed"], "needed")
+    decided = listed(snapshot["decisions"], "decisions")
+    decisions = [Decision.from_plain(plain, f"decisions[{i}]") for i, plain in enumerate(decided)]
     heard = Heard.from_plain(snapshot["heard"])
     before = {progress.step: progress}
+    readers = _groups(snapshot.get("readers", []), "readers")  # release 0.1 wrote none
+    if "behind" in snapshot:
+        behind = Progress.from_plain(snapshot["behind"])
+        before[behind.step], needed = behind, behind.step
     for record in records[1:]:
         match record["kind"]:
             case "step":
@@ -187,24 +275,28 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
                     )
                 progress = _applied(progress, record)
                 before[progress.step] = progress
-                needed = max(needed, record["needed"])
+                needed = max(needed, whole(record["needed"], "needed"))
             case "needed":
-                needed = max(needed, record["step"])
+                needed = max(needed, whole(record["step"], "step"))
+            case "readers":
+                readers = _groups(record["groups"], "groups")
             case "decision":
-                decisions.append(Decision(record["step"], record["name"], record["value"]))
+                plain = [record["step"], record["name"], record["value"]]
+                decisions.append(Decision.from_plain(plain, "a decision"))
                 if record["name"] == WEIGHTS:
                     heard.forget_before(record["value"].get("until", 0))
             case "withdrawn":
                 at = [i for i, d in enumerate(decisions) if (d.step, d.name) == (record["step"], record["name"])]
                 del decisions[at[-1]]
             case "report":
-                heard.add(record["step"], record["rank"], sums_from_plain(record["sums"]))
+                step, rank = whole(record["step"], "step"), whole(record["rank"], "rank")
+                heard.add(step, rank, sums_from_plain(record["sums"]))
             case kind:
                 raise StateError(f"the plan log has a record of an unknown kind {kind!r}")
         if needed - keep - min(before) > 2 * keep + 64:  # now and then, so that a long segment does not pile up
             before = _from(before, needed - keep)
     kept = _from(before, needed - keep)
-    return Recovered(kept, needed, remembered(decisions, min(needed, *kept)), heard)
+    return Recovered(kept, needed, remembered(decisions, min(needed, *kept)), heard, readers)
 
 
 def _from(before: Mapping[int, Progress], oldest: int) -> dict[int, Progress]:
@@ -227,18 +319,23 @@ def _moved(before: Progress, after: Progress) -> dict[str, list[Any]]:
 
 
 def _applied(before: Progress, record: Record) -> Progress:
-    moved = dict(record["moved"])
-    where = moved.pop("sources", [])
-    columns = {}
+    moved = dict(mapping(record["moved"], "moved"))
+    where = [
+        whole(i, "moved.sources", most=len(before.names) - 1) for i in listed(moved.pop("sources", []), "moved.sources")
+    ]
+    columns: dict[str, Any] = {}
     for column, values in moved.items():
         if column not in COLUMNS:
             raise StateError(f"the plan log moves a column {column!r} that a progress does not have")
+        values = listed(values, f"moved.{column}", length=len(where))
         new = getattr(before, column).copy()
         if column in _COUNTED:
-            new[where] += np.array(values, np.int64)
+            new[where] += np.array([whole(value, f"moved.{column}", least=-MOST) for value in values], np.int64)
         else:
             new[where] = values
+        if not np.isfinite(new).all() or (column != "lead" and (new < 0).any()):
+            raise DamagedError(f"moved.{column} moves a source to {new[where].tolist()}")
         columns[column] = new
     carried = record.get("carried")
-    carried = samples_from_plain(carried and {"names": before.names, **carried}, before.names)
-    return replace(before, step=before.step + 1, carried=carried, **columns)
+    after = replace(before, step=before.step + 1, **columns)
+    return replace(after, carried=after.carried_from_plain(carried and {"names": before.names, **carried}))

@@ -95,9 +95,10 @@ def make_planner(
     routes: Routes,
     era: Era | None,
     is_safe: bool,
+    is_served: bool,
     workplace: Workplace,
 ) -> Planner:
-    """`is_safe` says whether what the planner decides outlives it."""
+    """`is_safe` says whether what the planner decides outlives it; `is_served`, that trainers in other processes come."""
     max_lead = job.prefetch + 2
     place = ClientPlaceTree(job.mesh)
     log = None if era is None else PlanLog(era, start, max_lead, steered)
@@ -113,6 +114,7 @@ def make_planner(
         max_lead=max_lead,
         log=log,
         steering=Steering(job.mix, start, place, steered, log, is_safe),
+        expected=range(job.mesh.dp) if is_served else (),
     )
 
 

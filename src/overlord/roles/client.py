@@ -10,17 +10,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from overlord.arguments import seconds_or_none, switch, whole
 from overlord.data.tensors import to_torch
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
+from overlord.exclusive import OneProcess, OneThread
+from overlord.long_waits import FIRST_S, waiting
 from overlord.planning.learning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
-from overlord.state import State
+from overlord.saved_state import State, contents_of, sealed
 
 _WAIT_S = 0.25  # how long one ask waits before the client looks at its own deadline
 _NUMBERS = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.01  # between asks when another rank is behind
+_ONE_PROCESS = (
+    "Use one client per process: start processes with multiprocessing's 'spawn' and call overlord.connect in each, at the "
+    "address of a Loader.serve(). In a torch DataLoader use num_workers=0: Overlord reads ahead by itself"
+)
+_ONE_THREAD = "Let one thread call next and hand steps on, or make a client for each rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +75,8 @@ class Channel(Protocol):
         """A rank's part of a step; None past the end; Later when it is not ready within `wait_s`."""
         ...
 
-    def leave(self, rank: int) -> None:
-        """Say that a rank reads no more."""
+    def leave(self, rank: int, generation: int | None = None) -> None:
+        """Say that a rank reads no more, for a client of some generation. Never fails: with nobody to tell, nobody waits."""
         ...
 
     def state_before(self, step: int) -> State: ...
@@ -92,6 +100,9 @@ class Client:
     Breaking off and iterating again goes on where it stopped; after the end of a finite run, iterating again begins
     anew, and `rewind` begins anew at any time. `state_dict` is the state before the step that comes next, the same on every
     rank.
+
+    It belongs to the process that made it, and one thread at a time may call `next`; others get SharedUseError. A wait of
+    more than half a minute is told of in a warning of the logger "overlord", with what is waited for.
     """
 
     def __init__(
@@ -102,17 +113,20 @@ class Client:
         pin_memory: bool = False,
         timeout: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tell_after_s: float = FIRST_S,
     ) -> None:
-        if timeout is not None and timeout <= 0:
-            raise SpecError(f"timeout is a positive number of seconds or None, got {timeout}")
+        self.rank = whole(rank, "rank")
+        self._channel = channel
+        self._torch = switch(torch, "torch")
+        self._pin_memory = switch(pin_memory, "pin_memory")
+        self._timeout = seconds_or_none(timeout, "timeout")
         if pin_memory and not torch:
             raise SpecError("pin_memory needs torch=True: only torch tensors can be pinned")
-        self.rank = rank
-        self._channel = channel
-        self._torch = torch
-        self._pin_memory = pin_memory
-        self._timeout = timeout
         self._clock = clock
+        self._tell_after_s = tell_after_s
+        self._home = OneProcess(f"the client of rank {rank}", _ONE_PROCESS)
+        self._turn = OneThread(f"the client of rank {rank}", _ONE_THREAD)
+        self._reason = ""  # why the step that is waited for is not there
         self._next = channel.start()
         self._generation = channel.generation()
         self._ended = False
@@ -122,14 +136,22 @@ class Client:
         self._at_close: list[Callable[[], None]] = []
 
     def __iter__(self) -> Client:
-        if self._ended:
-            self.rewind()
+        self._home.check()
+        with self._turn:
+            if self._ended:
+                self._begin_anew()
         return self
 
     def __next__(self) -> Step:
+        self._home.check()
+        with self._turn:
+            return self._taken()
+
+    def _taken(self) -> Step:
         if self._ended:
             raise StopIteration
-        delivery = self._fetch()
+        with waiting(self._wait_in_words, self._tell_after_s):
+            delivery = self._fetch()
         if delivery is None:
             self._ended = True
             self._channel.leave(self.rank)
@@ -148,14 +170,26 @@ class Client:
 
     def rewind(self) -> None:
         """Go back to the step that the run began at: the same steps come again. Every rank that reads must do so."""
+        self._home.check()
+        with self._turn:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._next = self._channel.start()
         self._ended = False
 
-    def state_dict(self) -> State:
-        return self._channel.state_before(self._next)
+    def state_dict(self, before: int | None = None) -> State:
+        """The state before the step that comes next: {"overlord": 2, "step": ..., "state": "<JSON>"}, the same keys always,
+        so that torch.distributed.checkpoint and others that load in place can hold it.
+
+        A library that fetches ahead has taken steps that the model has not seen: `before` is the first of those."""
+        if before is not None and not 0 <= before <= self._next:
+            raise SpecError(f"before is a step from 0 to {self._next}, the one that comes next, got {before}")
+        return self._channel.state_before(self._next if before is None else before)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. Every client of the run must load the same one."""
+        state = sealed(contents_of(state))  # as text: what is no JSON is refused here, not on its way
         # One that has read nothing yet is like one of the generation before: if another has moved the run to this state
         # already, it only follows, and throws out nobody.
         generation = self._generation if self._has_read else self._generation - 1
@@ -177,7 +211,9 @@ class Client:
         how long this rank worked on the step, without waiting for others, or on each of its microbatches. What cannot be
         used is left out with a warning, the first time: a report never stops a run.
         """
-        report = StepReport.of(self._next - 1 if step is None else step, self.rank, losses, tokens, seconds)
+        self._home.check()
+        number = self._next - 1 if step is None else whole(step, "step")
+        report = StepReport.of(number, self.rank, losses, tokens, seconds)
         for reason in self._channel.feedback(report, self._generation):
             kind = _NUMBERS.sub("", reason)
             if kind not in self._told:
@@ -187,9 +223,12 @@ class Client:
     def rejoin(self, at: int | None = None) -> None:
         """Go on in a run whose mesh was changed, as the same rank of the new one, from the step that it begins at. A trainer
         that was restarted while its peers lived on says which step comes next for it: `at`."""
-        self._next = self._channel.start() if at is None else at
-        self._generation = self._channel.generation()
-        self._ended = self._has_read = False
+        self._home.check()
+        number = None if at is None else whole(at, "at")
+        with self._turn:
+            self._next = self._channel.start() if number is None else number
+            self._generation = self._channel.generation()
+            self._ended = self._has_read = False
 
     @property
     def is_reading(self) -> bool:
@@ -201,10 +240,13 @@ class Client:
         return self._generation != self._channel.generation()
 
     def close(self) -> None:
-        """Stop reading; the other ranks no longer wait for this one."""
+        """Stop reading; the other ranks no longer wait for this one. Safe to call twice; in a forked process it closes
+        nothing, since the client is its parent's."""
+        if not self._home.is_this:
+            return
         if not self._closed.is_set():
             self._closed.set()
-            self._channel.leave(self.rank)
+            self._channel.leave(self.rank, self._generation)
             for call in reversed(self._at_close):
                 call()
 
@@ -223,6 +265,7 @@ class Client:
         self.close()
 
     def _fetch(self) -> Delivery | None:
+        self._reason = ""
         began = self._clock()
         while True:
             if self._closed.is_set():
@@ -238,10 +281,18 @@ class Client:
                 continue  # what came may be of another run than was asked
             if not isinstance(answer, Later):
                 return answer
+            self._reason = answer.reason
             waited = self._clock() - began
             if self._timeout is not None and waited >= self._timeout:
-                busy = "".join(f"\n  - {line}" for line in self._channel.doing())
                 raise WaitTimeoutError(
-                    f"rank {self.rank} waited {waited:.1f} s for step {self._next}: {answer.reason}{busy}"
+                    f"rank {self.rank} waited {waited:.1f} s for step {self._next}: {answer.reason}{self._busy_lines()}"
                 )
             self._closed.wait(_PAUSE_S)
+
+    def _wait_in_words(self) -> str:
+        limit = "it has no timeout" if self._timeout is None else f"its timeout is {self._timeout:g} s"
+        reason = self._reason or "nothing has been said of it yet"
+        return f"rank {self.rank} waits for step {self._next} ({limit}): {reason}{self._busy_lines()}"
+
+    def _busy_lines(self) -> str:
+        return "".join(f"\n  - {line}" for line in self._channel.doing())

@@ -5,13 +5,16 @@ steps are kept until all ranks have taken them, and never more than `prefetch` b
 that stops reading stops the group, not the memory. A step that is asked for again after that is built again. It decides
 nothing.
 
+A rank that is expected and has not asked yet holds nobody back, but no step is recorded as taken by all before it has asked,
+or has left.
+
 When the mesh is to change, it is frozen: it hands out no step that no rank has yet, until it thaws or is replaced.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
@@ -21,7 +24,7 @@ from overlord.data.collate import collate
 from overlord.data.delivery import cp_slices, fields_for, receive_only
 from overlord.data.payload import Payload
 from overlord.engine import Handle
-from overlord.errors import ClosedError
+from overlord.errors import ClosedError, SpecError
 from overlord.planning.place_tree import ClientPlaceTree, Place
 from overlord.planning.plan import Fields, GroupPlan, RankPart
 from overlord.records import record
@@ -118,6 +121,7 @@ class DataConstructor:
         self._num_ranks = len(tree.ranks_of(group))
         self._lock = threading.Lock()
         self._at: dict[int, int] = {}  # rank to the step it asks for next
+        self._expected: set[int] = set()  # ranks that have not asked yet
         self._taken: dict[int, int] = {}  # rank to the first step it was not given
         self._untaken = 0
         self._frozen_from: int | None = None
@@ -131,7 +135,9 @@ class DataConstructor:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the constructor of data-parallel group {self._group} is closed")
+            before = self._at.get(rank), self._taken.get(rank), rank in self._expected
             self._at[rank] = self._taken[rank] = step
+            self._expected.discard(rank)
             self._paces.asks(rank, step)
             oldest = min(self._at.values())
             for number in [n for n in self._steps if n < oldest]:
@@ -159,6 +165,10 @@ class DataConstructor:
             return Later(self._doing.get(step, f"step {step} waits for a thread to build it"))
         except CancelledError:
             return Later(f"step {step} was dropped and is built again")
+        except SpecError:  # there is no such step: the rank is where it was
+            self._forget(step, future)
+            self._set_back(rank, step, *before)
+            raise
         except BaseException:
             self._forget(step, future)
             raise
@@ -175,17 +185,26 @@ class DataConstructor:
             self._drop_taken()
         return Delivery(step, built.loss_tokens, microbatches)
 
+    def expect(self, ranks: Collection[int]) -> None:
+        """Note that these ranks will come, from wherever they were: late is not gone."""
+        with self._lock:
+            self._expected |= set(ranks) - self._at.keys()
+            is_late = bool(self._expected)
+        if is_late:
+            self._planner.ask(Planner.expect, self._group).result()
+
     def leaves(self, rank: int) -> None:
         """Note that a rank reads no more, so that it holds nobody back."""
         with self._lock:
             self._at.pop(rank, None)
             self._taken.pop(rank, None)
+            self._expected.discard(rank)
             self._paces.leaves(rank)
-            nobody_reads = not self._at
+            nobody_reads, is_late = not self._at, bool(self._expected)
             if nobody_reads:
                 self._drop_all()
         if nobody_reads:
-            self._planner.ask(Planner.leaves, self._group).result()
+            self._planner.ask(Planner.leaves, self._group, is_late).result()
 
     def freeze(self) -> HandedOut:
         """Hand out no step that no rank has yet."""
@@ -203,6 +222,7 @@ class DataConstructor:
         """Forget everything: the run goes on from another state."""
         with self._lock:
             self.generation = generation
+            self._expected.clear()
             self._at.clear()
             self._taken.clear()
             self._untaken = 0
@@ -252,6 +272,16 @@ class DataConstructor:
             if self._steps.get(step) is future:
                 del self._steps[step]
 
+    def _set_back(self, rank: int, refused: int, at: int | None, taken: int | None, was_expected: bool) -> None:
+        with self._lock:
+            if self._at.get(rank) != refused:
+                return
+            del self._at[rank], self._taken[rank]
+            if at is not None and taken is not None:
+                self._at[rank], self._taken[rank] = at, taken
+            if was_expected:
+                self._expected.add(rank)
+
     def _built_here(self, step: int, future: Future[_Built | Later | None]) -> _Built | Later | None:
         try:
             built = self._build(step)
@@ -286,14 +316,14 @@ class DataConstructor:
 
     def _plan(self, step: int) -> GroupPlan | Later | None:
         with self._lock:
-            oldest = min(self._at.values(), default=None)
+            oldest, is_late = min(self._at.values(), default=None), bool(self._expected)
         if oldest is None:
             return Later(f"nobody reads data-parallel group {self._group}")
-        plan = self._planner.ask(Planner.plan, step, self._group, oldest).result()
+        plan = self._planner.ask(Planner.plan, step, self._group, oldest, is_late).result()
         with self._lock:
-            nobody_reads = not self._at
+            nobody_reads, is_late = not self._at, bool(self._expected)
         if nobody_reads:  # the last rank left meanwhile: the planner must not wait for this group again
-            self._planner.ask(Planner.leaves, self._group).result()
+            self._planner.ask(Planner.leaves, self._group, is_late).result()
         return plan
 
 

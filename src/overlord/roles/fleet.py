@@ -187,20 +187,20 @@ class Fleet:
         return _in_time({host.name: host.ask(LoaderHost.standing) for host in self.hosts})
 
     def buffer_use(self) -> dict[str, BufferUse]:
-        """Of each source over all its loaders; shadows are not counted."""
+        """Of each source over all its loaders; shadows are not counted, nor is a host that does not answer."""
         found: dict[str, BufferUse] = {}
         table = self._table
-        for host in table.hosts:
-            sources = table.sources_of(host)
-            for name, use in Handle[LoaderHost](self._engine, host).ask(LoaderHost.buffer_use, sources).result().items():
+        asked = {h: Handle[LoaderHost](self._engine, h).ask(LoaderHost.buffer_use, table.sources_of(h)) for h in table.hosts}
+        for uses in _in_time(asked).values():
+            for name, use in uses.items():
                 found[name] = found[name].plus(use) if name in found else use
-        return {name: found[name] for name in self._job.sources}
+        return {name: found[name] for name in self._job.sources if name in found}
 
     def num_bad_rows(self) -> dict[str, int]:
         """How many rows of each source were dropped; one that several hosts came upon counts once."""
         found = {name: set(self._past_bad_rows.get(name, ())) for name in self._job.sources}
-        for host in self.hosts:
-            for name, rows in host.ask(LoaderHost.bad_rows).result().items():
+        for dropped in _in_time({host.name: host.ask(LoaderHost.bad_rows) for host in self.hosts}).values():
+            for name, rows in dropped.items():
                 found[name] |= rows
         return {name: len(rows) for name, rows in found.items()}
 

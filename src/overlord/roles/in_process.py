@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from overlord.engine import Handle
-from overlord.errors import ClosedError
+from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.planning.learning.reports import StepReport, WeightChange
 from overlord.planning.recovery import Decision
 from overlord.roles.data_constructor import DataConstructor, Delivery
@@ -14,6 +15,9 @@ from overlord.roles.planner import Later
 from overlord.state import State
 
 C = TypeVar("C", bound=DataConstructor)
+
+_LEAVE_S = 10.0  # a constructor that hangs must not hold up a trainer that ends
+_log = logging.getLogger(__name__)
 
 
 class Run(Protocol):
@@ -58,5 +62,10 @@ class InProcess:
                 raise
             return Later("the mesh was changed")
 
-    def leave(self, rank: int) -> None:
-        self._constructor_of(rank).ask(DataConstructor.leaves, rank).result()
+    def leave(self, rank: int, generation: int | None = None) -> None:
+        # Whoever has not followed the run to another state or mesh reads nothing there, and another may read as this rank.
+        if generation in (None, self._run.generation):
+            try:
+                self._constructor_of(rank).ask(DataConstructor.leaves, rank).result(_LEAVE_S)
+            except (ClosedError, SpecError, WaitTimeoutError, WorkerDiedError) as error:
+                _log.info("rank %d left without saying so: %s", rank, error)  # nobody is there to be told, so nobody waits

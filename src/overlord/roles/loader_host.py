@@ -23,7 +23,7 @@ from overlord.data.chunk import Chunk
 from overlord.data.column_types import joined_arrays
 from overlord.data.payload import NO_LOSS, Payload
 from overlord.data.views import compact, joined, take_rows
-from overlord.errors import ClosedError, DataError
+from overlord.errors import ClosedError, DataError, SourceError
 from overlord.planning.facts import ONLY_IMAGE, ChunkFacts, LossCount, Samples
 from overlord.roles.image_rooms import ImageRooms
 from overlord.roles.source_loader import BufferUse, Opened, SourceLoader, Work
@@ -223,6 +223,8 @@ class LoaderHost:
             try:
                 # What no thread has begun is done here: the threads may all be waiting for storage.
                 images = decode(column, *ask) if future.cancel() else future.result()
+            except SourceError:
+                raise  # the file is gone or was changed: not a matter of this row
             except DataError as error:
                 if held.bad_decode is not None:
                     held.bad_decode(chunk, ask[0], str(error))
@@ -267,13 +269,18 @@ class _Given:
                 tokens.append(_NO_TOKENS)
                 opened[source, number] = one
                 continue
-            begin = one.begin[row]
+            try:
+                begin, document_end = one.begin[row], one.document_end[row]
+            except IndexError:
+                raise DataError(_is_gone(names[source], number, row, "there is no such row")) from None
             end = begin + stop
+            if end > document_end:
+                raise DataError(_is_gone(names[source], number, row, f"it ends before token {stop}"))
             tokens.append(values[begin + start : end])
             one.left = left = one.left - stop + start
             if keep_all or left <= 0:
                 opened[source, number] = one
-            goes_on = end < one.document_end[row]
+            goes_on = end < document_end
             if goes_on:
                 following[len(tokens) - 1] = values.item(end)
             if one.mask is not None:
@@ -284,6 +291,13 @@ class _Given:
             self.following[place] = token
         self.some_mask = bool(masks)
         masks += [None] * (len(samples) - len(masks))
+
+
+def _is_gone(source: str, chunk: int, row: int, why: str) -> str:
+    return (
+        f"row {row} of chunk {chunk} of source {source!r} was planned and is not what it was: {why}. The source gives other "
+        "rows than before, or the run was resumed from an edited state; restore the data, or start from a checkpoint"
+    )
 
 
 def _nothing(number: int) -> None:

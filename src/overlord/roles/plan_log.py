@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import orjson
@@ -34,6 +34,7 @@ from overlord.planning.recovery import (
     fold,
     mesh_decision,
     needed_record,
+    readers_record,
     remembered,
     report_record,
     snapshot_record,
@@ -41,7 +42,7 @@ from overlord.planning.recovery import (
     withdrawn_record,
 )
 from overlord.spec import Job, Log, Mesh
-from overlord.state import Fingerprint, from_state, refuse_differences, steered_of, to_state
+from overlord.state import Fingerprint, differences_of, from_state, refuse_differences, steered_of, to_state, warn_of_unseen
 
 _log = logging.getLogger("overlord.log")
 
@@ -88,6 +89,7 @@ class PlanLog:
         """Reported losses that no decision has followed from yet. Hold `lock` to look at it."""
         self.lock = threading.RLock()
         self._needed = found.recovered.needed if found else start.step
+        self._readers: frozenset[int] = found.recovered.readers if found else frozenset()
         self._num_since_snapshot = 0
         self._told_error: str | None = None
         self.before: Mapping[int, Progress] = found.recovered.before if found else {start.step: start}
@@ -101,6 +103,11 @@ class PlanLog:
         return self._needed
 
     @property
+    def readers(self) -> frozenset[int]:
+        """The data-parallel groups that somebody reads, or is expected to."""
+        return self._readers
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         return self._decisions
 
@@ -108,11 +115,11 @@ class PlanLog:
     def position(self) -> LogPosition:
         return self._log.position
 
-    def add_step(self, after: Progress, needed: int, kept: Callable[[], Sequence[Progress]]) -> None:
-        """Write down a drawn step. `kept` gives the progress of every step that may be asked for again, in order."""
+    def add_step(self, after: Progress, kept: Callable[[], Sequence[Progress]]) -> None:
+        """Write down a drawn step. `kept` returns the progress of every step that may be asked for again, in order; there
+        may be a gap after the first, which somebody who is late may need."""
         if after.step <= self._last.step:
             return  # drawn again
-        self._needed = max(self._needed, needed)
         if self._num_since_snapshot >= self._era.log.snapshot_every or after.step != self._last.step + 1:
             with self.lock:
                 self._begin(kept())
@@ -127,6 +134,13 @@ class PlanLog:
         if step > self._needed:
             self._needed = step
             self._log.append(_encoded(needed_record(step)))
+            self._tell_of_trouble()
+
+    def add_readers(self, groups: frozenset[int]) -> None:
+        """Note which data-parallel groups somebody reads, or is expected to."""
+        if groups != self._readers:
+            self._readers = groups
+            self._log.append(_encoded(readers_record(groups)))
             self._tell_of_trouble()
 
     def add_report(self, step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> bool:
@@ -161,9 +175,11 @@ class PlanLog:
         self._tell_of_trouble()
 
     def _begin(self, kept: Sequence[Progress]) -> None:
-        first, *rest = kept
-        self._decisions = remembered(self._decisions, first.step)
-        snapshot = snapshot_record(first, max(self._needed, first.step), self._decisions, self.heard)
+        behind = kept[0] if len(kept) > 1 and kept[1].step != kept[0].step + 1 else None
+        first, *rest = kept = kept if behind is None else kept[1:]
+        self._decisions = remembered(self._decisions, first.step if behind is None else behind.step)
+        needed = max(self._needed, first.step)
+        snapshot = snapshot_record(first, needed, self._decisions, self.heard, behind=behind, readers=self._readers)
         records = [self._era.header.to_record(), snapshot]
         records += [step_record(old, new, self._needed) for old, new in zip(kept, rest, strict=False)]
         self._log.begin([_encoded(record) for record in records])
@@ -188,7 +204,7 @@ class PlanLog:
 def starting_point(
     job: Job,
     fingerprint: Fingerprint,
-    resume: Mapping[str, Any] | Literal["log"] | None,
+    resume: Mapping[str, Any] | str | bytes | None,
     log: Log | None,
     accept_changes: Collection[str] | bool,
 ) -> tuple[Progress, Steered, Era | None]:
@@ -204,11 +220,12 @@ def starting_point(
     found = newest_in(segments_at(log.location, log.storage_options))
     decisions: tuple[Decision, ...] = ()
     if found is not None:
-        differences = fingerprint.differences(found.header.fingerprint)
+        differences = differences_of(fingerprint, found.header.fingerprint, f"the log at {log.location} is damaged")
         what = f"the log at {log.location} was written by a job that differs from this one"
         refuse_differences(differences, accept_changes, what, "or give another log=...")
         decisions = _lasting(found)
-    if resume == "log":
+    is_from_log = resume == "log"
+    if is_from_log:
         resume = None if found is None else _state_of(found)
     elif resume is None and found is not None and found.recovered.reached > 0:
         _log.warning(
@@ -217,11 +234,17 @@ def starting_point(
             found.recovered.reached,
             found.recovered.needed,
         )
-    progress, steered = _resumed(resume, job, fingerprint, accept_changes)
+    try:
+        progress, steered = _resumed(resume, job, fingerprint, accept_changes)
+    except StateError as error:
+        if is_from_log:
+            raise StateError(f"the log at {log.location} holds what cannot be gone on with: {error}") from None
+        raise
     steered = about(job, replace(steered, decisions=joined(steered.decisions, decisions, progress.step)))
     header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
     era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
     _check_writable(era, progress, steered)
+    warn_of_unseen(fingerprint)
     return progress, steered, era
 
 
@@ -245,7 +268,7 @@ def newest_in(segments: Segments, job: str | None = None, era: int | None = None
             if job not in (None, own.job) or era not in (None, own.era):
                 continue
             recovered = fold(records[1:], keep)
-        except (StateError, KeyError, orjson.JSONDecodeError) as error:
+        except (StateError, orjson.JSONDecodeError) as error:
             raise StateError(f"{name} cannot be used: {error}; delete it to go on from the one before it") from error
         if contents.good_bytes < contents.num_bytes:
             _log.warning(
@@ -298,17 +321,20 @@ def _state_of(found: Found) -> dict[str, Any]:
 
 
 def _resumed(
-    resume: Mapping[str, Any] | None, job: Job, fingerprint: Fingerprint, accept_changes: Collection[str] | bool
+    resume: Mapping[str, Any] | str | bytes | None,
+    job: Job,
+    fingerprint: Fingerprint,
+    accept_changes: Collection[str] | bool,
 ) -> tuple[Progress, Steered]:
     if resume is None:
         return Progress.start(tuple(job.sources)), Steered()
     return from_state(resume, job, fingerprint, accept_changes), about(job, steered_of(resume))
 
 
-def resumed(state: Mapping[str, Any], job: Job, known: Sequence[Decision]) -> Steered:
-    """What steers a run that goes back to a state, and had decided some things before."""
+def resumed(state: Any, job: Job, known: Sequence[Decision], step: int) -> Steered:
+    """What steers a run that goes back to a state at a step, and had decided some things before."""
     steered = steered_of(state)
-    return about(job, replace(steered, decisions=joined(steered.decisions, known, int(state["step"]))))
+    return about(job, replace(steered, decisions=joined(steered.decisions, known, step)))
 
 
 def about(job: Job, steered: Steered) -> Steered:

@@ -4,21 +4,26 @@ What it promises: `plan(step, group)` gives the same plan however often, by whom
 until the run ends, where it gives None to every group for the same step. A step that is no longer kept is planned again
 from the start of the run. No group gets more than `max_lead` steps ahead of the slowest, so nothing that is kept can grow.
 
+Nobody is held up by what another asks for: steps are drawn a few at a time, and whoever waits comes in between. Steps that
+are further than `MOST_AHEAD` from what was drawn so far are refused: a wrong number must not keep the planner busy for days.
+
 With a log, each step's progress is written down before its plan is handed out. A planner that is made again with the same
-arguments reads it and goes on where the lost one was: it gives every step that anybody may still ask for, as it was.
+arguments reads it and goes on where the lost one was: it gives every step that anybody may still ask for, as it was. No step
+is recorded there as taken by all while a rank that is expected has neither asked nor left.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
-from overlord.errors import DataError, OverlordError
+from overlord.errors import DataError, OverlordError, SpecError
 from overlord.planning.dgraph import DGraph
 from overlord.planning.drawing import Extent
 from overlord.planning.facts import ChunkFacts
@@ -38,8 +43,15 @@ from overlord.roles.routes import Routes
 from overlord.roles.steering import Steering
 from overlord.spec import Batch, Mixture
 
+T = TypeVar("T")
+
+MOST_AHEAD = 10_000
+"""How many steps beyond those drawn so far may be asked for. A service that was started again without a log has to draw all
+that its trainers have taken; whatever else asks for a step so far away has the number wrong."""
+
 _CLOSE_S = 1.0
 _STEPS_AHEAD = 6
+_SLICE_STEPS = 16  # drawn in a row before somebody else may have the planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,9 @@ class Planner:
         max_lead: int = 8,
         log: PlanLog | None = None,
         steering: Steering | None = None,
+        expected: Collection[int] = (),
     ) -> None:
+        """`expected` are the groups whose ranks will come."""
         self._start = start
         self._batch = batch
         self._mixture = mixture
@@ -83,8 +97,9 @@ class Planner:
         self._routes = routes
         self._max_lead = max_lead
         self._masked = masked
-        self._lock = threading.Lock()
+        self._lock = _Turns()
         self._needs_lock = threading.Lock()  # apart, so that noting needs never waits for planning
+        self._counts_lock = threading.Lock()
         self._facts: dict[int, tuple[int, ChunkFacts]] = {}
         self._expected: dict[int, int] = {}  # source to the chunk its loader was told to prepare
         self._counted_to: dict[int, int] = {}
@@ -92,6 +107,9 @@ class Planner:
         self._planned: dict[int, Planned] = {}
         self._end: int | None = None
         self._needs: dict[int, int] = {}
+        # Groups with a rank that is expected and has not asked yet. Those that a lost planner knew may still come.
+        self._late: set[int] = {*expected, *(() if log is None else log.readers)}
+        self._pinned: dict[object, int] = {}  # how far those have come who draw towards a step in several turns
         self._busy = ""
         self._log = log
         self._steering = steering or Steering(mixture, start, place, Steered(), log)
@@ -101,44 +119,53 @@ class Planner:
         self._reached = max(known)
         # Until all groups have asked this planner for something, they may be as far back as the log knew them.
         self._known_to = self._reached
-        self._floor = start.step if log is None else min(log.needed, self._reached)
-        self._taken_to = self._floor
+        self._floor = start.step if log is None else _first_in_a_row(known, self._reached, min(log.needed, self._reached))
+        self._taken_to = start.step if log is None else min(log.needed, self._reached)
         progress = known.get(self._floor, start)
         self._drawer = self._drawer_from(progress)
         for source in np.flatnonzero(self._steering.schedule.at(progress.step) > 0).tolist():
             self._routes.prefetch(source, int(progress.chunk[source]), self._last_chunk(source))
 
-    def plan(self, step: int, group: int, oldest: int | None = None) -> GroupPlan | Later | None:
+    def plan(self, step: int, group: int, oldest: int | None = None, is_late: bool = False) -> GroupPlan | Later | None:
         """The plan of one group for a step; None when the run ends before that step. `oldest` is the oldest step that the
-        group may still ask for."""
+        group may still ask for; `is_late` says that a rank of it is expected and has not asked yet."""
         if group >= self._place.mesh.dp:
             raise OverlordError(f"the mesh has {self._place.mesh.dp} data-parallel groups; there is no group {group}")
+        self._check_reachable(step)  # before it is noted as what the group needs
         with self._needs_lock:
             self._needs[group] = self._needs.get(group, step) if oldest is None else oldest
-            slowest = min(self._needs, key=lambda g: self._needs[g])
-            behind = self._needs[slowest]
-        if step - behind > self._max_lead:
-            return Later(
-                f"the ranks of data-parallel group {slowest} are still at step {behind}, and no group may be more than "
-                f"{self._max_lead} steps ahead of the slowest"
-            )
-        with self._lock:
-            self._forget()
-            planned = self._reach(step)
+            self._set_late(group, is_late)
+        later = self._held_back(step)
+        if later is not None:
+            return later
+        planned = self._planned.get(step)  # without waiting for what is being drawn for somebody else
+        if planned is None or self._lock.acquire(timeout=0):
+            if planned is not None:
+                try:
+                    self._forget()
+                finally:
+                    self._lock.release()
+            else:
+                planned = self._drawn_to(step, lambda: self._planned.get(step))
         return None if planned is None else planned.plan.for_constructor(step, group, self._place.mesh.cp)
 
-    def leaves(self, group: int) -> None:
-        """Note that nobody reads a group any more, so that it holds nobody back."""
+    def expect(self, group: int) -> None:
+        """Note that ranks of a group will come that have not asked yet."""
+        with self._needs_lock:
+            self._late.add(group)
+
+    def leaves(self, group: int, is_late: bool = False) -> None:
+        """Note that nobody reads a group now, so that it holds nobody back. `is_late` says that some rank may still come."""
         with self._needs_lock:
             self._needs.pop(group, None)
+            self._set_late(group, is_late)
 
     def progress(self, step: int) -> Progress:
         """The progress of the run before a step."""
         before = self._before.get(step)
         if before is None:
-            with self._lock:
-                self._reach(step - 1)
-                before = self._before.get(step)
+            self._check_reachable(step)
+            before = self._drawn_to(step - 1, lambda: self._before.get(step), looks=True)
         if before is None:
             raise OverlordError(f"the run ended at step {self._end}; there is no progress before step {step}")
         return before()
@@ -163,14 +190,20 @@ class Planner:
 
     def whole_plan(self, step: int) -> Planned | None:
         """The plan of all groups, for `explain` and tests."""
-        with self._lock:
-            planned = self._reach(step)
-            self._forget(step)
-            return planned
+        self._check_reachable(step)
+        return self._drawn_to(step, lambda: self._planned.get(step), looks=True)
 
     def mix(self, step: int) -> dict[str, Mix]:
         """Asked and realised mix over all steps before `step`."""
-        progress = self.progress(step)
+        return self._mix_of(self.progress(step), step)
+
+    def known_mix(self, step: int) -> tuple[int, dict[str, Mix]]:
+        """The mix before a step, or before the last one up to it that is known. Answered at once."""
+        known = dict(self._before)
+        nearest = max((number for number in known if number <= step), default=min(known))
+        return nearest, self._mix_of(known[nearest](), nearest)
+
+    def _mix_of(self, progress: Progress, step: int) -> dict[str, Mix]:
         weights = self._steering.weights_at(max(step - 1, 0))
         return {
             name: Mix(weights[name], int(samples), int(tokens))
@@ -178,8 +211,9 @@ class Planner:
         }
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Per source, documents split, truncated, dropped or empty, in chunks seen since this planner was made."""
-        with self._lock:
+        """Per source, documents split, truncated, dropped or empty, in chunks seen since this planner was made. Answered at
+        once, whatever is being drawn."""
+        with self._counts_lock:
             return {name: dict(counts) for name, counts in self._counts.items()}
 
     def cursors(self) -> dict[str, Cursor]:
@@ -212,7 +246,7 @@ class Planner:
         # A source that hangs while a step is drawn must not hold up the end.
         if self._log is not None and self._lock.acquire(timeout=_CLOSE_S):
             try:
-                self._log.add_needed(self._oldest())
+                self._note_taken(min(self._oldest(), self._reached))
                 self._log.close()
             finally:
                 self._lock.release()
@@ -222,26 +256,74 @@ class Planner:
         ask = self._extents, self._describe, count_loss, self._expect, self._steering.schedule, self._peek
         return StepDrawer(progress, self._batch, self._mixture, *ask)
 
-    def _reach(self, step: int) -> Planned | None:
-        """Plan up to a step; steps before the oldest kept one are planned again from the start."""
-        if step in self._planned:
-            return self._planned[step]
+    def _check_reachable(self, step: int) -> None:
         if step < self._start.step:
-            raise OverlordError(f"this run starts at step {self._start.step}; it has no step {step}")
-        if self._end is not None and step >= self._end:
+            raise OverlordError(
+                f"this run starts at step {self._start.step}; it has no step {step}. If it was moved there by a resize or "
+                "by a loaded state, a client follows with rejoin or load_state_dict"
+            )
+        if step > self._reached + MOST_AHEAD and (self._end is None or step > self._end):
+            raise SpecError(
+                f"step {step} is too far away: this run has drawn the steps before {self._reached}, and at most "
+                f"{MOST_AHEAD} more are drawn for a request. Check the step that was asked for; where it is right and the "
+                "run was started again without its place, start it from a checkpoint (resume=state) or from its log "
+                "(resume='log')"
+            )
+
+    def _set_late(self, group: int, is_late: bool) -> None:
+        (self._late.add if is_late else self._late.discard)(group)
+
+    def _held_back(self, step: int) -> Later | None:
+        """Why a step must wait for a group that is behind it; None when it need not."""
+        with self._needs_lock:
+            slowest = min(self._needs, key=lambda g: self._needs[g], default=None)
+            behind = step if slowest is None else self._needs[slowest]
+        if step - behind <= self._max_lead:
             return None
-        if step < self._drawer.number:
+        return Later(
+            f"the ranks of data-parallel group {slowest} are still at step {behind}, and no group may be more than "
+            f"{self._max_lead} steps ahead of the slowest"
+        )
+
+    def _drawn_to(self, step: int, take: Callable[[], T], *, looks: bool = False) -> T:
+        """Plan up to a step, and take something from what is known then. Others get their turns meanwhile."""
+        turn = object()
+        try:
+            while True:
+                with self._lock:
+                    if not looks:
+                        self._forget()
+                    is_there = self._reach(step)
+                    taken = take() if is_there else None
+                    self._pinned[turn] = self._drawer.number
+                    if looks:
+                        self._forget(step)
+                    if is_there:
+                        return taken  # type: ignore[return-value] - taken just above
+        finally:
+            self._pinned.pop(turn, None)
+
+    def _reach(self, step: int) -> bool:
+        """Draw towards a step, a few steps at most; True when it is planned or the run is known to end before it. Steps
+        before the oldest kept one are planned again from the start."""
+        if step in self._planned or (self._end is not None and step >= self._end) or step < self._start.step:
+            return True
+        nearest = max(number for number in self._before if number <= step)
+        if step < self._drawer.number or nearest > self._drawer.number + 2 * (self._max_lead + _STEPS_AHEAD):
             self._rewind(step)
+        last = self._drawer.number + _SLICE_STEPS
         # A few steps more than asked for, as long as nothing has to be waited for: planning several in a row costs less.
         while self._drawer.number <= step or self._is_ready_ahead_of(step):
+            if self._drawer.number >= last and self._drawer.number <= step:
+                return False
             drawn = self._drawn()
             if drawn is None:
                 self._end = self._drawer.number
-                break
+                return True
             self._note(drawn)
-            if drawn.number >= min(step, self._oldest()):
+            if drawn.number >= step or self._is_wanted(drawn.number):
                 self._planned[drawn.number] = Planned(drawn, self._arranged(drawn))
-        return self._planned.get(step)
+        return True
 
     def _is_ready_ahead_of(self, step: int) -> bool:
         number = self._drawer.number
@@ -270,21 +352,33 @@ class Planner:
                 "before, or a transform is not deterministic; restore the data, or start from a checkpoint"
             )
         if after > self._reached:
-            count_delays(drawn.samples, self._counts)
+            with self._counts_lock:
+                count_delays(drawn.samples, self._counts)
         self._reached = max(self._reached, after)
         if self._log is None:
             self._before[after] = drawn.after
         else:
             progress = drawn.after()
             self._before[after] = _given(progress)
-            self._log.add_step(progress, self._oldest(), self._kept)
+            self._log.add_step(progress, self._kept)
+
+    def _note_taken(self, oldest: int) -> None:
+        """Note that all who read have taken every step before the oldest, unless somebody is late; and write down who reads,
+        so that a planner that is made anew knows whom to wait for."""
+        with self._needs_lock:
+            readers, is_anybody_late = frozenset(self._needs) | self._late, bool(self._late)
+        if not is_anybody_late and oldest in self._before:
+            self._taken_to = max(self._taken_to, oldest)
+        if self._log is not None:
+            self._log.add_readers(readers)
+            self._log.add_needed(self._taken_to)
 
     def _kept(self) -> list[Progress]:
-        """The progress before every step that may be asked for again, up to the newest, without gaps."""
-        first = self._reached
-        while first - 1 in self._before:
-            first -= 1
-        return [self._before[step]() for step in range(first, self._reached + 1)]
+        """The progress before every step that may be asked for again, up to the newest, without gaps; and first of all that
+        before the oldest step that somebody who is late may ask for."""
+        first = _first_in_a_row(self._before, self._reached, self._start.step)
+        kept = [self._before[step]() for step in range(first, self._reached + 1)]
+        return kept if self._taken_to >= first else [self._before[self._taken_to](), *kept]
 
     def _oldest(self) -> int:
         """The oldest step that somebody may still ask for."""
@@ -310,20 +404,32 @@ class Planner:
         self._steering.arranged(step.number, plan)
         return plan
 
-    def _forget(self, asked: int | None = None) -> None:
+    def _soon(self, oldest: int) -> tuple[range, range]:
+        """The steps that groups may ask for soon: from the oldest that is needed, and from the oldest that was asked for."""
+        with self._needs_lock:
+            asked = min(self._needs.values(), default=oldest)
+        num_steps = self._max_lead + _STEPS_AHEAD + 1
+        return range(oldest, oldest + num_steps), range(asked, asked + num_steps)
+
+    def _is_wanted(self, number: int) -> bool:
+        first, second = self._soon(min(self._oldest(), self._reached))
+        return number in first or number in second
+
+    def _forget(self, looked_at: int | None = None) -> None:
         """Let go of what nobody needs. A group whose ranks are apart may come back for a few steps when its constructor
         is lost, so the progress behind the oldest step is kept as far as one group may be ahead of another."""
         oldest = min(self._oldest(), self._reached)
-        if asked is not None and not self._needs:  # somebody looks at plans, and nobody reads
-            oldest = min(asked, self._reached)
-        for number in [n for n in self._planned if n < oldest]:
+        if looked_at is not None and not self._needs:  # somebody looks at plans, and nobody reads
+            oldest = min(looked_at, self._reached)
+        first, second = self._soon(oldest)
+        for number in [n for n in self._planned if n not in first and n not in second]:
             del self._planned[number]
-        for number in [n for n in self._before if n < oldest - self._max_lead and n != self._start.step]:
+        if looked_at is None:
+            self._note_taken(oldest)
+        kept = {self._start.step, self._taken_to, *self._pinned.values()}
+        first, newest = range(oldest - self._max_lead, first.stop), self._reached - self._max_lead
+        for number in [n for n in self._before if n < newest and n not in first and n not in second and n not in kept]:
             del self._before[number]
-        if asked is None:
-            self._taken_to = max(self._taken_to, oldest)
-            if self._log is not None:
-                self._log.add_needed(oldest)
 
     def _expect(self, source: int, chunk: int) -> None:
         if self._expected.get(source) != chunk:
@@ -352,7 +458,8 @@ class Planner:
         self._facts[source] = (chunk, facts)
         if chunk >= self._counted_to.get(source, 0):
             self._counted_to[source] = chunk + 1
-            self._counts[self._start.names[source]].update(facts.counts)
+            with self._counts_lock:
+                self._counts[self._start.names[source]].update(facts.counts)
 
     def _last_chunk(self, source: int) -> int | None:
         """The chunk that a source ends before; None when it does not, or begins anew."""
@@ -366,6 +473,54 @@ class Planner:
         if before is not self._kept_before[0]:
             self._kept_before = before, _first_chunks(before())
         return min(self._kept_before[1][source], chunk)
+
+
+class _Turns:
+    """A lock that is handed on in the order in which it was asked for: the standard one may be taken again and again by
+    whoever let go of it last, while others wait."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._is_held = False
+
+    def acquire(self, timeout: float = -1) -> bool:
+        with self._guard:
+            if not self._is_held:
+                self._is_held = True
+                return True
+            if timeout == 0:
+                return False
+            mine = threading.Lock()
+            mine.acquire()
+            self._waiting.append(mine)
+        if mine.acquire(timeout=timeout):
+            return True
+        with self._guard:
+            if mine not in self._waiting:  # it was handed over just now
+                return True
+            self._waiting.remove(mine)
+            return False
+
+    def release(self) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._is_held = False
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _first_in_a_row(known: Collection[int], last: int, least: int) -> int:
+    """The first of the numbers that lead up to `last` without a gap, none below `least`."""
+    while last > least and last - 1 in known:
+        last -= 1
+    return last
 
 
 def _given(progress: Progress) -> Callable[[], Progress]:

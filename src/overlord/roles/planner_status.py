@@ -35,7 +35,7 @@ class PlannerStatus:
     """The first step that was never drawn."""
     oldest_needed: int
     taken_to: int
-    """Every step before this one was taken by all who read then; they may have left since."""
+    """Every step before this one was taken by all who read then, or were expected to; they may have left since."""
     num_kept: int
     """Plans that are kept."""
     end: int | None

@@ -15,13 +15,16 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import pyarrow as pa
 
 from overlord.data.arenas import Arenas
 from overlord.errors import OverlordError, ServiceError
+from overlord.exclusive import OneProcess
+from overlord.long_waits import FIRST_S, waiting
 from overlord.planning.learning.reports import StepReport
 from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
@@ -45,12 +48,16 @@ _log = logging.getLogger(__name__)
 class FlightChannel:
     """The channel of one rank. Safe to call from several threads."""
 
+    tell_after_s = FIRST_S
+    """When a wait for the service is first told of."""
+
     def __init__(self, address: str, rank: int, token: str | None, root: str | None, timeout: float | None) -> None:
         self._rank = rank
         self._token = token
         self._root = root
         self._timeout = timeout
         self._wait_s = _WAIT_S if timeout is None else min(_WAIT_S, timeout)
+        self._home = OneProcess(f"the connection of rank {rank}", "Call overlord.connect in the process that reads")
         self._session = secrets.token_hex(8)
         self._arenas = Arenas(_ARENAS)
         self._lock = threading.Lock()
@@ -72,6 +79,7 @@ class FlightChannel:
         return len(self._generations) - 1
 
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+        self._home.check()
         wait_s = max(wait_s, self._wait_s)
         known = self._welcome
         ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, self._generations[-1])
@@ -81,7 +89,7 @@ class FlightChannel:
             return self._lost(str(error))
         match answer:
             case wire.Contents():
-                return unpacked_step(answer, batches, self._arenas)
+                return self._unpacked(answer, batches, step)
             case wire.End():
                 return None
             case wire.NotReady():
@@ -96,7 +104,17 @@ class FlightChannel:
             case wire.Failure():
                 raise answer.error()
 
-    def leave(self, rank: int) -> None:
+    def _unpacked(self, contents: wire.Contents, batches: Sequence[pa.RecordBatch], step: int) -> Delivery:
+        try:
+            delivery = unpacked_step(contents, batches, self._arenas)
+        except (OverlordError, pa.ArrowException, ValueError, TypeError, IndexError, OverflowError) as error:
+            raise ServiceError(f"step {step} came damaged from {self._steps.address}: {error}; ask again") from error
+        if delivery.step != step:
+            raise ServiceError(f"{self._steps.address} sent step {delivery.step} where step {step} was asked for")
+        return delivery
+
+    def leave(self, rank: int, generation: int | None = None) -> None:
+        # Whatever the generation: the service knows by the session whether another client has become this rank.
         try:
             self._say(Action.LEAVE)
         except (Unreachable, OverlordError) as error:  # then the server will find out by itself, if there still is one
@@ -158,11 +176,19 @@ class FlightChannel:
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
         """The outcome of the first attempt that reaches the server."""
+        self._home.check()
+        self._trouble = "it has not answered yet"
+        told = f"rank {self._rank} waits for the service at {self._front.address}"
+        with waiting(lambda: f"{told}: {self._trouble}", self.tell_after_s):
+            return self._tried(attempt)
+
+    def _tried(self, attempt: Callable[[], T]) -> T:
         began = time.monotonic()
         while True:
             try:
                 return attempt()
             except Unreachable as error:
+                self._trouble = str(error)
                 waited = time.monotonic() - began
                 if self._timeout is not None and waited >= self._timeout:
                     raise ServiceError(
@@ -218,7 +244,12 @@ class FlightChannel:
 
     def _greeted(self) -> wire.Welcome:
         greeting = wire.packed(wire.Hello(wire.VERSION, self._rank))
-        return msgspec.convert(self._front.asked(Action.HELLO, greeting, _ASK_S), wire.Welcome)
+        try:
+            return msgspec.convert(self._front.asked(Action.HELLO, greeting, _ASK_S), wire.Welcome)
+        except msgspec.ValidationError as error:
+            raise ServiceError(
+                f"{self._front.address} greets as no overlord service of this release does: {error}"
+            ) from None
 
     def _follow(self, welcome: wire.Welcome) -> None:
         address = welcome.address or self._front.address

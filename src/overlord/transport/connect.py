@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from overlord.errors import SpecError
+from overlord.arguments import seconds_or_none, switch, whole
 from overlord.roles.client import Client
 from overlord.transport.channel import FlightChannel
 from overlord.transport.security import check_token, read_pem
@@ -25,10 +25,9 @@ def connect(
     `timeout` is the longest wait in seconds, for the service to be there and for each step; None waits for ever. `tls_root`
     is a PEM file with the certificate that the service's own must lead to; without one the system's are trusted.
     """
-    if rank < 0:
-        raise SpecError(f"rank must be a number from 0 on, got {rank}")
-    if timeout is not None and timeout <= 0:
-        raise SpecError(f"timeout is a positive number of seconds or None, got {timeout}")
+    rank = whole(rank, "rank")
+    timeout = seconds_or_none(timeout, "timeout")
+    torch, pin_memory = switch(torch, "torch"), switch(pin_memory, "pin_memory")  # before anything is waited for
     check_token(token)
     root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
     channel = FlightChannel(address, rank, token, root, timeout)

@@ -52,12 +52,15 @@ class ServingConstructor(DataConstructor):
         with self._serving:
             if self._service is None:
                 self.generation = generation
+                ranks = self._tree.ranks_of(self._group)
+                self.expect(ranks)  # it may have been made anew, and does not know who reads
                 self._service = Service(
                     job,
                     listen,
                     instance=instance,
                     steps=_OwnSteps(self),
                     serves=self._has_rank,
+                    ranks=lambda: ranks,
                     leave_after_s=leave_after_s,
                 )
             return self._service.address
@@ -71,6 +74,11 @@ class ServingConstructor(DataConstructor):
         """The same for every rank that ever read from here."""
         service = self._service
         return {} if service is None else service.roll.last()
+
+    def late(self) -> frozenset[int]:
+        """The ranks of this group that have neither asked for a step nor left."""
+        with self._lock:
+            return frozenset(self._expected)
 
     def halt(self) -> int:
         """See `Service.halt`; -1 when nothing was ever served."""

@@ -10,7 +10,8 @@ from uuid import uuid4
 
 import msgspec
 
-from overlord.errors import ServiceError, SpecError
+from overlord.arguments import positive_seconds, whole
+from overlord.errors import ServiceError
 from overlord.planning.recovery import Decision
 from overlord.transport import wire
 from overlord.transport.link import Link, Unreachable
@@ -29,8 +30,7 @@ class Control:
     def __init__(
         self, address: str, *, token: str | None = None, tls_root: str | Path | None = None, timeout: float = 30.0
     ) -> None:
-        if timeout <= 0:
-            raise SpecError(f"timeout is a positive number of seconds, got {timeout}")
+        timeout = positive_seconds(timeout, "timeout")
         check_token(token)
         root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
         self._timeout = timeout
@@ -39,6 +39,7 @@ class Control:
     def set_weights(self, weights: Mapping[str, float] | None, from_step: int | None = None) -> int:
         """See `Loader.set_weights`."""
         # One id for all attempts: an answer that was lost on its way must not make it two changes.
+        from_step = None if from_step is None else whole(from_step, "from_step")
         number, given = uuid4().hex, None if weights is None else dict(weights)
         return self._asked(Action.CHANGE_WEIGHTS, lambda job: wire.ChangeWeights(job, given, from_step, number))
 

@@ -10,6 +10,7 @@ import pyarrow.flight as flight
 
 from overlord.errors import ServiceError
 from overlord.transport import wire
+from overlord.transport.forking import check_not_forked, hold
 from overlord.transport.security import token_header
 
 # Each client has a connection of its own, lets go of one that it does not use (the front door's, once it knows who serves
@@ -21,6 +22,7 @@ _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.client_idle_timeout_ms", 60_000),
 ]
+_INTRODUCED_BYTES = 4 << 10
 _UNREACHABLE = (
     flight.FlightUnavailableError,
     flight.FlightTimedOutError,
@@ -39,15 +41,22 @@ class Link:
     def __init__(self, address: str, token: str | None, root: str | None) -> None:
         self.address = address
         self._headers = token_header(token)
+        check_not_forked()
         self._client = flight.connect(address, tls_root_certs=root, generic_options=_OPTIONS)
+        hold(self._client)
 
     def asked(self, action: str, body: bytes, timeout_s: float) -> Any:
         """What an action answers; raises what went wrong in the service."""
         try:
+            if len(body) > _INTRODUCED_BYTES:  # on a new connection the service takes no more before it has seen the token
+                list(self._client.list_actions(self._options(timeout_s)))
             results = list(self._client.do_action(flight.Action(action, body), self._options(timeout_s)))
         except (flight.FlightError, pa.ArrowException) as error:
             raise self._told(error) from None
-        return wire.unpacked_value(memoryview(results[0].body))
+        try:
+            return wire.unpacked_value(memoryview(results[0].body))
+        except (msgspec.MsgspecError, IndexError, RecursionError) as error:
+            raise self._foreign(error) from None
 
     def fetched(self, ticket: bytes, timeout_s: float) -> tuple[wire.Answer, list[pa.RecordBatch]]:
         try:
@@ -57,8 +66,8 @@ class Link:
             raise self._told(error) from None
         try:
             answer = wire.unpacked_answer(memoryview(chunks[0].app_metadata or b""))
-        except (msgspec.MsgspecError, IndexError) as error:
-            raise ServiceError(f"the service at {self.address} speaks another language: {error}") from None
+        except (msgspec.MsgspecError, IndexError, RecursionError) as error:
+            raise self._foreign(error) from None
         return answer, [chunk.data for chunk in chunks if chunk.data is not None]
 
     def close(self) -> None:
@@ -66,6 +75,12 @@ class Link:
 
     def _options(self, timeout_s: float) -> flight.FlightCallOptions:
         return flight.FlightCallOptions(timeout=timeout_s, headers=self._headers)
+
+    def _foreign(self, error: Exception) -> ServiceError:
+        return ServiceError(
+            f"{self.address} does not answer as an overlord service of this release does ({error}): check the address, and "
+            "install the same release on both sides"
+        )
 
     def _told(self, error: Exception) -> Exception:
         if isinstance(error, _UNREACHABLE):

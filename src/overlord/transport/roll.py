@@ -1,11 +1,13 @@
 """Which ranks are reading, where each stands, and which have fallen silent.
 
 A rank belongs to the client that came last: when a trainer is replaced, the old one, should it still live, is told so.
-Silence is not absence until `patience_s` have passed; a rank that is heard again is simply back.
+Silence is not absence until `patience_s` have passed; a rank that is heard again is simply back. A rank that is expected and
+was never heard is late, and absent once `patience_s` have passed since the first of its peers came.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -36,6 +38,13 @@ class Roll:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._ranks: dict[int, _Rank] = {}
+        self._late: set[int] = set()
+        self._first_came: float | None = None
+
+    def expect(self, ranks: Collection[int]) -> None:
+        """Note that these ranks will come."""
+        with self._lock:
+            self._late |= {rank for rank in ranks if rank not in self._ranks}
 
     def heard(self, rank: int, session: str) -> None:
         """Note that a rank's client is there. Raises ClosedError when another has taken its place."""
@@ -47,6 +56,9 @@ class Roll:
             entry = self._of(rank, session)
             entry.heard = self._clock()
             entry.step, entry.is_reading, entry.has_left = step, True, False
+            self._late.discard(rank)
+            if self._first_came is None:
+                self._first_came = entry.heard
 
     def took(self, rank: int, session: str, step: int) -> None:
         """Note that a step was handed to a rank."""
@@ -63,19 +75,25 @@ class Roll:
             entry = self._ranks.get(rank)
             if entry is None:
                 if session is None:
-                    return False
+                    is_late = rank in self._late
+                    self._late.discard(rank)
+                    return is_late
                 entry = self._of(rank, session)
             if session not in (None, entry.session):
                 return False
             entry.is_reading, entry.has_left = False, True
+            self._late.discard(rank)
             self._changed.notify_all()
             return True
 
     def silent(self, patience_s: float) -> list[int]:
-        """The reading ranks that were not heard from for so long."""
+        """The ranks that read, or are expected to, and were not heard from for so long."""
         with self._lock:
             since = self._clock() - patience_s
-            return [rank for rank, entry in self._ranks.items() if entry.is_reading and entry.heard < since]
+            silent = [rank for rank, entry in self._ranks.items() if entry.is_reading and entry.heard < since]
+            if self._first_came is not None and self._first_came < since:
+                silent += [rank for rank in self._late if self._heard_at(rank) < since]
+            return silent
 
     def reading(self) -> dict[int, int]:
         """The ranks that are reading, with the step each takes next."""
@@ -87,9 +105,11 @@ class Roll:
         with self._lock:
             return {rank: entry.step for rank, entry in self._ranks.items() if entry.step is not None}
 
-    def forget(self) -> None:
-        """The run was moved: where ranks stood says nothing now."""
+    def forget(self, expected: Collection[int] = ()) -> None:
+        """The run was moved: where ranks stood says nothing now, and those that read, or that are named, will come again."""
         with self._lock:
+            self._late |= {*expected, *(rank for rank, entry in self._ranks.items() if entry.is_reading)}
+            self._first_came = None
             for entry in self._ranks.values():
                 entry.step, entry.is_reading = None, False
 
@@ -106,6 +126,10 @@ class Roll:
 
         with self._lock:
             return self._changed.wait_for(all_left, timeout_s)
+
+    def _heard_at(self, rank: int) -> float:
+        entry = self._ranks.get(rank)
+        return -math.inf if entry is None else entry.heard
 
     def _reading(self) -> dict[int, int]:
         return {rank: e.step for rank, e in self._ranks.items() if e.is_reading and e.step is not None}

@@ -35,6 +35,8 @@ class Address:
     def parsed(text: str, scheme: str = PLAIN) -> Address:
         """`scheme` is for an address that names none."""
         wrong = SpecError(f"an address is host:port, grpc://host:port or grpc+tls://host:port, got {text!r}")
+        if not isinstance(text, str):
+            raise wrong
         try:
             parts = urlsplit(text if "://" in text else f"{scheme}://{text}")
             host, port = parts.hostname, parts.port
@@ -113,13 +115,17 @@ class Listen:
 
 
 def check_token(token: str | None) -> None:
-    if token is not None and (not token or not token.isascii() or not token.isprintable() or " " in token):
+    if token is not None and (
+        not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token
+    ):
         raise SpecError(
             "a token is printable ASCII without spaces, at least one character; `openssl rand -hex 32` makes one"
         )
 
 
 def read_pem(path: str | Path, what: str) -> str:
+    if not isinstance(path, (str, Path)):
+        raise SpecError(f"{what} is given as the path of a PEM file, got {path!r}")
     try:
         return Path(path).read_text("ascii")
     except (OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ How it behaves:
   with a Flight error that says why, is logged, and changes nothing.
 - Errors of the run travel inside answers, so that the client raises what would have been raised here.
 - A rank that is not heard from for `leave_after_s` no longer holds others back. When it comes back it goes on where it was.
+  One that has not come since the service started is late, and counts as gone after the same time, from its first peer on.
 - Draining: a step that some rank has taken is still handed to the others; no later one is.
 """
 
@@ -14,7 +15,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from overlord.arguments import seconds_or_none
 from overlord.errors import OverlordError, ServiceError, SpecError
 from overlord.planning.learning.reports import StepReport, WeightChange
 from overlord.planning.recovery import Decision
@@ -29,6 +31,8 @@ from overlord.roles.data_constructor import Delivery
 from overlord.roles.planner import Later
 from overlord.state import State
 from overlord.transport import wire
+from overlord.transport.forking import check_not_forked, hold
+from overlord.transport.gate import Gate, has_gate
 from overlord.transport.roll import Roll
 from overlord.transport.security import Listen, TokenCheck
 from overlord.transport.steps import SCHEMA, packed_step
@@ -70,8 +74,8 @@ class Service:
     """A Flight server over a run, over the steps of some of its ranks, or over both; it serves until it is closed.
 
     `locate` gives the address of the server that has a rank's steps, or None when it is this one, and raises SpecError for
-    a rank that the run does not have. `serves` says whether a rank's steps are here; a rank may be moved elsewhere.
-    Servers of one run share an `instance`, and are no longer known when it changes.
+    a rank that the run does not have. `serves` says whether a rank's steps are here; a rank may be moved elsewhere. `ranks`
+    gives those that are expected to come. Servers of one run share an `instance`, and are no longer known when it changes.
     """
 
     def __init__(
@@ -84,11 +88,11 @@ class Service:
         run: Run | None = None,
         locate: Callable[[int], str | None] = lambda _: None,
         serves: Callable[[int], bool] = lambda _: True,
+        ranks: Callable[[], Collection[int]] = tuple,
         leave_after_s: float | None = LEAVE_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if leave_after_s is not None and leave_after_s <= 0:
-            raise SpecError(f"leave_after_s is a positive number of seconds or None, got {leave_after_s}")
+        leave_after_s = seconds_or_none(leave_after_s, "leave_after_s")
         self.job = job
         self.instance = instance or secrets.token_hex(8)
         self.roll = Roll(clock)
@@ -96,6 +100,8 @@ class Service:
         self._run = run
         self._locate = locate
         self._serves = serves
+        self._ranks = ranks
+        self.roll.expect(ranks())
         self._leave_after_s = leave_after_s
         self._clock = clock
         self._generation = 0 if steps is None else steps.generation()
@@ -171,7 +177,7 @@ class Service:
         generation = steps.generation()
         if generation != self._generation:
             self._generation = generation
-            self.roll.forget()
+            self.roll.forget(self._ranks())
         return (ticket.instance, ticket.generation) != (self.instance, generation)
 
     def act(self, kind: str, body: memoryview) -> Any:
@@ -256,6 +262,7 @@ class _Server(flight.FlightServerBase):
     """From Flight calls to the service."""
 
     def __init__(self, listen: Listen, service: Service) -> None:
+        check_not_forked()
         self._service = service
         bound = listen.bound
         super().__init__(
@@ -263,14 +270,28 @@ class _Server(flight.FlightServerBase):
             tls_certificates=[] if listen.tls is None else [listen.tls.read()],
             middleware={} if listen.token is None else {"token": TokenCheck(listen.token)},
         )
+        hold(self)
+        self._gate = Gate(self.port) if listen.token is not None and has_gate() else None
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._gate is not None:
+            self._gate.close()
+
+    def _admit(self, context: Any) -> None:
+        """Calls come so far only with the token."""
+        if self._gate is not None:
+            self._gate.admit(context.peer())
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
+        self._admit(context)
         answer, batches = self._service.answer(_parsed(ticket.ticket, wire.Ticket))
         # The first message says what all of them hold.
         messages: Any = zip(batches, chain([wire.packed(answer)], repeat(b"")), strict=False)
         return flight.GeneratorStream(SCHEMA, messages)
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[bytes]:
+        self._admit(context)
         try:
             answer = wire.Value(self._service.act(action.type, memoryview(action.body)))
         except flight.FlightError:
@@ -282,6 +303,7 @@ class _Server(flight.FlightServerBase):
         return iter([wire.packed(answer)])
 
     def list_actions(self, context: Any) -> Any:
+        self._admit(context)
         return [(action.value, "") for action in Action]
 
     def list_flights(self, context: Any, criteria: Any) -> Any:
@@ -303,7 +325,7 @@ class _Server(flight.FlightServerBase):
 def _parsed(data: bytes | memoryview, kind: type[T]) -> T:
     try:
         return wire.unpacked(data, kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _refusal(f"not a {kind.__name__.lower()} of overlord's wire: {error}") from None
 
 

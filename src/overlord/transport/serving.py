@@ -16,19 +16,45 @@ from overlord.transport.security import Address, Listen
 from overlord.transport.server import Service
 
 _MOST_AT_ONCE = 32
+_WAIT_S = 10.0  # for what a constructor answers at once if it can answer at all
 
 
 class OneServer:
     """Every rank is served from this process."""
 
     def __init__(
-        self, job: str, channel: InProcess, tree: Callable[[], ClientPlaceTree], listen: Listen, leave_after_s: float | None
+        self,
+        job: str,
+        channel: InProcess,
+        tree: Callable[[], ClientPlaceTree],
+        constructors: Sequence[Handle[ServingConstructor]],
+        listen: Listen,
+        leave_after_s: float | None,
     ) -> None:
         def here(rank: int) -> None:
             tree().coordinates(rank)  # raises for a rank that the mesh does not have
 
-        self._service = Service(job, listen, steps=channel, run=channel, locate=here, leave_after_s=leave_after_s)
+        self._tree = tree
+        self._constructors = constructors
+        self.expect()
+        self._service = Service(
+            job,
+            listen,
+            steps=channel,
+            run=channel,
+            locate=here,
+            ranks=lambda: range(tree().world_size),
+            leave_after_s=leave_after_s,
+        )
         self.address = self._service.address
+
+    def expect(self) -> None:
+        """Let every rank be waited for: before it has asked, no step counts as taken by all."""
+        _expect(self._tree(), self._constructors)
+
+    def late(self) -> frozenset[int]:
+        """The ranks that have neither asked for a step nor left since the run began, or was moved."""
+        return _late(self._constructors)
 
     def reading(self) -> dict[int, int]:
         """The ranks that are reading, with the step each takes next."""
@@ -63,6 +89,7 @@ class ServerPerGroup:
     ) -> None:
         self._tree = tree
         self._constructors = constructors
+        self.expect()
         instance = secrets.token_hex(8)
 
         def locate(rank: int) -> str:
@@ -74,6 +101,14 @@ class ServerPerGroup:
         self._front = Service(job, listen, instance=instance, run=channel, locate=locate, leave_after_s=leave_after_s)
         self.address = self._front.address
         behind = _behind(listen, Address.parsed(self.address))
+
+    def expect(self) -> None:
+        """See `OneServer.expect`."""
+        _expect(self._tree(), self._constructors)
+
+    def late(self) -> frozenset[int]:
+        """See `OneServer.late`."""
+        return _late(self._constructors)
 
     def reading(self) -> dict[int, int]:
         return self._joined(ServingConstructor.reading)
@@ -105,8 +140,18 @@ class ServerPerGroup:
     def _joined(self, method: Callable[[ServingConstructor], dict[int, int]]) -> dict[int, int]:
         found: dict[int, int] = {}
         for answer in [constructor.ask(method) for constructor in self._constructors]:
-            found |= answer.result()
+            found |= answer.result(_WAIT_S)
         return found
+
+
+def _expect(tree: ClientPlaceTree, constructors: Sequence[Handle[ServingConstructor]]) -> None:
+    for answer in [c.ask(ServingConstructor.expect, tree.ranks_of(group)) for group, c in enumerate(constructors)]:
+        answer.result()
+
+
+def _late(constructors: Sequence[Handle[ServingConstructor]]) -> frozenset[int]:
+    answers = [constructor.ask(ServingConstructor.late) for constructor in constructors]
+    return frozenset(rank for answer in answers for rank in answer.result(_WAIT_S))
 
 
 def _behind(listen: Listen, front: Address) -> Listen:

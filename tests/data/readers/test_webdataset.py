@@ -262,11 +262,71 @@ def test_a_size_that_no_file_has_is_an_error(size: bytes, message: str) -> None:
 
 
 @pytest.mark.strangers
-@pytest.mark.parametrize("record", [b"9" * 5000 + b" path=x\n", b"3 a=b\n", b"12 size=\xc2\xb2\n", b"9 path=a", b"6 abc\n"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"9" * 5000 + b" path=x\n",
+        b"3 a=b\n",
+        b"12 size=\xc2\xb2\n",
+        b"9 path=a",
+        b"6 abc\n",
+        b"8 path=\n",
+        b"5 =x\n",
+        b"16 path=a\0b.txt\n",
+        b"9 pa\0h=a\n",
+    ],
+)
 def test_a_damaged_pax_header_is_an_error_with_its_place(record: bytes) -> None:
     data = entry("pax", tarfile.XHDTYPE, record) + entry("0.txt", data=b"a") + END
     with pytest.raises(SourceError, match=r"x\.tar has a damaged pax header, at byte 0"):
         members("x.tar", pa.py_buffer(data))
+
+
+PAX, LONG, FILE = (
+    entry("pax", tarfile.XHDTYPE, b"14 path=0.txt\n"),
+    entry("long", tarfile.GNUTYPE_LONGNAME, b"0.txt\0"),
+    entry("cut.txt", data=b"a"),
+)
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (PAX + PAX + FILE + END, "two extended headers of one kind for one member, at byte 1,024"),
+        (LONG + LONG + FILE + END, "two extended headers of one kind for one member, at byte 1,024"),
+        (PAX + LONG + FILE + END, "two names for the member '0.txt', a GNU and a pax one, at byte 2,048"),
+        (FILE + PAX + END, "an extended header .* without the member that it belongs to, at byte 2,048"),
+        (FILE + LONG, "an extended header .* without the member that it belongs to, at byte 2,048"),
+        (entry("long", b"L", bytes(6)) + FILE + END, "a damaged header for a long name, at byte 0"),
+        (entry("long", b"L", b"0.\0txt") + FILE + END, "a damaged header for a long name, at byte 0"),
+        (
+            entry("long", b"L", b"0.txt")[:512] + b"0.txt.jpg".ljust(512, b"\0") + FILE + END,
+            "a damaged header for a long name",
+        ),
+    ],
+)
+def test_extended_headers_that_do_not_give_one_member_one_name_are_errors(data: bytes, message: str) -> None:
+    for head in (PAX, LONG):
+        assert [m.name for m in members("x.tar", pa.py_buffer(head + FILE + END))] == ["0.txt"]
+    with pytest.raises(SourceError, match=rf"x\.tar has {message}"):
+        members("x.tar", pa.py_buffer(data))
+
+
+@pytest.mark.strangers
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the size of the address space from /proc")
+def test_a_damaged_compressed_shard_that_is_tried_again_and_again_takes_no_memory(tmp_path: Path) -> None:
+    data = gzip.compress(tar(SHARD))
+    (tmp_path / "a.tar.gz").write_bytes(data[:-8] + bytes(8))
+    source = WebDataset(str(tmp_path / "a.tar.gz"))
+
+    def mapped_pages() -> int:
+        with pytest.raises(SourceError, match="not whole gzip data"):
+            source.units()
+        return int(Path("/proc/self/statm").read_text().split()[0])
+
+    first = mapped_pages()
+    assert [mapped_pages() for _ in range(40)][-1] - first < 100 << 8  # 100 MiB in pages of 4 KiB; each try read 8
 
 
 @pytest.mark.strangers

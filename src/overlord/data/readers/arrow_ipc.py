@@ -1,4 +1,5 @@
-"""Arrow IPC files, IPC streams and Feather (version 2): a unit is some record batches, mapped rather than read."""
+"""Arrow IPC files, IPC streams and Feather (version 2): a unit is some record batches, of which the wanted columns are
+read."""
 
 from __future__ import annotations
 
@@ -18,16 +19,28 @@ from overlord.data.readers.ipc_blocks import (
     batch_rows,
     decompressed_bytes,
     file_blocks,
+    header_bytes,
+    is_compressed,
     stream_blocks,
 )
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
 from overlord.data.readers.validation import validated
-from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
+from overlord.data.storage import (
+    FileBytes,
+    MappedFile,
+    Storage,
+    StoredFile,
+    is_remote,
+    map_threads,
+    opened,
+    read_into,
+)
 from overlord.errors import BufferTooSmallError, SourceError, SpecError, StorageError
 from overlord.spec import MIB, Unit
 
 HEAD_BYTES = 64 << 10
+HEADER_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +48,10 @@ class Batches:
     """The record batches of a unit. Without `starts` the unit is the whole file: a remote stream, which has
     no index, or a file with dictionaries, which its batches share."""
 
+    file: StoredFile
     file_schema: pa.Schema
     schema: pa.Schema
     """Of the columns to read."""
-    num_bytes: int
-    """Of the whole file."""
     starts: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
 
@@ -84,27 +96,75 @@ class ArrowIpc(FileSource):
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: Batches = unit.detail
-        local = not is_remote(unit.path)
-        origin = 0 if local or not detail.starts else min(detail.starts)
-        if local or not detail.starts:
-            data = self.storage.map(unit.path, detail.num_bytes)
-        else:
-            data = self.storage.read(unit.path, origin, max(detail.stops))
+        mapped = ()
         try:
-            pieces = _pieces(data, origin, detail)
-            self._check_bytes(unit, sum(map(decompressed_bytes, pieces)))
-            table = _table(unit, pieces) if detail.starts else _whole(data)
+            if is_remote(unit.path) or 2 * self.window * unit.num_bytes <= self.buffer_bytes:
+                table = self._read(unit)
+            else:
+                # Read, it would not fit into the buffer beside the next one. A file that is cut while it is mapped kills
+                # the process, so this is for what cannot be had otherwise.
+                mapped = (MappedFile(detail.file),)
+                table = self._table(unit, mapped[0].data, 0) if detail.starts else _whole(unit.path, mapped[0].data)
+        except StorageError:
+            raise  # an OSError too, but it says nothing about the file
         except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
             raise SourceError(f"{unit} cannot be decoded as Arrow IPC: {error}; copy or write the file again") from error
         table = table.select(detail.schema.names).replace_schema_metadata(None)
         where = [f"the record batch at byte {start:,} of {unit.path}" for start in detail.starts]
-        result = validated(table, where or unit.path, mapped=(data,) if local else ())
+        result = validated(table, where or unit.path, mapped=mapped)
         if unit.num_rows is not None and table.num_rows != unit.num_rows:
             raise SourceError(
                 f"{unit} gave {table.num_rows} rows and had {unit.num_rows} when it was listed; do not change the files of "
                 "a running job"
             )
         return result
+
+    def _read(self, unit: Unit) -> pa.Table:
+        detail: Batches = unit.detail
+        file, schema = detail.file, detail.file_schema
+        if not detail.starts:
+            return _whole(unit.path, self.storage.read(file, 0, file.num_bytes))
+        if is_remote(file.path) or len(detail.schema) == len(schema):
+            start = min(detail.starts)
+            return self._table(unit, self.storage.read(file, start, max(detail.stops)), start)
+        with opened(file) as descriptor:
+            places = zip(detail.starts, detail.stops, strict=True)
+            batches = [self._read_columns(unit, descriptor, start, stop) for start, stop in places]
+        return pa.Table.from_batches(batches)
+
+    def _table(self, unit: Unit, data: pa.Buffer, origin: int) -> pa.Table:
+        """The record batches of a unit out of `data`, which begins at byte `origin` of the file."""
+        detail: Batches = unit.detail
+        places = zip(detail.starts, detail.stops, strict=True)
+        pieces = [data.slice(start - origin, stop - start) for start, stop in places]
+        self._check_bytes(unit, sum(map(decompressed_bytes, pieces)))
+        batches = [_record_batch(unit, piece, start) for start, piece in zip(detail.starts, pieces, strict=True)]
+        return pa.Table.from_batches(batches, detail.file_schema)
+
+    def _read_columns(self, unit: Unit, descriptor: int, start: int, stop: int) -> pa.RecordBatch:
+        """The record batch in the bytes [start, stop), of which only the columns of the schema are read.
+
+        Arrow is shown memory in which only the header is there yet, and makes arrays that point into it without a look at
+        what they point to; so they say which bytes belong to which column.
+        """
+        detail: Batches = unit.detail
+        message = pa.allocate_buffer(stop - start)
+        content = memoryview(message)
+        read_into(detail.file, descriptor, content[:8], start)
+        body = header_bytes(bytes(content[:8]))
+        read_into(detail.file, descriptor, content[8:body], start + 8)
+        if is_compressed(bytes(content[8:body])):
+            read_into(detail.file, descriptor, content[body:], start + body)
+            self._check_bytes(unit, decompressed_bytes(message))
+            return _record_batch(unit, message, start).select(detail.schema.names)
+        batch = _record_batch(unit, message, start).select(detail.schema.names)
+        found = (data for column in batch.columns for data in column.buffers() if data is not None)
+        wanted = [(data.address - message.address, data.size) for data in found]
+        if 2 * sum(size for _, size in wanted) > message.size:
+            wanted = [(body, message.size - body)]  # one long read costs less than many
+        for place, size in wanted:
+            read_into(detail.file, descriptor, content[place : place + size], start + place)
+        return batch
 
     def _check_bytes(self, unit: Unit, num_bytes: int) -> None:
         if num_bytes > self.most_unit_bytes:
@@ -121,7 +181,7 @@ class ArrowIpc(FileSource):
 def _units(file: StoredFile, index: _Index, schema: pa.Schema, unit_bytes: int) -> list[Unit]:
     blocks = index.blocks
     if blocks is None:
-        return [Unit(file.path, 0, None, file.num_bytes, Batches(index.schema, schema, file.num_bytes))]
+        return [Unit(file.path, 0, None, file.num_bytes, Batches(file, index.schema, schema), file.version)]
     units: list[Unit] = []
     first = 0
     for last, stop in enumerate(blocks.stops, 1):
@@ -130,8 +190,8 @@ def _units(file: StoredFile, index: _Index, schema: pa.Schema, unit_bytes: int) 
         starts, stops = blocks.starts[first:last], blocks.stops[first:last]
         rows = None if index.rows is None else sum(index.rows[first:last])
         size = sum(stops) - sum(starts)
-        detail = Batches(index.schema, schema, file.num_bytes, starts, stops)
-        units.append(Unit(file.path, len(units), rows, size, detail))
+        detail = Batches(file, index.schema, schema, starts, stops)
+        units.append(Unit(file.path, len(units), rows, size, detail, file.version))
         first = last
     return units
 
@@ -140,16 +200,16 @@ def _index(storage: Storage, file: StoredFile) -> _Index:
     try:
         if is_remote(file.path):
             return _remote_index(storage, file)
-        data = storage.map(file.path, file.num_bytes)
-        if data.size and data[: len(MAGIC)].to_pybytes() == MAGIC:
-            blocks, schema = _footer_index(file, data, 0)
-        else:
-            schema = _stream_schema(file, data)
-            blocks = stream_blocks(file.path, data)
-        if blocks.has_dictionaries:
-            return _Index(schema, None, None)
-        ends = zip(blocks.starts, blocks.stops, strict=True)
-        return _Index(schema, blocks, tuple(batch_rows(data, start, stop) for start, stop in ends))
+        with opened(file) as descriptor:
+            data = FileBytes(file, descriptor, HEADER_BYTES)
+            if data[: len(MAGIC)] == MAGIC:
+                blocks, schema = _footer_index(file, *_tail(storage, file))
+            else:
+                schema, blocks = _head_schema(storage, file), stream_blocks(file.path, data)
+            if blocks.has_dictionaries:
+                return _Index(schema, None, None)
+            ends = zip(blocks.starts, blocks.stops, strict=True)
+            return _Index(schema, blocks, tuple(batch_rows(data, start, stop) for start, stop in ends))
     except StorageError:
         raise  # an OSError too, but it says nothing about the file
     except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
@@ -159,20 +219,31 @@ def _index(storage: Storage, file: StoredFile) -> _Index:
 
 
 def _remote_index(storage: Storage, file: StoredFile) -> _Index:
-    start = max(0, file.num_bytes - HEAD_BYTES)
-    tail = storage.read(file.path, start, file.num_bytes)
-    if file.num_bytes > len(MAGIC) and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
-        footer_bytes = int.from_bytes(tail[-10:-6].to_pybytes(), "little")
-        if footer_bytes + 10 > tail.size and footer_bytes + 10 <= file.num_bytes:
-            start = file.num_bytes - footer_bytes - 10
-            tail = storage.read(file.path, start, file.num_bytes)
+    tail, start = _tail(storage, file)
+    if tail.size > len(MAGIC) and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
         blocks, schema = _footer_index(file, tail, start)
         return _Index(schema, None if blocks.has_dictionaries else blocks, None)
+    return _Index(_head_schema(storage, file), None, None)
+
+
+def _tail(storage: Storage, file: StoredFile) -> tuple[pa.Buffer, int]:
+    """The end of a file, with all of its footer where it has one, and where that begins."""
+    start = max(0, file.num_bytes - HEAD_BYTES)
+    tail = storage.read(file, start, file.num_bytes)
+    footer_bytes = int.from_bytes(tail[-10:-6].to_pybytes(), "little")
+    is_short = tail.size < footer_bytes + 10 <= file.num_bytes
+    if is_short and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
+        start = file.num_bytes - footer_bytes - 10
+        tail = storage.read(file, start, file.num_bytes)
+    return tail, start
+
+
+def _head_schema(storage: Storage, file: StoredFile) -> pa.Schema:
     head_bytes = min(file.num_bytes, HEAD_BYTES)
     while True:
-        head = storage.read(file.path, 0, head_bytes)
+        head = storage.read(file, 0, head_bytes)
         try:
-            return _Index(_stream_schema(file, head), None, None)
+            return _stream_schema(file, head)
         except (pa.ArrowException, OSError):
             if head_bytes == file.num_bytes:
                 raise
@@ -214,25 +285,20 @@ def _with_names(schema: pa.Schema) -> pa.Schema:
     return schema
 
 
-def _pieces(data: pa.Buffer, origin: int, detail: Batches) -> list[pa.Buffer]:
-    return [data.slice(start - origin, stop - start) for start, stop in zip(detail.starts, detail.stops, strict=True)]
-
-
-def _table(unit: Unit, pieces: Sequence[pa.Buffer]) -> pa.Table:
+def _record_batch(unit: Unit, message: pa.Buffer, start: int) -> pa.RecordBatch:
     detail: Batches = unit.detail
-    batches: list[pa.RecordBatch] = []
-    for start, piece in zip(detail.starts, pieces, strict=True):
-        try:
-            batches.append(pa.ipc.read_record_batch(piece, detail.file_schema))
-        except (pa.ArrowException, OSError) as error:
-            raise SourceError(
-                f"the record batch at byte {start:,} of {unit} cannot be decoded as Arrow IPC: {error}; copy or write the "
-                "file again"
-            ) from error
-    return pa.Table.from_batches(batches, detail.file_schema)
+    try:
+        return pa.ipc.read_record_batch(message, detail.file_schema)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(
+            f"the record batch at byte {start:,} of {unit} cannot be decoded as Arrow IPC: {error}; copy or write the file "
+            "again"
+        ) from error
 
 
-def _whole(data: pa.Buffer) -> pa.Table:
+def _whole(path: str, data: pa.Buffer) -> pa.Table:
     is_file = data[: len(MAGIC)].to_pybytes() == MAGIC
+    if not is_file:
+        stream_blocks(path, data)  # checks more than Arrow does; a remote stream is not looked at when it is listed
     with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(data)) as reader:
         return reader.read_all()

@@ -20,12 +20,12 @@ def codec_of(path: str) -> Codec | None:
     return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
 
 
-def decompressed_blocks(path: str, codec: Codec, data: pa.Buffer, block_bytes: int) -> Iterator[bytes]:
+def decompressed_blocks(path: str, codec: Codec, content: pa.NativeFile, block_bytes: int) -> Iterator[bytes]:
     """The content in blocks of at most `block_bytes`: how much there is cannot be known beforehand. Several frames or
     members one after the other are one content."""
     try:
-        with pa.CompressedInputStream(pa.BufferReader(data), codec) as stream:
-            while block := stream.read(block_bytes):
+        with pa.CompressedInputStream(content, codec) as stream:
+            while block := stream.read_buffer(block_bytes).to_pybytes():  # read() leaks its memory when it raises
                 yield block
     except OSError as error:
         raise SourceError(
@@ -33,14 +33,14 @@ def decompressed_blocks(path: str, codec: Codec, data: pa.Buffer, block_bytes: i
         ) from error
 
 
-def decompressed(path: str, codec: Codec, data: pa.Buffer, most_bytes: int) -> pa.Buffer:
+def decompressed(path: str, codec: Codec, content: pa.NativeFile, most_bytes: int) -> pa.Buffer:
     """The whole content, if it has no more than `most_bytes`."""
-    content = pa.BufferOutputStream()
-    for block in decompressed_blocks(path, codec, data, BLOCK_BYTES):
-        if content.tell() + len(block) > most_bytes:
+    whole = pa.BufferOutputStream()
+    for block in decompressed_blocks(path, codec, content, BLOCK_BYTES):
+        if whole.tell() + len(block) > most_bytes:
             raise BufferTooSmallError(
-                f"{path} has {data.size:,} bytes and more than {most_bytes:,} decompressed, which is more than one unit may "
+                f"{path} has more than {most_bytes:,} bytes decompressed, which is more than one unit may "
                 "take; raise buffer_bytes, or write it as several smaller files"
             )
-        content.write(block)
-    return content.getvalue()
+        whole.write(block)
+    return whole.getvalue()

@@ -141,6 +141,8 @@ def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Li
     num_levels = num_values = 0
     if chunk.compression not in _CODECS:
         raise NotFlat(f"the codec is {chunk.compression}")
+    if chunk.physical_type != _TYPES[column.field.type.value_type].name:
+        raise NotFlat(f"the row group has {chunk.physical_type}, unlike the schema")
     for page in _pages(chunk, data):
         if page.header[_KIND] == _DICTIONARY_PAGE:
             dictionary = page.whole
@@ -234,9 +236,12 @@ def _split_v2(page: Page) -> Split:
     """Levels stand before the values, which alone are compressed."""
     header, view = page.header[_DATA_PAGE_V2_HEADER], memoryview(page.body).cast("B")
     num_levels, encoding, definition_bytes, middle = (header[i] for i in (1, 4, 5, 6))
+    is_compressed = header.get(7, True)
+    if not isinstance(is_compressed, bool):
+        raise NotFlat(f"a page that is compressed: {is_compressed!r}")
     end = middle + definition_bytes
     repetition, definition, values = bytes(view[:middle]), bytes(view[middle:end]), view[end:]
-    return Split(num_levels, encoding, repetition, definition, values, page.header[_PAGE_BYTES] - end, header.get(7, True))
+    return Split(num_levels, encoding, repetition, definition, values, page.header[_PAGE_BYTES] - end, is_compressed)
 
 
 def _flat_header(split: Split, num_values: int) -> bytes:

@@ -13,14 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from overlord.data.storage import FileBytes
 from overlord.errors import SourceError
 
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 _BLOCK = np.dtype([("offset", "<i8"), ("header", "<i4"), ("_", "<i4"), ("body", "<i8")])
-_DICTIONARY, _BATCH = 2, 3
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _LEAST_HEADER_BYTES = 16
 """Of a message: the mark, the length of the header, and the smallest header."""
+
+
+_STEP_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +58,25 @@ def file_blocks(path: str, footer: pa.Buffer, num_bytes: int) -> Blocks:
     return Blocks(tuple(starts[: len(batches)]), tuple(stops[: len(batches)]), len(dictionaries) > 0)
 
 
-def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
+def stream_blocks(path: str, data: FileBytes | pa.Buffer) -> Blocks:
     """From the headers of a stream; its data is not touched."""
     starts: list[int] = []
     stops: list[int] = []
     has_dictionaries = False
     offset = 0
     while offset < data.size:
-        length = struct.unpack_from("<i", data, offset + 4)[0] if offset + 8 <= data.size else -1
-        if length == 0:
-            break  # the end-of-stream mark
+        mark = _bytes(data, offset, offset + 8)
+        length = struct.unpack_from("<i", mark, 4)[0] if len(mark) == 8 else -1
         stop = offset + 8 + length
-        if data[offset : offset + 4].to_pybytes() != CONTINUATION or length < 0 or stop > data.size:
+        if mark[:4] != CONTINUATION or length < 0 or stop > data.size:
             raise _cut(path, offset, data.size)
-        header = data.slice(offset + 8, length)
+        if length == 0:
+            _check_end(path, data, stop)
+            break
+        header = _bytes(data, offset + 8, stop)
         kind, body = _message(header)
-        if body < 0 or stop + body > data.size:
+        is_known = kind in (_DICTIONARY, _BATCH) if offset else kind == _SCHEMA
+        if not is_known or body < 0 or stop + body > data.size:
             raise _cut(path, offset, data.size)
         has_dictionaries |= kind == _DICTIONARY
         if kind == _BATCH:
@@ -79,9 +86,23 @@ def stream_blocks(path: str, data: pa.Buffer) -> Blocks:
     return Blocks(tuple(starts), tuple(stops), has_dictionaries)
 
 
-def batch_rows(data: pa.Buffer, start: int, stop: int) -> int:
+def _check_end(path: str, data: FileBytes | pa.Buffer, end: int) -> None:
+    """Raises SourceError where something follows the end-of-stream mark: Arrow would leave it out without a word."""
+    if any(any(_bytes(data, start, start + _STEP_BYTES)) for start in range(end, data.size, _STEP_BYTES)):
+        raise SourceError(
+            f"{path} goes on after the end-of-stream mark at byte {end - 8:,}, for {data.size - end:,} bytes that would not "
+            "be read: if streams were joined, name each of them as a file of its own; otherwise copy or write it again"
+        )
+
+
+def _bytes(data: FileBytes | pa.Buffer, start: int, stop: int) -> bytes:
+    part = data[start : min(stop, data.size)]
+    return part if isinstance(part, bytes) else part.to_pybytes()
+
+
+def batch_rows(data: FileBytes, start: int, stop: int) -> int:
     """The number of rows of the record batch whose message is the bytes [start, stop)."""
-    header = data.slice(start + 8, stop - start - 8)
+    header = data[start + 8 : min(stop, start + header_bytes(data[start : start + 8]))]
     length = _field(header, _record_batch(header), 0)
     num_rows = struct.unpack_from("<q", header, length)[0] if length is not None else 0
     if num_rows < 0:
@@ -104,7 +125,17 @@ def decompressed_bytes(message: pa.Buffer) -> int:
     return sum(size for size in sizes if size > 0)
 
 
-def _record_batch(header: pa.Buffer) -> int:
+def header_bytes(mark: bytes) -> int:
+    """How many bytes of a message lie before its body, by the first 8 of them."""
+    return 8 + struct.unpack_from("<i", mark, 4)[0]
+
+
+def is_compressed(header: bytes) -> bool:
+    """Whether the body of a record batch must be decompressed, by its header without the first 8 bytes."""
+    return _field(header, _record_batch(header), 3) is not None
+
+
+def _record_batch(header: pa.Buffer | bytes) -> int:
     """Where the table of a record batch begins in the header of its message."""
     place = _field(header, _u32(header, 0), 2)
     if place is None:
@@ -112,7 +143,7 @@ def _record_batch(header: pa.Buffer) -> int:
     return place + _u32(header, place)
 
 
-def _message(header: pa.Buffer) -> tuple[int, int]:
+def _message(header: bytes) -> tuple[int, int]:
     table = _u32(header, 0)
     kind, body = _field(header, table, 1), _field(header, table, 3)
     return (
@@ -129,7 +160,7 @@ def _blocks(footer: pa.Buffer, root: int, index: int) -> np.ndarray:
     return np.frombuffer(memoryview(footer), _BLOCK, count=_u32(footer, vector), offset=vector + 4)
 
 
-def _field(data: pa.Buffer, table: int, index: int) -> int | None:
+def _field(data: pa.Buffer | bytes, table: int, index: int) -> int | None:
     """Where field `index` of a flatbuffer table lies; None when it has its default value."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     if vtable < 0:
@@ -142,7 +173,7 @@ def _field(data: pa.Buffer, table: int, index: int) -> int | None:
     return table + offset if offset else None
 
 
-def _u32(data: pa.Buffer, offset: int) -> int:
+def _u32(data: pa.Buffer | bytes, offset: int) -> int:
     return struct.unpack_from("<I", data, offset)[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -26,6 +26,11 @@ def inferred_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa
     if not rows:
         raise SourceError(f"{path} has no JSON object on any of its first lines: is it JSON Lines?")
     found = list(dict.fromkeys(name for row in rows for name in row))
+    if not found:
+        raise SourceError(
+            f"{path} has nothing but {{}} on its first lines, from which the fields are taken: give the fields to read with "
+            "their types, columns={'text': pa.string(), ...}"
+        )
     for name in columns or ():
         if name not in found:
             raise SchemaError(f"no row at the start of {path} has the field {name!r}; they have {found}")
@@ -134,7 +139,7 @@ class JsonRows:
             column, unfit = _as_text(lines, values, name)
         else:
             column, unfit = fitted(values, type_)
-            unfit |= _rounded(column, lines, name, type_)
+            unfit |= _rounded(column, lines, name, type_, bad)
         if not unfit:
             return column
         for i, error in unfit.items():
@@ -144,16 +149,20 @@ class JsonRows:
         return _as_text(lines, values, name)[0] if _is_json(type_) else fitted(values, type_)[0]
 
 
-def _rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType) -> dict[int, str]:
-    """Whole numbers so large that the parser made floats of them, which are other numbers."""
+def _rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType, bad: Container[int]) -> dict[int, str]:
+    """Whole numbers so large that the parser made floats of them, which are other numbers. Lines in `bad` are no JSON."""
     if largest_float(column) < _PARSER_INTS:
         return {}
     found = {}
     for i, line in enumerate(lines):
-        if _LONG_NUMBER.search(line):
+        if i in bad or not _LONG_NUMBER.search(line):
+            continue
+        try:
             for number in _ints(_exact_value(line, name)):
                 if float(number) != number:
                     found[i] = f"{number} is not exactly a {type_}"
+        except RecursionError:
+            found[i] = "it is nested too deeply"
     return found
 
 

@@ -28,11 +28,11 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class LineRange:
-    """The lines that begin in the bytes [start, stop) of a file of `num_bytes`."""
+    """The lines that begin in the bytes [start, stop) of a file."""
 
+    file: StoredFile
     start: int
     stop: int
-    num_bytes: int
     schema: pa.Schema
     declared: bool
     """The user gave the types: then a column may be missing in every row."""
@@ -65,8 +65,8 @@ class Jsonl(FileSource):
             size = file.num_bytes if codec_of(file.path) else self.unit_bytes
             for i, start in enumerate(range(0, file.num_bytes, size)):
                 stop = min(start + size, file.num_bytes)
-                detail = LineRange(start, stop, file.num_bytes, schema, isinstance(self.columns, Mapping))
-                units.append(Unit(file.path, i, None, stop - start, detail))
+                detail = LineRange(file, start, stop, schema, isinstance(self.columns, Mapping))
+                units.append(Unit(file.path, i, None, stop - start, detail, file.version))
         return self._some(units)
 
     def read(self, unit: Unit) -> pa.Table:
@@ -99,30 +99,30 @@ class Jsonl(FileSource):
         """The lines of the first unit of a file; of a compressed one, as many as fit in a unit, and at least one."""
         codec = codec_of(file.path)
         if codec is None:
-            detail = LineRange(0, min(self.unit_bytes, file.num_bytes), file.num_bytes, pa.schema([]), True)
+            detail = LineRange(file, 0, min(self.unit_bytes, file.num_bytes), pa.schema([]), True)
             return next(self._texts(file.path, detail))[1]
-        data = self.storage.map(file.path, file.num_bytes)
         text = b""
-        for block in decompressed_blocks(file.path, codec, data, self.unit_bytes):
-            text += block
-            if len(block) < self.unit_bytes:
-                break
-            whole, newline, _ = text.rpartition(b"\n")
-            if newline:
-                text = whole if len(text) == len(block) else text.partition(b"\n")[0]
-                break
-            self._check_line(file.path, 0, len(text))
+        with self.storage.stream(file) as content:
+            for block in decompressed_blocks(file.path, codec, content, self.unit_bytes):
+                text += block
+                if len(block) < self.unit_bytes:
+                    break
+                whole, newline, _ = text.rpartition(b"\n")
+                if newline:
+                    text = whole if len(text) == len(block) else text.partition(b"\n")[0]
+                    break
+                self._check_line(file.path, 0, len(text))
         return text.removeprefix(BYTE_ORDER_MARK)
 
     def _texts(self, path: str, detail: LineRange) -> Iterator[tuple[int, bytes]]:
         """(offset, text) of the lines of a range, some at a time: offset counts from the start of the decompressed file."""
         if codec := codec_of(path):
-            data = self.storage.map(path, detail.num_bytes)
-            yield from self._whole_lines(path, decompressed_blocks(path, codec, data, BLOCK_BYTES))
+            with self.storage.stream(detail.file) as content:
+                yield from self._whole_lines(path, decompressed_blocks(path, codec, content, BLOCK_BYTES))
             return
         # One byte earlier: a newline there means that a line begins with the first byte of the range.
         begin = max(0, detail.start - 1)
-        text = self.storage.read(path, begin, detail.stop).to_pybytes()
+        text = self.storage.read(detail.file, begin, detail.stop).to_pybytes()
         if detail.start:
             first = text.find(b"\n") + 1
             if not first or begin + first == detail.stop:
@@ -152,8 +152,8 @@ class Jsonl(FileSource):
         """From the end of a range to the end of the line that is open there."""
         parts: list[bytes] = []
         start, step = detail.stop, BEYOND_BYTES
-        while start < detail.num_bytes:
-            part = self.storage.read(path, start, min(start + step, detail.num_bytes)).to_pybytes()
+        while start < detail.file.num_bytes:
+            part = self.storage.read(detail.file, start, min(start + step, detail.file.num_bytes)).to_pybytes()
             end = part.find(b"\n")
             if end >= 0:
                 parts.append(part[: end + 1])

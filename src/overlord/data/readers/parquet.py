@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from overlord.data.readers.flat_lists import ListColumn, Lists, NotFlat, is_wort
 from overlord.data.readers.schemas import checked_columns, common_schema
 from overlord.data.readers.sparse_file import SparseFile
 from overlord.data.readers.validation import validated
-from overlord.data.storage import Storage, StoredFile, is_remote, map_threads
+from overlord.data.storage import Storage, StoredFile, check_unchanged, is_remote, map_threads, open_arrow, reporting
 from overlord.errors import BufferTooSmallError, SourceError
 from overlord.spec import Unit
 from overlord.threads import is_crowded
@@ -36,12 +37,11 @@ GAP_BYTES = 1 << 20
 class RowGroup:
     """What reading a row group needs. All units of a file share the footer and the schema."""
 
+    file: StoredFile
     footer: FileMetaData
     schema: pa.Schema
     leaves: tuple[int, ...]
     """The columns of the file that make up the columns of the schema."""
-    num_bytes: int
-    """Of the whole file."""
     lists: tuple[ListColumn, ...]
     """Columns that may be read in a quicker way than Arrow's, which lets go of the interpreter more often."""
 
@@ -74,7 +74,7 @@ class Parquet(FileSource):
         for file, footer in zip(files, footers, strict=True):
             _check_chunks(file, footer, schema.names)
             leaves, lists = _leaves(footer, schema.names), list_columns(footer, schema)
-            detail = RowGroup(footer, schema, leaves, file.num_bytes, lists)
+            detail = RowGroup(file, footer, schema, leaves, lists)
             units += _row_groups(file, detail)
         return self._some(units)
 
@@ -99,24 +99,27 @@ class Parquet(FileSource):
         if remote:
             # Fetched before decoding, in as few requests as there are stretches of wanted columns.
             ranges = {
-                start: self.storage.read(unit.path, start, stop)
+                start: self.storage.read(detail.file, start, stop)
                 for start, stop in _stretches(map(_extent, detail.chunks(unit.index)))
             }
         try:
             if remote:
-                file = pa.PythonFile(SparseFile(detail.num_bytes, ranges), mode="r")
+                file = pa.PythonFile(SparseFile(detail.file.num_bytes, ranges), mode="r")
                 with file, pq.ParquetFile(file, **options) as parquet:
                     table = self._row_group(file, parquet, unit)
             else:
                 # An open file rather than a path: for a path the filesystem would be worked out again each time.
-                opened = self._files.take(unit.path, detail.footer)
+                opened = self._files.take(detail.file, detail.footer)
                 if opened is None:
-                    file = pa.OSFile(unit.path, "rb")
-                    opened = OpenFile(unit.path, detail.footer, file, pq.ParquetFile(file, **options))
-                table = self._row_group(opened.file, opened.parquet, unit)
+                    file = open_arrow(detail.file)
+                    opened = OpenFile(detail.file, detail.footer, file, pq.ParquetFile(file, **options))
+                try:
+                    table = self._row_group(opened.file, opened.parquet, unit)
+                finally:
+                    # By its name: a file that was replaced or deleted is not read on because it happens to be open still.
+                    with reporting(unit.path):
+                        check_unchanged(detail.file, os.stat(unit.path))
                 self._files.put_back(opened)
-        except FileNotFoundError as error:
-            raise SourceError(f"{unit.path} was there when the source was listed and is gone now; put it back") from error
         except (pa.ArrowException, OSError, EOFError) as error:
             raise SourceError(
                 f"row group {unit.index} of {unit.path} cannot be decoded: {error}; write the file again"
@@ -135,7 +138,7 @@ class Parquet(FileSource):
             name, chunk = column.field.name, group.column(column.leaf)
             if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
                 continue
-            if (error := _entries_error(detail.footer, detail.num_bytes, [unit.index], [column.leaf])) is not None:
+            if (error := _entries_error(detail.footer, detail.file.num_bytes, [unit.index], [column.leaf])) is not None:
                 raise error
             start, stop = _extent(chunk)
             file.seek(start)
@@ -159,7 +162,7 @@ class Parquet(FileSource):
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    path: str
+    stored: StoredFile
     footer: FileMetaData
     file: pa.NativeFile
     parquet: ParquetFile
@@ -178,10 +181,10 @@ class KeptOpen:
     def __reduce__(self) -> tuple[object, ...]:
         return KeptOpen, ()
 
-    def take(self, path: str, footer: FileMetaData) -> OpenFile | None:
+    def take(self, stored: StoredFile, footer: FileMetaData) -> OpenFile | None:
         """The file if it is the one; nobody else gets it until it is put back."""
         found = self._pop()
-        if found is None or (found.path == path and found.footer is footer):
+        if found is None or (found.stored == stored and found.footer is footer):
             return found
         found.file.close()
         return None
@@ -220,7 +223,7 @@ def _row_groups(file: StoredFile, detail: RowGroup) -> list[Unit]:
                     f"{file.num_bytes:,}: a part of it is missing; copy or write it again"
                 )
             num_bytes += chunk.total_uncompressed_size
-        units.append(Unit(file.path, i, num_rows, num_bytes, detail))
+        units.append(Unit(file.path, i, num_rows, num_bytes, detail, file.version))
     return units
 
 
@@ -322,7 +325,7 @@ def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
     import pyarrow.parquet as pq
 
     tail_start = max(0, file.num_bytes - TAIL_BYTES)
-    tail = storage.read(file.path, tail_start, file.num_bytes)
+    tail = storage.read(file, tail_start, file.num_bytes)
     end = tail[-8:].to_pybytes()
     if end[4:] == ENCRYPTED_MAGIC:
         raise SourceError(
@@ -338,7 +341,7 @@ def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
     if footer_start < len(MAGIC):
         raise SourceError(f"{file.path} says its footer is longer than the file: it is damaged; copy or write it again")
     if footer_start < tail_start:
-        tail, tail_start = storage.read(file.path, footer_start, file.num_bytes), footer_start
+        tail, tail_start = storage.read(file, footer_start, file.num_bytes), footer_start
     try:
         # The parser counts from the end, so it does not miss the rest of the file.
         return pq.read_metadata(pa.BufferReader(tail.slice(footer_start - tail_start)))

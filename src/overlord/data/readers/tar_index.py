@@ -9,14 +9,17 @@ it should be, and that zeros stand only where a writer puts them.
 from __future__ import annotations
 
 import posixpath
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 
+from overlord.data.storage import FileBytes
 from overlord.errors import SourceError
 
 BLOCK = 512
+FIRST_BYTES = 12
 ZEROS = bytes(BLOCK)
 RECORD = 20 * BLOCK
 """What tar programs fill an archive up to, unless told otherwise."""
@@ -38,6 +41,8 @@ class Member:
     name: str
     offset: int
     num_bytes: int
+    first: bytes = b""
+    """Its first bytes, up to twelve: they lie beside its header."""
     fault: str = ""
     """Why it has no bytes: it is a device, or a link to something that is not there."""
 
@@ -55,10 +60,11 @@ class _Link:
 class _Found:
     members: list[Member] = field(default_factory=list)
     links: list[_Link] = field(default_factory=list)
-    headers: list[int] = field(default_factory=list)
+    headers: dict[int, bytes] = field(default_factory=dict)
+    """By their place."""
 
 
-def members(path: str, data: pa.Buffer, num_bytes: int | None = None) -> list[Member]:
+def members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None = None) -> list[Member]:
     """The files of an archive. With `num_bytes`, `data` is only the start of an archive of that length, and the members
     found are those whose header lies in it."""
     found = _Found()
@@ -66,18 +72,19 @@ def members(path: str, data: pa.Buffer, num_bytes: int | None = None) -> list[Me
         _walk(path, data, num_bytes, found)
     except SourceError:
         # The first damage is the cause: a wrong size in one header leads to a wrong place for the next.
-        _check_sums(path, data, found.headers)
+        _check_sums(path, found.headers)
         raise
-    _check_sums(path, data, found.headers)
+    _check_sums(path, found.headers)
     return _with_links(found)
 
 
-def _walk(path: str, data: pa.Buffer, num_bytes: int | None, found: _Found) -> None:
+def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: _Found) -> None:
     """One Python step a member: each header says where the next one is."""
     total = data.size if num_bytes is None else num_bytes
-    view = memoryview(data)
+    view = data if isinstance(data, FileBytes) else memoryview(data)
     offset = begin = 0
-    long_name, long_link, pax = None, None, {}
+    long_name, long_link, pax = "", "", {}
+    extended: set[int] = set()  # the kinds of headers that wait for their member
     while offset < total:
         if offset + BLOCK > total:
             raise _damaged(path, offset, "is cut off in the middle of a header")
@@ -85,6 +92,7 @@ def _walk(path: str, data: pa.Buffer, num_bytes: int | None, found: _Found) -> N
             return
         header = bytes(view[offset : offset + BLOCK])
         if header == ZEROS:
+            _check_used(path, offset, extended)
             offset = begin = _after_zeros(path, data, offset, begin, total)
             continue
         kind, size = header[156], _size(path, offset, header)
@@ -98,31 +106,43 @@ def _walk(path: str, data: pa.Buffer, num_bytes: int | None, found: _Found) -> N
         if kind in _NOT_MEMBERS:
             if start + size > data.size:
                 return
-            content = bytes(view[start : start + size])
+            content = bytes(view[start : min(after, data.size)])
+            if kind in extended and kind != _GLOBAL_PAX:
+                raise _damaged(path, offset, "has two extended headers of one kind for one member")
+            extended.add(kind)
             if kind == _LONG_NAME:
-                long_name = _text(content)
+                long_name = _long_text(path, offset, content, size)
             elif kind == _LONG_LINK:
-                long_link = _text(content)
+                long_link = _long_text(path, offset, content, size)
             elif kind == _GLOBAL_PAX:
-                _check_global(path, offset, _pax_records(path, offset, content))
+                _check_global(path, offset, _pax_records(path, offset, content[:size]))
             else:
-                pax = _pax_records(path, offset, content)
+                pax = _pax_records(path, offset, content[:size])
         else:
             _check_in_one_piece(path, offset, name, kind, pax)
+            if (long_name and "path" in pax) or (long_link and "linkpath" in pax):
+                raise _damaged(path, offset, f"has two names for the member {name!r}, a GNU and a pax one")
             target = long_link or pax.get("linkpath") or _text(header[157:257])
-            _add(found, kind, Member(name, start, size), target)
-            long_name, long_link, pax = None, None, {}
-        found.headers.append(offset)
+            _add(found, kind, Member(name, start, size, bytes(view[start : start + min(size, FIRST_BYTES)])), target)
+            long_name, long_link, pax = "", "", {}
+            extended.clear()
+        found.headers[offset] = header
         offset = after
+    _check_used(path, offset, extended)
+
+
+def _check_used(path: str, offset: int, extended: set[int]) -> None:
+    if extended:
+        raise _damaged(path, offset, "has an extended header (GNU or pax) without the member that it belongs to")
 
 
 def _add(found: _Found, kind: int, member: Member, target: str) -> None:
     if kind in (_HARD_LINK, _SYMBOLIC_LINK):
         found.links.append(_Link(len(found.members), target, kind == _SYMBOLIC_LINK))
         fault = f"is a link to {target!r}, which is no file of the archive"
-        found.members.append(Member(member.name, member.offset, 0, fault))
+        found.members.append(Member(member.name, member.offset, 0, fault=fault))
     elif kind in _NO_FILES:
-        found.members.append(Member(member.name, member.offset, 0, f"is {_NO_FILES[kind]}"))
+        found.members.append(Member(member.name, member.offset, 0, fault=f"is {_NO_FILES[kind]}"))
     elif kind != _DIRECTORY and kind not in _LEFT_OUT and not member.name.endswith("/"):
         found.members.append(member)  # kinds that nobody knows are files, as POSIX has it
 
@@ -143,7 +163,7 @@ def _with_links(found: _Found) -> list[Member]:
             seen.add(i)
             if i not in links:
                 file = found.members[i]
-                resolved[link.index] = Member(found.members[link.index].name, file.offset, file.num_bytes, file.fault)
+                resolved[link.index] = replace(file, name=found.members[link.index].name)
                 break
             end = links[i]
     return resolved
@@ -155,7 +175,7 @@ def _target(name: str, link: _Link, places: dict[str, list[int]]) -> int | None:
     return known[-1] if known else None
 
 
-def _after_zeros(path: str, data: pa.Buffer, offset: int, begin: int, total: int) -> int:
+def _after_zeros(path: str, data: pa.Buffer | FileBytes, offset: int, begin: int, total: int) -> int:
     """Where the archive goes on after the zeros at `offset`: at its end, or at another archive that was joined to it.
 
     Two blocks of zeros end an archive, which is then filled up to a whole record. Other zeros may be a hole that a broken
@@ -176,13 +196,13 @@ def _after_zeros(path: str, data: pa.Buffer, offset: int, begin: int, total: int
     )
 
 
-def _end_of_zeros(data: pa.Buffer, offset: int) -> int:
-    content = np.frombuffer(memoryview(data), np.uint8)
+def _end_of_zeros(data: pa.Buffer | FileBytes, offset: int) -> int:
+    view = data if isinstance(data, FileBytes) else memoryview(data)
     step = 1 << 16
     for start in range(offset, data.size, step):
-        piece = content[start : start + step]
+        piece = np.frombuffer(view[start : start + step], np.uint8)
         if piece.any():
-            return start + int(piece.argmax() if piece[0] else np.flatnonzero(piece)[0])
+            return start + int((piece != 0).argmax())
     return data.size
 
 
@@ -208,20 +228,18 @@ def _check_global(path: str, offset: int, records: dict[str, str]) -> None:
             )
 
 
-def _check_sums(path: str, data: pa.Buffer, headers: list[int]) -> None:
-    if not headers:
-        return
-    content = np.frombuffer(memoryview(data), np.uint8)
-    for begin in range(0, len(headers), 4096):
-        places = np.array(headers[begin : begin + 4096], np.int64)
-        blocks = content[places[:, None] + np.arange(BLOCK)]
+def _check_sums(path: str, headers: Mapping[int, bytes]) -> None:
+    offsets = list(headers)
+    for begin in range(0, len(offsets), 4096):
+        places = offsets[begin : begin + 4096]
+        blocks = np.frombuffer(b"".join(map(headers.__getitem__, places)), np.uint8).reshape(-1, BLOCK)
         # The sum is taken with the field of the sum itself seen as eight spaces.
         sums = blocks.sum(axis=1, dtype=np.int64) - blocks[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 32
         for i, block in enumerate(blocks[:, 148:156]):
             stated = _octal(block.tobytes())
             # Programs of old added bytes up as if they had a sign.
             if stated != sums[i] and stated != _signed_sum(blocks[i]):
-                raise _damaged(path, int(places[i]), "has a header whose checksum is wrong")
+                raise _damaged(path, places[i], "has a header whose checksum is wrong")
 
 
 def _signed_sum(block: np.ndarray) -> int:
@@ -260,6 +278,14 @@ def _text(raw: bytes) -> str:
     return raw.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
 
 
+def _long_text(path: str, offset: int, content: bytes, size: int) -> str:
+    """The name in the blocks after a header: nothing but zeros follows it, or a part of it would be taken for the whole."""
+    name = content[:size].partition(b"\0")[0]
+    if not name or name != content.rstrip(b"\0"):
+        raise _damaged(path, offset, "has a damaged header for a long name")
+    return _text(name)
+
+
 def _pax_records(path: str, offset: int, content: bytes) -> dict[str, str]:
     """Records of the form `25 path=some/long/name\\n`: the number is the length of the whole record."""
     records: dict[str, str] = {}
@@ -269,7 +295,9 @@ def _pax_records(path: str, offset: int, content: bytes) -> dict[str, str]:
             raise _damaged(path, offset, "has a damaged pax header")
         record = content[len(length) + 1 : int(length)]
         key, equals, value = record.removesuffix(b"\n").partition(b"=")
-        if not equals or not record.endswith(b"\n"):
+        is_name = key in (b"path", b"linkpath")
+        is_odd = not key or b"\0" in key or (is_name and (not value or b"\0" in value))
+        if is_odd or not equals or not record.endswith(b"\n"):
             raise _damaged(path, offset, "has a damaged pax header")
         records[_text(key)] = _text(value)
         content = content[int(length) :]

@@ -1,6 +1,8 @@
 """Thrift's compact protocol, as far as Parquet's page headers and footers use it.
 
 A structure is read into a dict from field numbers to values. To write one, say the type of each value: `{1: i32(7)}`.
+Numbers are read where they are i32, as all are that page headers are read for. Other ones stay encoded: Arrow passes by a
+field that has another type than it should, so such a field must not be taken for a number here.
 """
 
 from __future__ import annotations
@@ -83,10 +85,11 @@ def read_varint(data: Sequence[int], at: int) -> tuple[int, int]:
 def _read(data: Sequence[int], at: int, kind: int) -> tuple[Any, int]:
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at
-    if kind in (_I16, _I32, _I64):
+    if kind == _I32:
         return _read_zigzag(data, at)
-    if kind == _BYTE:
-        return data[at], at + 1
+    if kind in (_BYTE, _I16, _I64):
+        end = at + 1 if kind == _BYTE else read_varint(data, at)[1]
+        return Encoded(kind, bytes(data[at:end])), end
     if kind == _BINARY:
         size, at = read_varint(data, at)
         return data[at : at + size], at + size

@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.data.read_result import BadRow, ReadResult, kept_rows
+from overlord.data.storage import MappedFile
 from overlord.data.views import take_rows
 from overlord.errors import SourceError
 
 
-def validated(table: pa.Table, where: str | Sequence[str], mapped: tuple[pa.Buffer, ...] = ()) -> ReadResult:
+def validated(table: pa.Table, where: str | Sequence[str], mapped: tuple[MappedFile, ...] = ()) -> ReadResult:
     """The rows whose text is UTF-8; the others are bad rows. SourceError where a column is damaged as a whole.
 
     `where` says which part of which file was read, for the whole table or for each chunk of its columns. Looks at offsets,
@@ -57,6 +58,8 @@ def _rows_without_utf8(array: Any) -> dict[int, str]:
     try:
         array.validate(full=True)
     except pa.ArrowException as error:
+        if pa.types.is_dictionary(array.type):
+            raise  # without the rows that use the entry at fault, the entry would still be in the column
         found = _rows_of_children(array)
         if found is None:
             found = _rows_of_text(array)

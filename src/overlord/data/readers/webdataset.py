@@ -15,8 +15,8 @@ from overlord.data.readers.compression import codec_of, decompressed
 from overlord.data.readers.file_source import FileSource
 from overlord.data.readers.schemas import checked_columns
 from overlord.data.readers.tar_index import Member, members
-from overlord.data.storage import Storage, StoredFile, is_remote
-from overlord.data.views import MOST_BYTES, take_rows, views_into
+from overlord.data.storage import FileBytes, MappedFile, Storage, StoredFile, is_remote, opened
+from overlord.data.views import MOST_BYTES, copied_out, take_rows, views_into, views_into_file
 from overlord.errors import SchemaError, SourceError, SpecError
 from overlord.spec import Unit
 
@@ -31,7 +31,7 @@ _TYPES = (pa.binary(), pa.large_binary(), pa.string(), pa.large_string(), pa.bin
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    num_bytes: int
+    file: StoredFile
     schema: pa.Schema
     chosen: bool
     """The user named the columns: other members of the shard are left out without a word."""
@@ -43,7 +43,7 @@ class WebDataset(FileSource):
 
     `columns` names the endings to read, or gives their types as {"jpg": pa.binary(), "txt": pa.string()}; all
     endings that the first shard has are read unless given. Texts come as binary, all else as binary_view:
-    these point into the mapped shard, so that an image takes memory only once it is decoded. See
+    these point into the shard, so that an image is read, and takes memory, only once it is decoded. See
     `overlord.data.views`.
     """
 
@@ -66,7 +66,7 @@ class WebDataset(FileSource):
                 raise SourceError(f"{file.path} is empty: not a tar archive; copy or write it again")
         schema = self._schema(files[0])
         return [
-            Unit(file.path, 0, None, file.num_bytes, Shard(file.num_bytes, schema, self.columns is not None))
+            Unit(file.path, 0, None, file.num_bytes, Shard(file, schema, self.columns is not None), file.version)
             for file in files
         ]
 
@@ -75,8 +75,8 @@ class WebDataset(FileSource):
 
     def read_rows(self, unit: Unit) -> ReadResult:
         shard: Shard = unit.detail
-        data = _content(self.storage, unit.path, shard.num_bytes, self.most_unit_bytes)
-        samples = _samples(unit.path, members(unit.path, data))
+        content = _content(self.storage, shard.file, self.most_unit_bytes)
+        samples = _samples(unit.path, content.members)
         wanted = [name for name in shard.schema.names if name != KEY]
         if not shard.chosen and (other := [name for name in samples.places if name not in wanted]):
             raise SchemaError(
@@ -90,9 +90,9 @@ class WebDataset(FileSource):
         for field in list(shard.schema)[1:]:
             offsets, lengths = samples.column(field.name)
             _check_fits(unit.path, field, lengths)
-            columns.append(_typed(views_into(data, offsets, lengths), field, bad))
+            columns.append(_typed(content.views(offsets, lengths), field, bad))
         table = pa.table(columns, schema=shard.schema)
-        mapped = () if is_remote(unit.path) or codec_of(unit.path) else (data,)
+        mapped = (content.data,) if isinstance(content.data, MappedFile) else ()
         if not bad:
             return ReadResult(table, mapped=mapped)
         reports = tuple(BadRow(i, bad[i], f"{unit.path}, sample {samples.keys[i]!r}") for i in sorted(bad))
@@ -169,21 +169,41 @@ def _samples(path: str, found: Sequence[Member]) -> _Samples:
 def _endings(storage: Storage, file: StoredFile, most_bytes: int) -> set[str]:
     """The endings in a shard. Of a remote one only the start is fetched: as much as shows a whole sample."""
     if codec_of(file.path) or not is_remote(file.path):
-        content = _content(storage, file.path, file.num_bytes, most_bytes)
-        return set(_samples(file.path, members(file.path, content)).places)
+        return set(_samples(file.path, _content(storage, file, most_bytes).members).places)
     head_bytes = min(HEAD_BYTES, file.num_bytes)
     while True:
-        head = storage.read(file.path, 0, head_bytes)
+        head = storage.read(file, 0, head_bytes)
         samples = _samples(file.path, members(file.path, head, file.num_bytes))
         if len(samples.keys) > 1 or head_bytes == file.num_bytes:
             return set(samples.places)
         head_bytes = min(head_bytes * 8, file.num_bytes)
 
 
-def _content(storage: Storage, path: str, num_bytes: int, most_bytes: int) -> pa.Buffer:
-    data = storage.map(path, num_bytes)
-    codec = codec_of(path)
-    return data if codec is None else decompressed(path, codec, data, most_bytes)
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A shard, and where its members lie: in memory, or in a local file."""
+
+    data: pa.Buffer | MappedFile
+    members: list[Member]
+
+    def views(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> pa.Array:
+        if isinstance(self.data, MappedFile):
+            first = {member.offset: member.first for member in self.members}
+            return views_into_file(self.data, offsets, lengths, [first.get(offset, b"") for offset in offsets.tolist()])
+        return views_into(self.data, offsets, lengths)
+
+
+def _content(storage: Storage, file: StoredFile, most_bytes: int) -> _Content:
+    if (codec := codec_of(file.path)) is not None:
+        with storage.stream(file) as stream:
+            data = decompressed(file.path, codec, stream, most_bytes)
+    elif is_remote(file.path):
+        data = storage.read(file, 0, file.num_bytes)
+    else:
+        with opened(file) as descriptor:
+            found = members(file.path, FileBytes(file, descriptor))
+        return _Content(MappedFile(file), found)
+    return _Content(data, members(file.path, data))
 
 
 def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
@@ -200,12 +220,11 @@ def _typed(views: pa.Array, field: pa.Field, bad: dict[int, str]) -> pa.Array:
     """The values as the declared type; what is not UTF-8 in a column of text is a bad row."""
     if field.type == pa.binary_view():
         return views
-    if field.type in (pa.binary(), pa.large_binary()):
-        return views.cast(field.type)
+    copied = copied_out(views)
     try:
-        return views.cast(pa.large_binary()).cast(field.type)
+        return copied.cast(field.type)
     except pa.ArrowInvalid:
-        values = views.to_pylist()
+        values = copied.to_pylist()
         for i, value in enumerate(values):
             if value is not None and (error := _not_text(value)):
                 bad.setdefault(i, f"the member .{field.name} is not text: {error}")

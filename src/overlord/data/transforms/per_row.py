@@ -17,7 +17,6 @@ from overlord.data.transforms.origin import with_origin, without_origin
 from overlord.data.transforms.outcome import OnBadRow, Outcome, RowError, one_line
 from overlord.errors import DataError, SpecError
 from overlord.planning.facts import Ints
-from overlord.state import described
 
 Row = Mapping[str, Any]
 RowFunction = Callable[..., "Row | Iterable[Row] | None"]
@@ -42,11 +41,6 @@ class PerRow:
                     f"types gives the column {name!r} the type {type_!r}; a type is a pyarrow one, as pa.string()"
                 )
         object.__setattr__(self, "wants_rng", num_positional(self.fn) >= 2)
-
-    def identity(self) -> str:
-        """For the fingerprint: as it was before types could be given, where none are."""
-        types = ", ".join(f"{name}: {type_}" for name, type_ in self.types.items())
-        return f"PerRow(fn={described(self.fn)}, wants_rng={self.wants_rng!r}{types and f', types={types}'})"
 
     def __call__(self, table: pa.Table, context: Context) -> pa.Table:
         bare, origin = without_origin(table)

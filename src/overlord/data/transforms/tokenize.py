@@ -19,7 +19,6 @@ from overlord.data.transforms.origin import ORIGIN
 from overlord.data.transforms.outcome import RowError, row_error
 from overlord.errors import DataError, SchemaError, SpecError
 from overlord.planning.facts import Ints
-from overlord.state import described
 
 if TYPE_CHECKING:
     import tiktoken
@@ -120,17 +119,6 @@ class Tokenize:
         tokens = _listed(flat, lengths, bos, eos)
         kept = {name: table.column(name) for name in (*self.keep, ORIGIN) if name in table.column_names}
         return pa.table({self.into: tokens, **kept})
-
-    def identity(self) -> str:
-        """For the fingerprint of a state. An option that is left at its default is not in it, so that states of releases
-        that did not have the option can still be read."""
-        options = {name: getattr(self, name) for name in ("column", "into", "encoding", "eos", "bos", "keep")}
-        backend = getattr(self.encoding, "backend_tokenizer", None)
-        if backend is not None:
-            options["encoding"] = backend
-        if self.special_tokens:
-            options["special_tokens"] = True
-        return f"{type(self).__qualname__}({', '.join(f'{name}={described(value)}' for name, value in options.items())})"
 
 
 def _as_text(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:

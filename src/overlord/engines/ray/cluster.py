@@ -3,10 +3,12 @@ needs it first makes it, and the last one to leave ends what was begun here, and
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +77,24 @@ class Cluster:
                     "address out to run on this machine alone"
                 ) from error
             return
+        with _on_loopback(ray):
+            self._start(ray, options)
+
+    def _start(self, ray: Any, options: Mapping[str, Any]) -> None:
         ray.init(
             address="local",
             num_cpus=self.num_cpus,
             object_store_memory=self.object_store_bytes,
             include_dashboard=False,
-            # What can be imported here can be imported in every role.
-            job_config=ray.job_config.JobConfig(code_search_path=[os.path.abspath(path) for path in sys.path]),
+            # What can be imported here can be imported in every role. Ray looks first where it was told last.
+            job_config=ray.job_config.JobConfig(code_search_path=[os.path.abspath(path) for path in reversed(sys.path)]),
             _system_config=dict(SYSTEM_CONFIG),  # Ray adds to it
             **options,
         )
 
+
+_CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_CLUSTER_CONSTANT = "ENABLE_RAY_CLUSTER"  # what Ray makes of it when it is imported
 
 _lock = threading.Lock()
 _num_users = 0
@@ -93,9 +102,36 @@ _is_ours = False
 
 
 def _keep_to_this_machine() -> None:
-    """Must come before Ray is imported: a cluster of one machine listens on loopback only, and tells nobody that it runs."""
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    """A cluster of one machine listens on loopback only, and tells nobody that it runs. Ray and the processes that it starts
+    read this when they import it; for this process, which may have done so before, see `_on_loopback`."""
+    os.environ.setdefault(_CLUSTER_VARIABLE, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@contextmanager
+def _on_loopback(ray: Any) -> Iterator[None]:
+    """A cluster that is started inside listens on loopback, unless the environment asks for more. Where Ray was imported
+    before Overlord could say so, Ray is told now; a release that does not listen to that is refused."""
+    if os.environ.get(_CLUSTER_VARIABLE) != "0":  # somebody wants the cluster to be reached from elsewhere, and said so
+        yield
+        return
+    constants = sys.modules.get("ray._private.ray_constants")
+    before = getattr(constants, _CLUSTER_CONSTANT, False)
+    if before:
+        setattr(constants, _CLUSTER_CONSTANT, False)
+    try:
+        yield
+    finally:
+        if before:
+            setattr(constants, _CLUSTER_CONSTANT, True)
+    host = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    if not ipaddress.ip_address(host.strip("[]")).is_loopback:
+        ray.shutdown()
+        raise SpecError(
+            f"the Ray cluster that was started for this job listens on {host}, not on loopback, because ray was imported "
+            f"before Overlord could set {_CLUSTER_VARIABLE}=0: set that in the environment of the program; or set it to 1 "
+            "to let the cluster be reached from elsewhere; or start a cluster yourself and give its address to overlord.Ray"
+        )
 
 
 def _ray() -> Any:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlord.planning.learned_cost import digest_of
+from overlord.planning.plain import DamagedError, keyed, listed, mapping, text, whole
 from overlord.planning.recovery import COSTS, WEIGHTS, Decision, in_force
 from overlord.spec import Mixture
 
@@ -28,18 +29,37 @@ class Steered:
     """Reported losses that no decision has followed from yet, as `Heard.to_plain` gives them."""
 
     def to_plain(self) -> dict[str, Any]:
-        return {"decisions": [[d.step, d.name, d.value] for d in self.decisions], "heard": list(self.heard)}
+        return {"decisions": [decision.to_plain() for decision in self.decisions], "heard": list(self.heard)}
 
     @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> Steered:
-        decisions = (Decision(int(step), str(name), value) for step, name, value in plain["decisions"])
-        return Steered(tuple(decisions), tuple(plain["heard"]))
+    def from_plain(plain: Mapping[str, Any], at: str = "steered") -> Steered:
+        """Raises DamagedError for what `to_plain` did not make."""
+        plain = keyed(plain, at, needed=("decisions", "heard"))
+        decided = enumerate(listed(plain["decisions"], f"{at}.decisions"))
+        decisions = tuple(Decision.from_plain(each, f"{at}.decisions[{i}]") for i, each in decided)
+        for i, decision in enumerate(decisions):
+            text(decision.name, f"{at}.decisions[{i}][1] (name)", among=(WEIGHTS, COSTS))
+        heard = tuple(listed(plain["heard"], f"{at}.heard"))
+        for i, each in enumerate(heard):
+            _check_heard(each, f"{at}.heard[{i}]")
+        return Steered(decisions, heard)
 
     def about(self, mixture: Mixture) -> Steered:
         """Without what was decided about another mixture than this one."""
         digest = mixture_digest(mixture)
         kept = tuple(d for d in self.decisions if d.name != WEIGHTS or d.value["of"] == digest)
         return self if len(kept) == len(self.decisions) else Steered(kept, self.heard)
+
+
+def _check_heard(plain: Any, at: str) -> None:
+    step, ranks, sums = listed(plain, at, length=3)
+    whole(step, f"{at}[0] (step)")
+    for rank in listed(ranks, f"{at}[1] (ranks)"):
+        whole(rank, f"{at}[1] (ranks)")
+    for name, pair in mapping(sums, f"{at}[2]").items():
+        value, tokens = (text(each, f"{at}[2].{name}") for each in listed(pair, f"{at}[2].{name}", length=2))
+        if not value.removeprefix("-").isdecimal() or not tokens.isdecimal() or int(tokens) < 1:
+            raise DamagedError(f"{at}[2].{name} must be a sum and a number of tokens, it is {value!r} and {tokens!r}")
 
 
 def joined(own: Iterable[Decision], known: Iterable[Decision], step: int) -> tuple[Decision, ...]:

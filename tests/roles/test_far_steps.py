@@ -1,0 +1,133 @@
+"""A wrong step number is refused, or drawn towards in small pieces: nobody else waits for it, and memory does not grow."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import overlord as ol
+from overlord.roles.planner import MOST_AHEAD
+from overlord.transport import wire
+from tests.roles.mortal import key_of
+from tests.sources import Numbered, job_of
+from tests.transport.served import Raw, streams, two_sources, undisturbed
+
+pytestmark = pytest.mark.strangers
+FAR = 10**9
+
+
+@pytest.fixture
+def loader():
+    with ol.start(two_sources()) as loader:
+        yield loader
+
+
+@pytest.mark.parametrize("step", [FAR, MOST_AHEAD + 100, 2**53 - 1])
+def test_a_step_too_far_away_is_refused_wherever_it_is_asked_for(loader, step):
+    client = loader.client(0, timeout=20)
+    next(client)
+    client.rejoin(at=step)
+    wrong = f"step {step} is too far away: this run has drawn the steps before .*resume='log'"
+    for call in (
+        lambda: next(client),
+        client.state_dict,
+        lambda: loader.plan(step),
+        lambda: loader.report(step),
+        lambda: loader.state_before(step),
+    ):
+        with pytest.raises(ol.SpecError, match=wrong):
+            call()
+    client.rejoin(at=1)
+    with pytest.raises(ol.SpecError, match=r"at=\d+ is not between them"):
+        loader.resize(ol.Mesh(), at=step)
+    assert next(client).number == 1
+    assert loader.status().reached < 100
+
+
+def test_a_service_refuses_a_step_too_far_away_and_serves_on(loader):
+    address = loader.serve()
+    client = ol.connect(address, rank=0, timeout=20)
+    client.rejoin(at=FAR)
+    with pytest.raises(ol.SpecError, match="too far away"):
+        next(client)
+    with pytest.raises(ol.SpecError, match="too far away"):
+        client.state_dict()
+    with pytest.raises(Exception, match="not a statebefore of overlord's wire"):
+        Raw(address).act("state_before", wire.packed({"job": "x", "step": 2**60}))
+    client.rejoin(at=0)
+    assert next(client).number == 0
+
+
+def test_a_wrong_step_does_not_mark_the_steps_before_it_as_taken(tmp_path):
+    with ol.start(two_sources(), log=tmp_path / "log") as loader:
+        client = loader.client(0, timeout=20)
+        next(client)
+        client.rejoin(at=FAR)
+        with pytest.raises(ol.SpecError):
+            next(client)
+        client.rejoin(at=1)
+        next(client)
+    with ol.start(two_sources(), log=tmp_path / "log", resume="log") as loader:
+        assert loader.start_step <= 2
+
+
+def test_readers_are_served_while_somebody_looks_far_ahead():
+    job = two_sources(mesh=ol.Mesh(dp=2))
+    with ol.start(job) as loader:
+        planner = loader._engine._roles["planner"]
+        looks = threading.Thread(target=loader.plan, args=(1500,))
+        looks.start()
+        while loader.status().reached < 20:  # it is under way
+            pass
+        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        found = streams(clients, 6)
+        assert looks.is_alive(), "what was far away is still being drawn"
+        assert loader.report().step <= 6
+        looks.join(120)
+        assert not looks.is_alive()
+        for steps, more in zip(found, streams(clients, 2), strict=True):
+            steps += more
+        assert found == undisturbed(job, 8)
+        assert loader.status().reached > 1500
+        assert len(planner._before) < 80
+        assert len(planner._planned) < 40
+
+
+def test_several_can_look_far_apart_at_once_and_all_see_the_same_plans():
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader:
+        plain = {step: key_of(loader.plan(step)) for step in (150, 700, 950)}
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader:
+        found: dict[int, str] = {}
+        threads = [
+            threading.Thread(target=lambda step=step: found.update({step: key_of(loader.plan(step))})) for step in plain
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found == plain
+
+
+def test_what_is_no_step_is_refused_at_every_door(loader):
+    client = loader.client(0, timeout=20)
+    doors = [
+        loader.plan,
+        loader.report,
+        loader.state_before,
+        lambda step: client.rejoin(at=step),
+        lambda step: client.feedback(seconds=1.0, step=step),
+        lambda step: loader.resize(ol.Mesh(), at=step),
+        lambda step: loader.set_weights({"a": 1}, from_step=step),
+    ]
+    for door in doors:
+        for step in (True, 1.0, "1", b"1", -1, np.float64(1), 2**53, 10**5000):
+            with pytest.raises(ol.SpecError, match=r"must be (a whole number|at least 0|below 2\*\*53), got|at=-1 is"):
+                door(step)
+
+
+def test_numpys_whole_numbers_are_steps(loader):
+    assert loader.plan(np.int64(2)) is not None
+    assert loader.state_before(np.uint8(2))["step"] == 2
+    client = loader.client(np.int32(0), timeout=20)
+    client.rejoin(at=np.int64(1))
+    assert next(client).number == 1
