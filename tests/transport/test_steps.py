@@ -128,6 +128,7 @@ TEXT = pa.table({"text": ["one", "two", "three"]})
         (arrow_stream(TEXT) + bytes(8), False, r"an Arrow stream that ends after \d+ of \d+ bytes"),
         (arrow_stream(TEXT.slice(0, 0)) + arrow_stream(TEXT), False, r"an Arrow stream that ends after \d+ of \d+ bytes"),
         (arrow_stream(TEXT).replace(b"one", b"\xff\xff\xff"), False, "an Arrow stream that cannot be read: .*UTF8"),
+        (arrow_stream(TEXT).replace(b"text", b"\x80ext"), False, "an Arrow stream that cannot be read: 'utf-8' codec"),
         (b"\xff\xff\xff\xff\x10\0\0\0" + bytes(range(56)), False, "an Arrow stream that cannot be read"),
         (arrow_stream(pa.table({"text": [1], "more": [2]})), False, "came as 2 columns instead of one"),
         (arrow_stream(pa.table({"text": [1, 2]})), True, "is a column of views that came as int64"),

@@ -218,7 +218,7 @@ def _streamed(column: Column, stream: pa.Buffer) -> pa.ChunkedArray:
         with pa.ipc.open_stream(source) as reader:
             table = reader.read_all()
         table.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for the name of a column
         raise DamagedStepError(f"field {column.name!r} came as an Arrow stream that cannot be read: {error}") from None
     if table.num_columns != 1:
         raise DamagedStepError(f"field {column.name!r} came as {table.num_columns} columns instead of one")
