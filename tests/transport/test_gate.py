@@ -12,7 +12,10 @@ import pytest
 
 import overlord as ol
 from overlord.errors import ServiceError
+from overlord.planning.learning.reports import StepReport
 from overlord.transport import gate, wire
+from overlord.transport.channel import FlightChannel
+from overlord.transport.control import Control
 from overlord.transport.gate import STRANGER_BYTES, STRANGER_S, Gate, parsed_peer
 from overlord.transport.link import Link
 from overlord.transport.steps import SCHEMA
@@ -246,7 +249,9 @@ def test_a_damaged_step_is_refused_before_memory_is_taken_for_it(fields):
     step = wire.packed(wire.Contents(0, 1, [fields]))
     with Foreign({"hello": [WELCOME], "leave": [wire.packed(wire.Value(None))]}, [(batch(REGION), step)]) as server:
         client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout=5)
-        with pytest.raises(ol.ServiceError, match="step 0 came damaged from"):
+        # Of numbers that no service sends, and of numbers that do not fit to what came with them.
+        wrong = f"(step 0 came damaged from .*|.*):{server.port}.* install the same release on both sides"
+        with pytest.raises(ol.ServiceError, match=wrong):
             next(client)
         client.close()
 
@@ -257,6 +262,37 @@ def test_another_step_than_was_asked_for_is_refused():
         client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout=5)
         with pytest.raises(ol.ServiceError, match="sent step 9 where step 0 was asked for"):
             next(client)
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    "results",
+    [
+        {"hello": [wire.packed(wire.Value({"job": 1}))]},
+        {"hello": [WELCOME], "decisions": [wire.packed(wire.Value([3]))], "change_weights": [wire.packed(wire.Value("3"))]},
+    ],
+    ids=["greeting", "values"],
+)
+def test_what_is_no_service_of_ours_is_said_when_a_run_is_steered(results):
+    with Foreign(results, []) as server, Control(f"127.0.0.1:{server.port}", timeout=5) as control:
+        wrong = f":{server.port} does not answer as an overlord service of this release does"
+        with pytest.raises(ol.ServiceError, match=wrong):
+            control.decisions()
+        with pytest.raises(ol.ServiceError, match=wrong):
+            control.set_weights({"a": 1.0})
+
+
+@pytest.mark.strangers
+def test_a_state_of_another_type_is_refused_and_reports_and_waits_go_on_without_an_answer():
+    other = [wire.packed(wire.Value(3))]
+    with Foreign({"hello": [WELCOME], "state_before": other, "doing": other, "feedback": other}, []) as server:
+        channel = FlightChannel(f"grpc://127.0.0.1:{server.port}", 0, None, None, 5)
+        with pytest.raises(ol.ServiceError, match="does not answer as an overlord service of this release does"):
+            channel.state_before(0)
+        assert channel.doing() == []
+        (note,) = channel.feedback(StepReport(0, 0, {"a": 1.0}, {"a": 2.0}, (0.5,)), 0)
+        assert note.startswith("the service did not take it: ")
+        channel.close()
 
 
 def test_deeply_nested_requests_are_refused_and_the_service_goes_on(caplog):
