@@ -167,7 +167,7 @@ def test_a_misspelt_name_in_a_job_file_is_told_with_the_nearest_one(tmp_path, li
     [
         (["run", "JOB", "--steps", "abc"], 2, "--steps: must be a whole number of at least 1, got 'abc'"),
         (["explain", "JOB", "--step", "3.5"], 2, "--step: must be a whole number of at least 0, got '3.5'"),
-        (["explain", "JOB", "--resume", "."], 1, "error: the state cannot be read from .: Is a directory"),
+        (["explain", "JOB", "--resume", "."], 1, "error: . is a folder; name the state file in it"),
         (["run", "JOB", "--state", "."], 1, "error: the state cannot be written to .: it is a folder"),
         (
             ["run", "JOB", "--state", "/proc/x"],

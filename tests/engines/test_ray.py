@@ -6,14 +6,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pytest
 
 import overlord as ol
+from overlord.roles.client import Client
 from overlord.workplace import WorkplaceSize
 from tests.commands import python
 from tests.engines.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
@@ -260,3 +264,32 @@ print(listening)
 def test_a_cluster_of_our_own_listens_on_loopback_also_where_ray_was_imported_before():
     run = python("-c", IMPORTED_BEFORE)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+@dataclass(frozen=True)
+class AfterFile(Numbered):
+    """Its reads wait until a file is there."""
+
+    gate: str = ""
+
+    def read(self, unit: ol.Unit) -> pa.Table:
+        while not Path(self.gate).exists():
+            time.sleep(0.01)
+        return super().read(unit)
+
+
+@pytest.mark.strangers
+def test_how_a_run_stands_is_told_while_a_source_hangs_and_a_client_says_what_it_waits_for(tmp_path, caplog):
+    source = AfterFile(rows=40, first=1, gate=str(tmp_path / "gate"))
+    with ol.start(job_of({"slow": source}), engine=ol.Ray("auto", loader_hosts=1)) as loader:
+        client = Client(0, loader.client(0)._channel, tell_after_s=0.2)
+        reader = threading.Thread(target=next, args=(client,))
+        reader.start()
+        while "rank 0 waits for step 0" not in caplog.text or "source 'slow'" not in caplog.text:
+            assert reader.is_alive()
+        report = loader.report()
+        assert (report.step, report.mix["slow"].samples, loader.status().reached) == (0, 0, 0)
+        assert reader.is_alive(), "and all that while the source hung"
+        (tmp_path / "gate").touch()
+        reader.join(60)
+        assert client.step == 1

@@ -76,11 +76,12 @@ def _settled(data: bytes) -> bytes:
             case "header":
                 settled.append({**record, "job": "0" * 32})
             case "snapshot":
-                settled.append({**record, "needed": record["progress"]["step"]})
+                settled.append({**record, "needed": record["progress"]["step"], "readers": [0]})
+                settled.append({"kind": "readers", "groups": [0]})
             case "step":
                 step = record["step"]
                 settled += [{**record, "needed": step}, {"kind": "needed", "step": min(step + 1, _TAKEN)}]
-            case "needed":
+            case "needed" | "readers":
                 pass
             case _:
                 settled.append(record)

@@ -135,8 +135,20 @@ def test_a_mesh_is_written_down_whole():
         (lambda r: [*r, {"kind": "wish"}], "unknown kind 'wish'"),
         (lambda r: [*r[:2], {**r[2], "moved": {"sources": [0], "colour": [1]}}], "a column 'colour'"),
         (lambda r: [*r[:2], {**r[2], "moved": {"sources": [9], "row": [1]}}], "moved.sources must be .* 0 to 2, it is 9"),
-        (lambda r: [*r[:2], {"kind": "step", "step": 1}], "not understood: KeyError"),
-        (lambda r: [{**r[0], "progress": {"step": 0}}, *r[1:]], "not understood: KeyError"),
+        (lambda r: [*r[:2], {"kind": "step", "step": 1}], "not understood: it lacks 'moved'"),
+        (lambda r: [{**r[0], "progress": {"step": 0}}, *r[1:]], "not understood: progress lacks 'sources', 'carried'"),
+        (lambda r: [*r, 7], "not understood: a record must be a dict with text for keys, it is 7"),
+        (lambda r: [*r, {"kind": "readers"}], "not understood: it lacks 'groups'"),
+        (lambda r: [*r, {"kind": "readers", "groups": 1}], "not understood: groups must be a list, it is 1"),
+        (lambda r: [*r, {"kind": "readers", "groups": [0, -1]}], r"groups\[1\] must be a whole number from 0, it is -1"),
+        (lambda r: [{**r[0], "readers": None}, *r[1:]], "not understood: readers must be a list"),
+        (lambda r: [{**r[0], "behind": None}, *r[1:]], "not understood: behind must be a dict"),
+        (lambda r: [{**r[0], "behind": {"step": 0}}, *r[1:]], "not understood: behind lacks 'sources', 'carried'"),
+        (lambda r: [{**r[0], "behind": r[0]["progress"]}, *r[1:]], "behind must be of an earlier step than 0 .* of step 0"),
+        (
+            lambda r: [{**r[0], "progress": {**r[0]["progress"], "step": 9}, "behind": Progress.start(("x",)).to_plain()}],
+            "behind must be .* of the same sources, .* of 'x'",
+        ),
     ],
 )
 def test_records_that_do_not_follow_from_each_other_are_refused(change, message):

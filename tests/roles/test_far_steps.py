@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord.roles.planner import MOST_AHEAD
+from overlord.roles.planner import MOST_AHEAD, MOST_LOOKED_AHEAD
 from overlord.transport import wire
 from tests.roles.mortal import key_of
 from tests.sources import Numbered, job_of
@@ -27,16 +27,17 @@ def test_a_step_too_far_away_is_refused_wherever_it_is_asked_for(loader, step):
     client = loader.client(0, timeout=20)
     next(client)
     client.rejoin(at=step)
-    wrong = f"step {step} is too far away: this run has drawn the steps before .*resume='log'"
+    wrong = f"step {step:,} is too far away: this run has drawn the steps before .*resume='log'"
     for call in (
         lambda: next(client),
         client.state_dict,
-        lambda: loader.plan(step),
         lambda: loader.report(step),
         lambda: loader.state_before(step),
     ):
         with pytest.raises(ol.SpecError, match=wrong):
             call()
+    with pytest.raises(ol.SpecError, match=r"is too far away: .* at most 1,000,000 more"):
+        loader.plan(10 * MOST_LOOKED_AHEAD)
     client.rejoin(at=1)
     with pytest.raises(ol.SpecError, match=r"at=\d+ is not between them"):
         loader.resize(ol.Mesh(), at=step)
@@ -52,8 +53,11 @@ def test_a_service_refuses_a_step_too_far_away_and_serves_on(loader):
         next(client)
     with pytest.raises(ol.SpecError, match="too far away"):
         client.state_dict()
+    raw = Raw(address)
+    with pytest.raises(ol.SpecError, match=f"step {2**31} is too far away"):
+        raw.act("state_before", wire.packed(wire.StateBefore(raw.hello()["job"], 2**31)))
     with pytest.raises(Exception, match="not a statebefore of overlord's wire"):
-        Raw(address).act("state_before", wire.packed({"job": "x", "step": 2**60}))
+        raw.act("state_before", wire.packed({"job": "x", "step": 2**60}))
     client.rejoin(at=0)
     assert next(client).number == 0
 
@@ -115,7 +119,7 @@ def test_what_is_no_step_is_refused_at_every_door(loader):
         loader.report,
         loader.state_before,
         lambda step: client.rejoin(at=step),
-        lambda step: client.feedback(seconds=1.0, step=step),
+        lambda step: client.feedback(seconds=1.0, step=step if step != -1 else "-1"),  # a report of no step is only told of
         lambda step: loader.resize(ol.Mesh(), at=step),
         lambda step: loader.set_weights({"a": 1}, from_step=step),
     ]

@@ -131,12 +131,17 @@ def test_calibrating_imports_nothing_that_training_machines_lack():
         (["nowhere.py"], "there is no file nowhere.py"),
         (["--preset", "tiny", "--tokens", "100"], "at least 512 tokens"),
         (["--preset", "tiny", "--longest", "5"], "documents from 128 tokens"),
-        (["--preset", "tiny", "--layers", "0"], "at least 1 block"),
     ],
 )
 def test_what_cannot_be_measured_is_said(capsys, arguments, message):
     assert main(["calibrate", *arguments, "--device", "cpu"]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_stack_without_blocks_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--preset", "tiny", "--layers", "0", "--device", "cpu"])
+    assert "argument --layers: must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{}", "nothing", '{"overlord_cost": 99}', "[1]"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow.flight as flight
 
@@ -67,7 +68,7 @@ class Raw:
 
     def act(self, action: str, body: bytes) -> Any:
         (result,) = self._client.do_action(flight.Action(action, body), self._options)
-        return wire.unpacked_value(memoryview(result.body))
+        return wire.unpacked_value(action, memoryview(result.body))
 
     def hello(self, rank: int = 0) -> dict:
-        return self.act("hello", wire.packed(wire.Hello(wire.VERSION, rank)))
+        return msgspec.structs.asdict(self.act("hello", wire.packed(wire.Hello(wire.VERSION, rank))))

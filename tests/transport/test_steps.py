@@ -109,8 +109,58 @@ def test_what_would_need_pickle_is_refused_with_the_name_of_the_field(value):
         packed_step(Delivery(0, 1, ({"odd": value},)))
 
 
-def test_a_message_that_asks_for_pointers_is_refused():
-    contents = wire.Contents(0, 1, [[wire.Array("odd", "|O", (1,), 0, 0)]])
-    _, batches = packed_step(Delivery(0, 1, ({"number": np.arange(3)},)))
-    with pytest.raises(ol.OverlordError, match="is no number; the message is damaged"):
-        unpacked_step(contents, list(batches), Arenas(1))
+def arrow_stream(table: pa.Table, rows: int | None = None) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return sink.getvalue().to_pybytes()
+
+
+TEXT = pa.table({"text": ["one", "two", "three"]})
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("stream", "is_view", "message"),
+    [
+        (arrow_stream(TEXT, rows=2), False, "is one array that came in 2 pieces"),
+        (arrow_stream(TEXT)[:-9], False, "an Arrow stream that cannot be read"),
+        (arrow_stream(TEXT) + bytes(8), False, r"an Arrow stream that ends after \d+ of \d+ bytes"),
+        (arrow_stream(TEXT.slice(0, 0)) + arrow_stream(TEXT), False, r"an Arrow stream that ends after \d+ of \d+ bytes"),
+        (arrow_stream(TEXT).replace(b"one", b"\xff\xff\xff"), False, "an Arrow stream that cannot be read: .*UTF8"),
+        (arrow_stream(TEXT).replace(b"text", b"\x80ext"), False, "an Arrow stream that cannot be read: 'utf-8' codec"),
+        (b"\xff\xff\xff\xff\x10\0\0\0" + bytes(range(56)), False, "an Arrow stream that cannot be read"),
+        (arrow_stream(pa.table({"text": [1], "more": [2]})), False, "came as 2 columns instead of one"),
+        (arrow_stream(pa.table({"text": [1, 2]})), True, "is a column of views that came as int64"),
+    ],
+)
+def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message):
+    regions = steps._Regions()
+    column = wire.Column("text", regions.add("text", np.frombuffer(stream, np.uint8)), is_view, False)
+    with pytest.raises(steps.DamagedStepError, match=f"field 'text' .*{message}"):
+        unpacked_step(wire.Contents(0, 1, [[column]]), list(regions.batches()), Arenas(1))
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (wire.Array("odd", "<i8", (1,), 0, 8, 2), "takes bytes 8 to 16 of regions that have 128"),
+        (wire.Array("odd", "<i8", (15,), 0, 0, 2), "takes bytes 0 to 120 of regions that have 128"),
+        (wire.Array("odd", "<i8", (16,), 1, 0, 2), "lies in 2 regions from number 1 on, and 2 came"),
+        (wire.Array("odd", "<i8", (0, 1 << 52, 1 << 52), 0, 0), "has shape"),
+        (wire.Shapes("odd", {"tokens": []}, []), "has 0 shapes for 'tokens', which is one array"),
+        (wire.Shapes("odd", {"tokens": [((1,), "int32"), ((2,), "int32")]}, []), "has 2 shapes for 'tokens'"),
+    ],
+)
+def test_a_field_that_does_not_fit_to_what_came_is_refused(field, message):
+    region = np.arange(64, dtype=np.uint8)
+    with pytest.raises(steps.DamagedStepError, match=f"field 'odd' .*{message}"):
+        unpacked_step(wire.Contents(0, 1, [[field]]), [steps._batch([region, region])], Arenas(1))
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("columns", [{}, {"region": pa.array([b"x"])}, {"other": pa.array([b"x"], pa.binary_view())}])
+def test_a_message_of_other_columns_is_refused(columns):
+    with pytest.raises(steps.DamagedStepError, match="instead of one of regions"):
+        unpacked_step(wire.Contents(0, 1, []), [pa.RecordBatch.from_pydict(columns)], Arenas(1))

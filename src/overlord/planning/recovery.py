@@ -237,7 +237,9 @@ def fold(records: Sequence[Record], keep: int = 0) -> Recovered:
         return _folded(records, keep)
     except DamagedError as error:
         raise StateError(f"a record of the plan log is not understood: {error}") from None
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except KeyError as error:
+        raise StateError(f"a record of the plan log is not understood: it lacks {error}") from error
+    except (TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise StateError(f"a record of the plan log is not understood: {type(error).__name__}: {error}") from error
 
 
@@ -254,9 +256,13 @@ def _groups(plain: Any, at: str) -> frozenset[int]:
     return frozenset(whole(group, f"{at}[{i}]") for i, group in enumerate(listed(plain, at)))
 
 
+def _progress(snapshot: Record, key: str) -> Progress:
+    return Progress.from_plain(keyed(snapshot[key], key, needed=("step", "sources", "carried")))
+
+
 def _folded(records: Sequence[Record], keep: int) -> Recovered:
     snapshot = records[0]
-    progress = Progress.from_plain(snapshot["progress"])
+    progress = _progress(snapshot, "progress")
     needed = whole(snapshot["needed"], "needed")
     decided = listed(snapshot["decisions"], "decisions")
     decisions = [Decision.from_plain(plain, f"decisions[{i}]") for i, plain in enumerate(decided)]
@@ -264,10 +270,15 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
     before = {progress.step: progress}
     readers = _groups(snapshot.get("readers", []), "readers")  # release 0.1 wrote none
     if "behind" in snapshot:
-        behind = Progress.from_plain(snapshot["behind"])
+        behind = _progress(snapshot, "behind")
+        if behind.step >= progress.step or behind.names != progress.names:
+            raise DamagedError(
+                f"behind must be of an earlier step than {progress.step} and of the same sources, it is of step "
+                f"{behind.step} and of {', '.join(map(repr, behind.names))}"
+            )
         before[behind.step], needed = behind, behind.step
     for record in records[1:]:
-        match record["kind"]:
+        match mapping(record, "a record")["kind"]:
             case "step":
                 if record["step"] != progress.step:
                     raise StateError(

@@ -189,6 +189,7 @@ class Client:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. Every client of the run must load the same one."""
+        self._home.check()
         state = sealed(contents_of(state))  # as text: what is no JSON is refused here, not on its way
         # One that has read nothing yet is like one of the generation before: if another has moved the run to this state
         # already, it only follows, and throws out nobody.
@@ -212,7 +213,7 @@ class Client:
         used is left out with a warning, the first time: a report never stops a run.
         """
         self._home.check()
-        number = self._next - 1 if step is None else whole(step, "step")
+        number = self._next - 1 if step is None else whole(step, "step", least=None)
         report = StepReport.of(number, self.rank, losses, tokens, seconds)
         for reason in self._channel.feedback(report, self._generation):
             kind = _NUMBERS.sub("", reason)

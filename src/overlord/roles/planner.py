@@ -49,6 +49,9 @@ MOST_AHEAD = 10_000
 """How many steps beyond those drawn so far may be asked for. A service that was started again without a log has to draw all
 that its trainers have taken; whatever else asks for a step so far away has the number wrong."""
 
+MOST_LOOKED_AHEAD = 1_000_000
+"""The same for whoever only looks at a step, as `overlord explain` does: nobody is waited for, and nothing is kept."""
+
 _CLOSE_S = 1.0
 _STEPS_AHEAD = 6
 _SLICE_STEPS = 16  # drawn in a row before somebody else may have the planner
@@ -190,7 +193,7 @@ class Planner:
 
     def whole_plan(self, step: int) -> Planned | None:
         """The plan of all groups, for `explain` and tests."""
-        self._check_reachable(step)
+        self._check_reachable(step, MOST_LOOKED_AHEAD)
         return self._drawn_to(step, lambda: self._planned.get(step), looks=True)
 
     def mix(self, step: int) -> dict[str, Mix]:
@@ -256,16 +259,16 @@ class Planner:
         ask = self._extents, self._describe, count_loss, self._expect, self._steering.schedule, self._peek
         return StepDrawer(progress, self._batch, self._mixture, *ask)
 
-    def _check_reachable(self, step: int) -> None:
+    def _check_reachable(self, step: int, most_ahead: int = MOST_AHEAD) -> None:
         if step < self._start.step:
             raise OverlordError(
                 f"this run starts at step {self._start.step}; it has no step {step}. If it was moved there by a resize or "
                 "by a loaded state, a client follows with rejoin or load_state_dict"
             )
-        if step > self._reached + MOST_AHEAD and (self._end is None or step > self._end):
+        if step > self._reached + most_ahead and (self._end is None or step > self._end):
             raise SpecError(
-                f"step {step} is too far away: this run has drawn the steps before {self._reached}, and at most "
-                f"{MOST_AHEAD} more are drawn for a request. Check the step that was asked for; where it is right and the "
+                f"step {step:,} is too far away: this run has drawn the steps before {self._reached:,}, and at most "
+                f"{most_ahead:,} more are drawn for a request. Check the step that was asked for; where it is right and the "
                 "run was started again without its place, start it from a checkpoint (resume=state) or from its log "
                 "(resume='log')"
             )

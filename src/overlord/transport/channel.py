@@ -32,7 +32,7 @@ from overlord.state import State
 from overlord.transport import wire
 from overlord.transport.link import Link, Unreachable
 from overlord.transport.security import Address
-from overlord.transport.steps import unpacked_step
+from overlord.transport.steps import DamagedStepError, unpacked_step
 from overlord.transport.wire import Action
 
 T = TypeVar("T")
@@ -107,10 +107,16 @@ class FlightChannel:
     def _unpacked(self, contents: wire.Contents, batches: Sequence[pa.RecordBatch], step: int) -> Delivery:
         try:
             delivery = unpacked_step(contents, batches, self._arenas)
-        except (OverlordError, pa.ArrowException, ValueError, TypeError, IndexError, OverflowError) as error:
-            raise ServiceError(f"step {step} came damaged from {self._steps.address}: {error}; ask again") from error
+        except DamagedStepError as error:
+            raise ServiceError(
+                f"step {step} came damaged from {self._steps.address}: {error}; ask for it again, and if that does not "
+                "help, install the same release on both sides"
+            ) from error
         if delivery.step != step:
-            raise ServiceError(f"{self._steps.address} sent step {delivery.step} where step {step} was asked for")
+            raise ServiceError(
+                f"{self._steps.address} sent step {delivery.step} where step {step} was asked for: check the address, and "
+                "install the same release on both sides"
+            )
         return delivery
 
     def leave(self, rank: int, generation: int | None = None) -> None:
@@ -244,12 +250,7 @@ class FlightChannel:
 
     def _greeted(self) -> wire.Welcome:
         greeting = wire.packed(wire.Hello(wire.VERSION, self._rank))
-        try:
-            return msgspec.convert(self._front.asked(Action.HELLO, greeting, _ASK_S), wire.Welcome)
-        except msgspec.ValidationError as error:
-            raise ServiceError(
-                f"{self._front.address} greets as no overlord service of this release does: {error}"
-            ) from None
+        return self._front.asked(Action.HELLO, greeting, _ASK_S)
 
     def _follow(self, welcome: wire.Welcome) -> None:
         address = welcome.address or self._front.address

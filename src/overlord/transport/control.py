@@ -61,7 +61,7 @@ class Control:
         while True:
             try:
                 hello = wire.packed(wire.Hello(wire.VERSION, 0))
-                welcome = msgspec.convert(self._link.asked(Action.HELLO, hello, _ASK_S), wire.Welcome)
+                welcome: wire.Welcome = self._link.asked(Action.HELLO, hello, _ASK_S)
                 return self._link.asked(action, wire.packed(question(welcome.job)), _ASK_S)
             except Unreachable as error:
                 waited = time.monotonic() - began

@@ -35,7 +35,8 @@ MOST_STRANGERS = 1024
 _RECEIVED_AT = 128  # of `tcpi_bytes_received` in the kernel's struct tcp_info
 _TCP_INFO_BYTES = 136
 _LOOK_S = 0.5  # a connection that was accepted without being noticed is found after so long
-_ACCEPT_S = 0.005  # what it takes from a connection's arrival until it is accepted, about
+_ACCEPT_S = 0.002  # what it takes from a connection's arrival until it is accepted, on a machine with nothing else to do
+_ALERT_S = 1.0  # and on a busy one
 _SHARE = 10  # looking through all connections takes a tenth of the time, at most
 _log = logging.getLogger(__name__)
 
@@ -91,12 +92,13 @@ class Gate:
             self._thread.join(5.0)
 
     def _watch(self) -> None:
-        next_look = time.monotonic() + _LOOK_S
+        next_look = alert_until = time.monotonic()
         while not self._is_closed:
             events = dict(self._events.poll(max(next_look - time.monotonic(), 0.0), 256))
             now = time.monotonic()
             if any(listener.fileno() in events for listener in self._listeners):
-                next_look = min(next_look, now + _ACCEPT_S)
+                # It is the server that accepts the connection, and a busy one takes its time.
+                alert_until, next_look = now + _ALERT_S, min(next_look, now + _ACCEPT_S)
             for descriptor, event in events.items():
                 stranger = self._strangers.get(descriptor)
                 if stranger is not None:
@@ -104,8 +106,7 @@ class Gate:
             if now >= next_look:
                 self._look()
                 took_s = time.monotonic() - now
-                is_fresh = bool(self._strangers) or any(listener.fileno() in events for listener in self._listeners)
-                next_look = now + max(_ACCEPT_S if is_fresh else _LOOK_S, _SHARE * took_s)
+                next_look = now + max(_ACCEPT_S if now < alert_until else _LOOK_S, _SHARE * took_s)
         for stranger in self._strangers.values():
             stranger.socket.close()
         for held in (*self._listeners, self._wake, self._woken):

@@ -46,7 +46,7 @@ class Link:
         hold(self._client)
 
     def asked(self, action: str, body: bytes, timeout_s: float) -> Any:
-        """What an action answers; raises what went wrong in the service."""
+        """What an action answers, of the type that it answers with; raises what went wrong in the service."""
         try:
             if len(body) > _INTRODUCED_BYTES:  # on a new connection the service takes no more before it has seen the token
                 list(self._client.list_actions(self._options(timeout_s)))
@@ -54,8 +54,8 @@ class Link:
         except (flight.FlightError, pa.ArrowException) as error:
             raise self._told(error) from None
         try:
-            return wire.unpacked_value(memoryview(results[0].body))
-        except (msgspec.MsgspecError, IndexError, RecursionError) as error:
+            return wire.unpacked_value(action, memoryview(results[0].body) if results else b"")
+        except msgspec.DecodeError as error:
             raise self._foreign(error) from None
 
     def fetched(self, ticket: bytes, timeout_s: float) -> tuple[wire.Answer, list[pa.RecordBatch]]:
@@ -65,8 +65,8 @@ class Link:
         except (flight.FlightError, pa.ArrowException) as error:
             raise self._told(error) from None
         try:
-            answer = wire.unpacked_answer(memoryview(chunks[0].app_metadata or b""))
-        except (msgspec.MsgspecError, IndexError, RecursionError) as error:
+            answer = wire.unpacked_answer(memoryview((chunks[0].app_metadata if chunks else None) or b""))
+        except msgspec.DecodeError as error:
             raise self._foreign(error) from None
         return answer, [chunk.data for chunk in chunks if chunk.data is not None]
 

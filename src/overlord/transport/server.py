@@ -325,7 +325,7 @@ class _Server(flight.FlightServerBase):
 def _parsed(data: bytes | memoryview, kind: type[T]) -> T:
     try:
         return wire.unpacked(data, kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise _refusal(f"not a {kind.__name__.lower()} of overlord's wire: {error}") from None
 
 

@@ -121,8 +121,16 @@ def _packed_column(regions: _Regions, name: str, column: pa.Array | pa.ChunkedAr
     return Column(name, stream, is_view(column.type), isinstance(column, pa.ChunkedArray))
 
 
+class DamagedStepError(ValueError):
+    """What came is not what `packed_step` makes. Whoever reads knows where it came from, and raises ServiceError."""
+
+
 def unpacked_step(contents: Contents, batches: Sequence[pa.RecordBatch], arenas: Arenas) -> Delivery:
-    """The step again. Arrays over received memory are read-only."""
+    """The step again. Arrays over received memory are read-only.
+
+    `contents` were unpacked, so that single numbers are within the bounds of `wire`; whether they fit to one another, and to
+    the batches, is checked here. Raises DamagedStepError where they do not.
+    """
     regions = [region for batch in batches for region in _regions(batch)]
     microbatches = tuple(
         {field.name: _unpacked(field, regions, arenas) for field in fields} for fields in contents.microbatches
@@ -131,9 +139,11 @@ def unpacked_step(contents: Contents, batches: Sequence[pa.RecordBatch], arenas:
 
 
 def _regions(batch: pa.RecordBatch) -> list[pa.Buffer]:
+    if not batch.schema.equals(SCHEMA):
+        raise DamagedStepError(f"a message has columns {batch.schema.names} instead of one of regions")
     _, _, *regions = batch.column(0).buffers()
     if len(regions) != batch.num_rows:
-        raise OverlordError(f"a message of {batch.num_rows} regions came with {len(regions)} buffers; it is damaged")
+        raise DamagedStepError(f"a message of {batch.num_rows} regions came with {len(regions)} buffers")
     return regions  # type: ignore[return-value] - only a validity buffer may be missing
 
 
@@ -146,39 +156,74 @@ def _unpacked(field: Field, regions: Sequence[pa.Buffer], arenas: Arenas) -> Any
         case Column():
             return _column(field, regions, arenas)
         case Shapes():
-            return {name: shapes if name in field.ragged else shapes[0] for name, shapes in field.shapes.items()}
+            return {name: _shapes(field, name, shapes) for name, shapes in field.shapes.items()}
         case Scalar():
             return field.value
 
 
+def _shapes(field: Shapes, name: str, shapes: list[Any]) -> Any:
+    if name in field.ragged:
+        return shapes
+    if len(shapes) != 1:
+        raise DamagedStepError(f"field {field.name!r} has {len(shapes)} shapes for {name!r}, which is one array")
+    return shapes[0]
+
+
 def _array(array: Array, regions: Sequence[pa.Buffer], arenas: Arenas) -> NDArray[Any]:
     dtype = np.dtype(array.dtype)
-    if dtype.kind not in _KINDS:
-        raise OverlordError(
-            f"field {array.name!r} came with dtype {array.dtype}, which is no number; the message is damaged"
-        )
-    count = math.prod(array.shape)
-    num_bytes = count * dtype.itemsize
+    num_bytes = math.prod(array.shape) * dtype.itemsize
     held = regions[array.region : array.region + array.num_regions]
-    pieces = [np.frombuffer(memoryview(region), np.uint8) for region in held]
-    if min(array.shape, default=0) < 0 or array.offset < 0 or array.region < 0 or len(pieces) != array.num_regions:
-        raise OverlordError(f"field {array.name!r} came with a place that no message has; the message is damaged")
+    if len(held) != array.num_regions:
+        raise DamagedStepError(
+            f"field {array.name!r} lies in {array.num_regions} regions from number {array.region} on, and "
+            f"{len(regions)} came"
+        )
     # Before memory is taken for it: a damaged number must not ask for terabytes.
-    if num_bytes > sum(map(len, pieces)) - array.offset:
-        raise OverlordError(f"field {array.name!r} came with fewer bytes than its shape takes; the message is damaged")
-    content = pieces[0][array.offset : array.offset + num_bytes] if len(pieces) == 1 else None
+    held_bytes = sum(region.size for region in held)
+    end = array.offset + num_bytes
+    if end > held_bytes or (len(held) > 1 and (array.offset or end != held_bytes)):
+        raise DamagedStepError(
+            f"field {array.name!r} of shape {array.shape} takes bytes {array.offset} to {end} of regions that have "
+            f"{held_bytes}"
+        )
+    pieces = [np.frombuffer(memoryview(region), np.uint8) for region in held]
+    content = pieces[0][array.offset : end] if len(pieces) == 1 else None
     if content is None or content.ctypes.data % dtype.alignment:
         memory = np.empty(num_bytes, np.uint8) if num_bytes <= _SMALL_BYTES else arenas.lease(num_bytes)
         content = np.concatenate(pieces if content is None else [content], out=memory)
-    return content.view(dtype).reshape(array.shape)
+    try:
+        return content.view(dtype).reshape(array.shape)
+    except ValueError as error:  # a side that is too long for numpy, beside one of 0
+        raise DamagedStepError(f"field {array.name!r} has shape {array.shape}: {error}") from None
 
 
 def _column(column: Column, regions: Sequence[pa.Buffer], arenas: Arenas) -> pa.Array | pa.ChunkedArray:
-    content = _array(column.stream, regions, arenas)
-    with pa.ipc.open_stream(pa.py_buffer(content.data)) as reader:
-        values = reader.read_all().column(0)
+    values = _streamed(column, pa.py_buffer(_array(column.stream, regions, arenas).data))
     if column.is_view:
+        # As `compact` writes views.
+        if not (pa.types.is_large_binary(values.type) or pa.types.is_large_string(values.type)):
+            raise DamagedStepError(f"field {column.name!r} is a column of views that came as {values.type}")
         values = values.cast(pa.binary_view() if pa.types.is_large_binary(values.type) else pa.string_view())
     if column.is_chunked:
         return values
-    return values.chunk(0) if values.num_chunks == 1 else pa.array([], values.type)
+    if values.num_chunks > 1:
+        raise DamagedStepError(f"field {column.name!r} is one array that came in {values.num_chunks} pieces")
+    return values.chunk(0) if values.num_chunks else pa.array([], values.type)
+
+
+def _streamed(column: Column, stream: pa.Buffer) -> pa.ChunkedArray:
+    """The one column of an Arrow stream that is all there, checked so that reading its values touches no other memory."""
+    source = pa.BufferReader(stream)
+    try:
+        with pa.ipc.open_stream(source) as reader:
+            table = reader.read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for the name of a column
+        raise DamagedStepError(f"field {column.name!r} came as an Arrow stream that cannot be read: {error}") from None
+    if table.num_columns != 1:
+        raise DamagedStepError(f"field {column.name!r} came as {table.num_columns} columns instead of one")
+    if source.tell() != stream.size:
+        raise DamagedStepError(
+            f"field {column.name!r} came as an Arrow stream that ends after {source.tell()} of {stream.size} bytes"
+        )
+    return table.column(0)

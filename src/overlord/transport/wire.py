@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import orjson
 from msgspec import Meta, Struct
 
 from overlord import errors
-from overlord.errors import OverlordError, ServiceError
+from overlord.errors import OverlordError
 
 VERSION = 1
 """Raised whenever a struct of this file or the layout of a step changes."""
@@ -32,7 +32,7 @@ BySource = Annotated[dict[str, float], Meta(max_length=65_536)]
 Heartbeat = Annotated[float, Meta(gt=0.0, le=1e9)]
 NumberType = Annotated[str, Meta(pattern=r"^([|<>]b1|[|<>][iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32))$")]
 """numpy's name for a kind of number. Nothing that holds pointers has one of these."""
-Shape = tuple[Count, ...]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=32)]
 
 
 class Action(StrEnum):
@@ -155,10 +155,10 @@ class Failure(Struct, frozen=True, tag="failure"):
         return error
 
 
-class Value(Struct, frozen=True, tag="value"):
+class Value(Struct, Generic[T], frozen=True, tag="value"):
     """What an action answers when nothing went wrong."""
 
-    value: Any
+    value: T
 
 
 class NotReady(Struct, frozen=True, tag="not_ready"):
@@ -211,7 +211,7 @@ class Shapes(Struct, frozen=True, tag="shapes"):
     """What a rank is told that gets its arrays by broadcast: name to shapes and dtypes; a list of them when ragged."""
 
     name: str
-    shapes: dict[str, list[tuple[tuple[int, ...], str]]]
+    shapes: dict[str, list[tuple[Shape, str]]]
     ragged: list[str]
 
 
@@ -248,15 +248,10 @@ def unpacked_answer(data: bytes | memoryview) -> Answer:
     return _decoded(_ANSWERS, data)
 
 
-def unpacked_value(data: bytes | memoryview) -> Any:
-    """What an action answered; raises what went wrong in the service, and ServiceError when the bytes are no answer."""
-    try:
-        answer = _decoded(_VALUES, data)
-    except msgspec.MsgspecError as error:
-        raise ServiceError(
-            f"the service answered something that is not an answer of overlord's wire: {error}; does the address belong to "
-            "an overlord service, of the same release?"
-        ) from None
+def unpacked_value(action: str, data: bytes | memoryview) -> Any:
+    """What an action answered, of the type that it answers with. Raises what went wrong in the service, and
+    msgspec.DecodeError when the bytes are anything else."""
+    answer = _decoded(_VALUES[action], data)
     if isinstance(answer, Failure):
         raise answer.error()
     return answer.value
@@ -283,4 +278,15 @@ def plain(error: Exception) -> str:
 
 
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
-_VALUES = msgspec.msgpack.Decoder(Value | Failure)
+_VALUES: dict[str, msgspec.msgpack.Decoder[Value[Any] | Failure]] = {
+    Action.HELLO: msgspec.msgpack.Decoder(Value[Welcome] | Failure),
+    Action.HERE: msgspec.msgpack.Decoder(Value[None] | Failure),
+    Action.LEAVE: msgspec.msgpack.Decoder(Value[None] | Failure),
+    Action.STATE_BEFORE: msgspec.msgpack.Decoder(Value[dict[str, Any]] | Failure),
+    Action.LOAD_STATE: msgspec.msgpack.Decoder(Value[Count] | Failure),
+    Action.DOING: msgspec.msgpack.Decoder(Value[list[str]] | Failure),
+    Action.FEEDBACK: msgspec.msgpack.Decoder(Value[list[str]] | Failure),
+    Action.CHANGE_WEIGHTS: msgspec.msgpack.Decoder(Value[Count] | Failure),
+    Action.DECISIONS: msgspec.msgpack.Decoder(Value[list[tuple[Count, str, Any]]] | Failure),
+}
+"""What each action answers."""
