@@ -20,14 +20,15 @@ import numpy as np
 from bench.length_tables import TABLES, LengthTable
 from bench.planning import H200_COST
 from bench.telling import parser_of
-from overlord.planning.balancing import greedy, least_possible_cost
-from overlord.planning.dgraph import DGraph
-from overlord.planning.facts import Floats, Ints, Samples
-from overlord.planning.packing import best_fit, in_drawn_order
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.plan import Plan
-from overlord.planning.strategies import long_short, plain
-from overlord.spec import Batch, Mesh
+from overlord.arrange.balancing import greedy, least_possible_cost
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import Plan
+from overlord.arrange.strategies import long_short, plain
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.stream.facts import Floats, Ints, Samples
+from overlord.stream.packing import best_fit, in_drawn_order
 
 TARGET = 1.02
 LEAST_TOKENS = 4 << 20

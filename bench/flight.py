@@ -26,13 +26,12 @@ import psutil
 
 import overlord as ol
 from bench.measure import ROOT
-from overlord.roles.data_constructor import Delivery
-from overlord.roles.planner import Later
-from overlord.transport.channel import FlightChannel
-from overlord.transport.security import Listen
-from overlord.transport.server import Service
-from overlord.transport.serving import ServerPerGroup
-from tests.sources import Numbered
+from overlord.messages import Delivery, Later
+from overlord.service.auth import Listen
+from overlord.service.channel import FlightChannel
+from overlord.service.server import Service
+from overlord.service.serving import ServerPerGroup
+from tests.small_sources import Numbered
 
 MB = 1_000_000
 NUM_CLIENTS = 4

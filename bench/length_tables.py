@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from overlord.planning.what_if.presets import BYTED, GITHUB, TABLES, LengthTable
+from overlord.simulate.presets import (
+    BYTED,
+    GITHUB,
+    TABLES,
+    LengthTable,
+)
 
 __all__ = ["BYTED", "GITHUB", "TABLES", "LengthTable"]

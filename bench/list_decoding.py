@@ -1,5 +1,5 @@
 """Pre-tokenised Parquet, decoding alone: million tokens per CPU-second by Arrow and by Overlord's reader, which takes the
-lists' levels apart itself (`overlord.data.readers.flat_lists`). One thread, files in the page cache, rounds in turn.
+lists' levels apart itself (`overlord.sources.parquet_lists`). One thread, files in the page cache, rounds in turn.
 
     python -m bench.list_decoding [--rounds N] [--json]
 """

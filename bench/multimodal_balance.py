@@ -18,17 +18,18 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from bench.telling import parser_of
-from overlord.planning.balancing import max_over_mean, summed
-from overlord.planning.cost import TransformerCost
-from overlord.planning.dgraph import DGraph
-from overlord.planning.facts import Floats
-from overlord.planning.images.encoding import Encoding
-from overlord.planning.images.vision import PatchGrid, VisionTransformerCost, images_of
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.plan import Plan
-from overlord.planning.strategies import long_short, multimodal, plain
-from overlord.planning.what_if.llava_like import LlavaLike
-from overlord.spec import Batch, Mesh
+from overlord.arrange.balancing import max_over_mean, summed
+from overlord.arrange.cost import TransformerCost
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import Plan
+from overlord.arrange.strategies import long_short, multimodal, plain
+from overlord.arrange.vision.encoding import Encoding
+from overlord.arrange.vision.images import PatchGrid, VisionTransformerCost, images_of
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.simulate.presets import LlavaLike
+from overlord.stream.facts import Floats
 
 TARGET = 1.05
 CONTEXT = 8192

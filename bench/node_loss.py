@@ -47,7 +47,7 @@ def measured(kills: int, health_checks: dict[str, int]) -> list[Loss]:
 def _losses(nodes: Nodes, kills: int, folder: str) -> list[Loss]:
     import overlord as ol
     from tests.faults.on_ray import ON_OTHERS, pulses
-    from tests.sources import Numbered, job_of
+    from tests.small_sources import Numbered, job_of
 
     sources = {f"s{i}": Numbered(rows=2000, unit_rows=20, first=1 + 3000 * i) for i in range(4)}
     job = job_of(sources, ol.Batch(tokens=2048, sequence_length=256), mesh=ol.Mesh(dp=2))

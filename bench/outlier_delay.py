@@ -17,13 +17,14 @@ import numpy as np
 from bench.balance import H200_COST
 from bench.length_tables import TABLES, LengthTable
 from bench.telling import parser_of
-from overlord.outlier_delay import OutlierDelay
-from overlord.planning.dgraph import DGraph
-from overlord.planning.outliers import Delay, count_delays
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.strategies import Strategy, long_short, plain
-from overlord.planning.what_if.simulation import drawer_of
-from overlord.spec import Batch, Mesh
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.strategies import Strategy, long_short, plain
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.declare.policies import OutlierDelay
+from overlord.simulate.simulation import drawer_of
+from overlord.stream.outliers import Delay, count_delays
 
 DP = 32
 

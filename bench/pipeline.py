@@ -18,13 +18,14 @@ import numpy as np
 from bench.balance import H200_COST
 from bench.length_tables import TABLES, LengthTable
 from bench.telling import parser_of
-from overlord.planning.dgraph import DGraph
-from overlord.planning.facts import Samples
-from overlord.planning.packing import best_fit, in_drawn_order
-from overlord.planning.pipeline import Pipeline, simulated
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.strategies import long_short, plain
-from overlord.spec import Batch, Mesh
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.pipelines.simulator import Pipeline, simulated
+from overlord.arrange.strategies import long_short, plain
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.stream.facts import Samples
+from overlord.stream.packing import best_fit, in_drawn_order
 
 DP = 16
 MICROBATCHES = 16

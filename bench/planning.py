@@ -15,16 +15,18 @@ from typing import Any, TypeVar
 from bench.length_tables import BYTED, GITHUB, LengthTable
 from bench.pools import CP, pooled
 from bench.telling import parser_of
-from overlord.planning.cost import TransformerCost
-from overlord.planning.dgraph import DGraph
-from overlord.planning.drawing import Extent
-from overlord.planning.facts import Ints, Samples
-from overlord.planning.membership import StepDrawer
-from overlord.planning.packing import best_fit
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.progress import Progress
-from overlord.planning.strategies import plain
-from overlord.spec import Batch, Mesh, Mixture
+from overlord.arrange.cost import TransformerCost
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.strategies import plain
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.declare.mixture import Mixture
+from overlord.stream.drawing import Extent
+from overlord.stream.facts import Ints, Samples
+from overlord.stream.membership import StepDrawer
+from overlord.stream.packing import best_fit
+from overlord.stream.progress import Progress
 
 T = TypeVar("T")
 

@@ -15,16 +15,17 @@ from bench.length_tables import BYTED
 from bench.multimodal_balance import BACKBONE, ENCODER
 from bench.planning import H200_COST
 from bench.telling import parser_of
-from overlord.planning.dgraph import DGraph
-from overlord.planning.facts import Samples
-from overlord.planning.images.vision import PatchGrid
-from overlord.planning.packing import best_fit
-from overlord.planning.pipeline import Pipeline
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.plan import Plan
-from overlord.planning.strategies import long_short, multimodal
-from overlord.planning.what_if.llava_like import LlavaLike
-from overlord.spec import Batch, Mesh
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.pipelines.simulator import Pipeline
+from overlord.arrange.plan import Plan
+from overlord.arrange.strategies import long_short, multimodal
+from overlord.arrange.vision.images import PatchGrid
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.simulate.presets import LlavaLike
+from overlord.stream.facts import Samples
+from overlord.stream.packing import best_fit
 
 NUM_SAMPLES, RANKS, LIMIT_MS = 65_536, 4_096, 500.0
 GRID = PatchGrid(14, merge=2)

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.planning.cost import TransformerCost
-from overlord.planning.dgraph import DGraph
-from overlord.planning.facts import Ints, Samples
-from overlord.planning.hdp.rings import Rings
-from overlord.planning.packing import best_fit
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.plan import Plan
-from overlord.planning.strategies import hdp
-from overlord.spec import Batch, Mesh
+from overlord.arrange.cost import TransformerCost
+from overlord.arrange.graph import DGraph
+from overlord.arrange.hdp.rings import Rings
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import Plan
+from overlord.arrange.strategies import hdp
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.stream.facts import Ints, Samples
+from overlord.stream.packing import best_fit
 
 CP = 8
 

@@ -24,7 +24,8 @@ import overlord as ol
 from bench import corpus
 from bench.measure import Spread
 from bench.telling import parser_of, tell
-from overlord.roles.data_constructor import DataConstructor, Delivery
+from overlord.messages import Delivery
+from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Planner
 

@@ -21,8 +21,8 @@ import pyarrow as pa
 
 import overlord as ol
 from bench.telling import parser_of, tell
-from overlord.engine import Handle
 from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.runtime.engine import Handle
 
 ROWS = 64  # of a chunk
 SAMPLES = 8  # of a step

@@ -21,12 +21,19 @@ import numpy as np
 
 from bench.figures import Series, line_chart
 from bench.telling import parser_of
-from overlord.planning.cost import TransformerCost
-from overlord.planning.strategies import Strategy, hdp
-from overlord.planning.what_if.presets import TABLES, LengthTable
-from overlord.planning.what_if.simulation import Scenario, Summary, drawer_of, pooled, static_mesh
-from overlord.planning.what_if.step_time import Links, Shape, TimeModel
-from overlord.spec import Batch, Mesh
+from overlord.arrange.cost import TransformerCost
+from overlord.arrange.strategies import Strategy, hdp
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.simulate.presets import TABLES, LengthTable
+from overlord.simulate.simulation import (
+    Scenario,
+    Summary,
+    drawer_of,
+    pooled,
+    static_mesh,
+)
+from overlord.simulate.step_time import Links, Shape, TimeModel
 
 CAPACITY = 8192
 TOKENS_A_RANK = 32_768

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 import overlord as ol
 from bench.measure import Spread
-from overlord.saved_state import contents_of, with_checksum
+from overlord.checkpoint.form import contents_of, with_checksum
 
 SOURCES = 300
 STEPS_BEFORE = 200

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 import overlord as ol
-from overlord.planning.images.encoding import Encoding
+from overlord.arrange.vision.encoding import Encoding
 
 RANKS = 4
 IMAGE_TOKEN = 300

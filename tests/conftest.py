@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ray_cluster() -> Iterator[None]:
     """One small cluster for all tests of this process."""
     ray = pytest.importorskip("ray")
-    from overlord.engines.ray.cluster import SYSTEM_CONFIG
+    from overlord.runtime.ray.cluster import SYSTEM_CONFIG
 
     ray.init(
         address="local",

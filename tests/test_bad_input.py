@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
-from tests.sources import Numbered, job_of, read_all, same, tokens_of
+from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
 
 LENGTHS = [3, 0, 20, 5, 0, 33, 1]
 """Documents of one file: two are empty, two longer than 16 tokens."""

@@ -11,9 +11,9 @@ import pytest
 
 import overlord as ol
 from overlord.demo.stream import first_difference, recorded
-from overlord.dry_run import Taken, steps_of
+from overlord.service.dry_run import Taken, steps_of
 from tests.commands import environment, python
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 
 PAD = -1
 MODULES_NOT_IN_CORE = ("torch", "tiktoken", "tokenizers", "zstandard", "obstore")

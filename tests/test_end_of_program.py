@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import environment
-from tests.test_serve import Serving
+from tests.service.test_serve import Serving
 
 pytestmark = pytest.mark.strangers
 
@@ -17,7 +17,7 @@ HELD = "sys.held = list(sys.modules.values())"
 JOB = """
 import sys
 import overlord as ol
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 
 def same(table):
     return table

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord.planning.images.encoding import Encoding
+from overlord.arrange.vision.encoding import Encoding
 from tests.pictures import GRID, IMAGE_TOKEN, encoded, picture_documents, picture_job
 
 MESHES = [

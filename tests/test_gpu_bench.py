@@ -5,7 +5,7 @@ import pytest
 
 from bench.gpu.settings import ARRANGEMENTS, Setting
 from bench.gpu.work import Fit, Ranks, Work, predicted_times
-from overlord.planning.what_if.presets import BYTED, GITHUB
+from overlord.simulate.presets import BYTED, GITHUB
 
 LENGTHS = (128, 1024, 8192, 65_536)
 FIT = Fit.of(LENGTHS, [2e-3 * n + 9e-8 * n * n for n in LENGTHS])

@@ -5,9 +5,9 @@ import json
 import pytest
 
 import overlord as ol
-from overlord.planning.explain import explain
+from overlord.arrange.explain import explain
 from overlord.testing import assert_resumes_exactly, assert_same_stream
-from tests.conformance.streams import text_job
+from tests.contract.streams import text_job
 
 POLICY = ol.OutlierDelay(lengths=(40, 52), together=4, most_steps=3)
 

@@ -14,7 +14,7 @@ from overlord.testing import (
     assert_source_keeps_its_promises,
     assert_strategy_conserves,
 )
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 
 COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.01)
 BATCH = ol.Batch(tokens=64, sequence_length=16)

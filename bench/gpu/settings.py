@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from bench.gpu.work import Fit, Ranks, of_hdp_plan, of_plan
 from bench.length_tables import BYTED, GITHUB, LengthTable
-from overlord.planning.dgraph import DGraph
-from overlord.planning.facts import Samples
-from overlord.planning.packing import best_fit, in_drawn_order
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.strategies import hdp, long_short, plain
-from overlord.spec import Batch, Mesh
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.strategies import hdp, long_short, plain
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.stream.facts import Samples
+from overlord.stream.packing import best_fit, in_drawn_order
 
 
 @dataclass(frozen=True, slots=True)

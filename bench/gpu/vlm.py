@@ -13,16 +13,17 @@ import numpy as np
 
 from bench.gpu.blocks import LLAMA_8B, VIT_2B, Bench
 from bench.gpu.work import Fit, Ranks, Work, of_plan
-from overlord.planning.dgraph import CostFunction, DGraph
-from overlord.planning.facts import Floats
-from overlord.planning.images.encoding import Encoding
-from overlord.planning.images.vision import ImageCost, images_of
-from overlord.planning.packing import best_fit, in_drawn_order
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.plan import Plan
-from overlord.planning.strategies import multimodal, plain
-from overlord.planning.what_if.llava_like import LlavaLike
-from overlord.spec import Batch, Mesh
+from overlord.arrange.graph import CostFunction, DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import Plan
+from overlord.arrange.strategies import multimodal, plain
+from overlord.arrange.vision.encoding import Encoding
+from overlord.arrange.vision.images import ImageCost, images_of
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.simulate.presets import LlavaLike
+from overlord.stream.facts import Floats
+from overlord.stream.packing import best_fit, in_drawn_order
 
 ENCODER_BLOCKS, BACKBONE_BLOCKS = 40, 32
 CONTEXT, DP, ROWS = 8192, 64, 4

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.planning.facts import Floats, Ints
-from overlord.planning.hdp.zigzag import chunks_of
-from overlord.planning.measured_cost import MeasuredCost
-from overlord.planning.plan import Plan
+from overlord.arrange.cost import MeasuredCost
+from overlord.arrange.hdp.rings import chunks_of
+from overlord.arrange.plan import Plan
+from overlord.stream.facts import Floats, Ints
 
 PADDING_SEGMENT = 512  # as collation cuts the padding of a row
 

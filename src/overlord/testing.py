@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from overlord.planning.dgraph import DGraph
-from overlord.planning.facts import Samples
-from overlord.planning.packing import best_fit
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.plan import Plan
-from overlord.planning.strategies import Strategy
-from overlord.roles.client import Step
-from overlord.run import Loader, start
-from overlord.spec import Batch, Job, Mesh, Source
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import Plan
+from overlord.arrange.strategies import Strategy
+from overlord.declare.batch import Batch
+from overlord.declare.job import Job
+from overlord.declare.mesh import Mesh
+from overlord.declare.source import Source
+from overlord.messages import Step
+from overlord.service.run import Loader, start
+from overlord.stream.facts import Samples
+from overlord.stream.packing import best_fit
 
 __all__ = ["assert_resumes_exactly", "assert_same_stream", "assert_source_keeps_its_promises", "assert_strategy_conserves"]
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
-from overlord.data.log_segments import segments_at
-from overlord.roles.plan_log import newest_in
+from overlord.planlog.plan_log import newest_in
+from overlord.planlog.segments import segments_at
 from tests.commands import environment
 from tests.faults.disturbance import (
     Cause,

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import psutil
 
-from overlord.data.append_log import unframed
+from overlord.planlog.append_log import unframed
 from tests.faults import store as storage
 from tests.faults.schedule import Fault
 from tests.faults.store import Store

@@ -18,7 +18,7 @@ from tests.faults.nodes import Nodes
 from tests.faults.on_ray import pulses
 from tests.faults.trainer import digest
 from tests.faults.trainers import wait_until
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 
 STEPS = 30
 ZONE = {"zone": "b"}

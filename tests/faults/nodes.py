@@ -11,7 +11,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from overlord.engines.ray.cluster import SYSTEM_CONFIG
+from overlord.runtime.ray.cluster import SYSTEM_CONFIG
 
 QUICK_HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 500,

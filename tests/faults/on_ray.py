@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 import overlord as ol
-from overlord.engines.ray.stage import PULSE, Pulse
+from overlord.runtime.ray.stage import PULSE, Pulse
 from tests.faults.disturbance import (
     PATIENCE_S,
     Cause,

@@ -7,7 +7,7 @@ import overlord as ol
 from tests.faults.comparison import compared, undisturbed
 from tests.faults.schedule import drawn_faults
 from tests.faults.trainers import Taken
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 
 JOB = job_of({"a": Numbered(rows=60, first=1)}, mesh=ol.Mesh(dp=2))
 STEPS = undisturbed(JOB, 6)

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 import overlord as ol
-from overlord.workplace import Workplace, WorkplaceSize
-from tests.engines.roles import Counter, make_counter
+from overlord.runtime.engine import Workplace, WorkplaceSize
+from tests.runtime.roles import Counter, make_counter
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 HUNG_AFTER_S = 1.0
@@ -51,7 +51,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[ol.Ray]:
 def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, caplog: pytest.LogCaptureFixture):
     counter = engine.spawn("counter", partial(make_counter, 5))
     stopped = counter.ask(Counter.pid).result()
-    with caplog.at_level(logging.WARNING, "overlord.engine"):
+    with caplog.at_level(logging.WARNING, "overlord.runtime.engine"):
         os.kill(stopped, signal.SIGSTOP)
         assert counter.ask(Counter.add, 2).result(60) == 7
     assert counter.ask(Counter.pid).result() != stopped

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
-from overlord.data import processes
-from tests.sources import Numbered, job_of, read_all, same
+from overlord.chunks.workers import pool as processes
+from tests.small_sources import Numbered, job_of, read_all, same
 
 GIVEN_UP_S = 4.0
 

@@ -1,7 +1,7 @@
 """A trainer that was restarted goes on: alone at the step it was at, or with all others from a state."""
 
 import overlord as ol
-from tests.transport.served import content, served, streams, two_sources, undisturbed
+from tests.service.served import content, served, streams, two_sources, undisturbed
 
 JOB = two_sources(mesh=ol.Mesh(dp=2))
 

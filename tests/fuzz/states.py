@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import overlord as ol
+from overlord.checkpoint.form import with_checksum
 from overlord.errors import DataError, OverlordError, StateError
-from overlord.planning.learning.reports import WeightChange
-from overlord.saved_state import with_checksum
+from overlord.messages import WeightChange
 from tests.fuzz.mutations import damaged, edited
 from tests.fuzz.targets import Answer, Case, Seed, Wrong
-from tests.sources import Numbered, job_of, tokens_of
+from tests.small_sources import Numbered, job_of, tokens_of
 
 _A = Numbered(rows=40, first=1)
 _B = Numbered(rows=23, unit_rows=4, first=100, longest=16)

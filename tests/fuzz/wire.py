@@ -22,15 +22,14 @@ import pyarrow.flight as flight
 
 import overlord as ol
 from overlord.errors import OverlordError, ServiceError
-from overlord.roles.data_constructor import Delivery
-from overlord.roles.planner import Later
-from overlord.transport import wire
-from overlord.transport.channel import FlightChannel
-from overlord.transport.steps import SCHEMA, packed_step
+from overlord.messages import Delivery, Later
+from overlord.service import wire
+from overlord.service.channel import FlightChannel
+from overlord.service.steps import SCHEMA, packed_step
 from tests.fuzz.mutations import damaged, edited
 from tests.fuzz.states import JOBS
 from tests.fuzz.targets import Answer, Case, OracleFailed, Seed, Wrong
-from tests.transport.served import Raw
+from tests.service.served import Raw
 
 _JOB = JOBS["samples"]
 _SESSION = "0123456789abcdef"
@@ -257,7 +256,7 @@ def _doing(channel: FlightChannel) -> Answer:
 
 
 def _feedback(channel: FlightChannel) -> Answer:
-    from overlord.planning.learning.reports import StepReport
+    from overlord.messages import StepReport
 
     answer = _lines(channel.feedback(StepReport(0, 0, {"a": 1.0}, {"a": 2.0}, (0.5,)), 0))
     return Answer([line.partition(":")[0] for line in answer.rows])
@@ -452,7 +451,7 @@ def _batches(regions: list[bytes]) -> list[pa.RecordBatch]:
     """Each region in a buffer of its own, as a service sends them."""
     if not regions:
         return [pa.RecordBatch.from_arrays([pa.array([], pa.binary_view())], schema=SCHEMA)]
-    from overlord.transport.steps import _batch
+    from overlord.service.steps import _batch
 
     return [_batch([np.frombuffer(region, np.uint8) for region in regions])]
 

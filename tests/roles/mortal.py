@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 import overlord as ol
-from overlord.engine import Handle
-from overlord.engines.embedded import Embedded, Given
-from overlord.planning.plan import GroupPlan, Plan
+from overlord.arrange.plan import GroupPlan, Plan
 from overlord.roles.planner import Planned, Planner
-from overlord.workplace import Workplace
+from overlord.runtime.embedded import Embedded, Given
+from overlord.runtime.engine import Handle, Workplace
 
 
 class Mortal(Embedded):

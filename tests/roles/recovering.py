@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import overlord as ol
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 
 A = Numbered(rows=40, first=1)
 B = Numbered(rows=23, unit_rows=4, first=100, longest=16)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
-from tests.sources import Numbered, job_of, tokens_of
+from tests.small_sources import Numbered, job_of, tokens_of
 
 
 @dataclass(frozen=True)

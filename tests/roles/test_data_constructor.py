@@ -6,9 +6,9 @@ import weakref
 import numpy as np
 
 import overlord as ol
-from overlord.roles.data_constructor import Delivery
-from overlord.roles.in_process import InProcess
-from tests.sources import Numbered, job_of
+from overlord.messages import Delivery
+from overlord.service.in_process import InProcess
+from tests.small_sources import Numbered, job_of
 
 
 def fetched(loader: ol.Loader, step: int, rank: int) -> Delivery:

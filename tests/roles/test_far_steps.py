@@ -7,10 +7,10 @@ import pytest
 
 import overlord as ol
 from overlord.roles.planner import MOST_AHEAD, MOST_LOOKED_AHEAD
-from overlord.transport import wire
+from overlord.service import wire
 from tests.roles.mortal import key_of
-from tests.sources import Numbered, job_of
-from tests.transport.served import Raw, streams, two_sources, undisturbed
+from tests.service.served import Raw, streams, two_sources, undisturbed
+from tests.small_sources import Numbered, job_of
 
 pytestmark = pytest.mark.strangers
 FAR = 10**9

@@ -7,14 +7,14 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
-from overlord.data.bad_rows import BadRowLog
-from overlord.data.chunk import Chunk
+from overlord.chunks.bad_rows import BadRowLog
+from overlord.chunks.chunk import Chunk
 from overlord.errors import BadRowError, DataError
 from overlord.roles.loader_host import Held, LoaderHost
 from overlord.roles.source_loader import SourceLoader
-from overlord.threads import Threads
+from overlord.runtime.threads import Threads
 from tests.roles.test_source_loader import SIZE, chunk_of
-from tests.sources import Numbered, job_of, tokens_of
+from tests.small_sources import Numbered, job_of, tokens_of
 
 
 def host_of(num_threads: int, make=chunk_of, room: int = 3, makes_ahead: bool = True) -> LoaderHost:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 
 import overlord as ol
-from overlord.data.append_log import unframed
 from overlord.errors import StorageError
-from overlord.planning.recovery import fold
+from overlord.planlog.append_log import unframed
+from overlord.planlog.records import fold
 from tests.roles.mortal import Mortal, key_of, stream_of
 from tests.roles.recovering import JOBS, STEPS, A, B, log_of, segment_of
-from tests.sources import Numbered, job_of, read_all, same, tokens_of
+from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
 
 
 @settings(max_examples=25)
@@ -135,7 +135,7 @@ def test_a_state_decides_where_a_run_goes_on_whatever_the_log_says(tmp_path):
 def test_a_run_without_a_state_begins_at_step_0_and_says_what_the_log_knows(tmp_path, caplog):
     job = job_of({"a": A, "b": B})
     uncut, _ = read_all(job, 5, log=log_of(tmp_path))
-    with caplog.at_level(logging.WARNING, "overlord.log"):
+    with caplog.at_level(logging.WARNING, "overlord.declare.policies"):
         assert same(read_all(job, 5, log=log_of(tmp_path))[0], uncut)
     assert "but this one begins at step 0; resume='log' would go on with step" in caplog.text
 

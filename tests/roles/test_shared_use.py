@@ -7,14 +7,14 @@ import pytest
 import overlord as ol
 from tests.commands import python
 from tests.roles.test_client import Gated
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 
 pytestmark = pytest.mark.strangers
 
 FORKED = """
 import os, sys
 import overlord as ol
-from tests.transport.served import two_sources
+from tests.service.served import two_sources
 
 loader = ol.start(two_sources(mesh=ol.Mesh(dp=2)), log=sys.argv[1])
 address = loader.serve()
@@ -54,7 +54,7 @@ def test_a_forked_process_is_told_and_its_parent_goes_on(tmp_path):
 WORKERS = """
 import sys
 import overlord as ol, torch
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 
 class Steps(torch.utils.data.IterableDataset):
     def __init__(self, client):

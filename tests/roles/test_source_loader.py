@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.data.chunk import Chunk, Lineage
+from overlord.chunks.chunk import Chunk, Lineage
 from overlord.errors import BufferTooSmallError, ClosedError
-from overlord.planning.facts import ChunkFacts
-from overlord.planning.images.image_sizes import ImageSizes
 from overlord.roles.source_loader import SourceLoader
-from overlord.threads import Threads
+from overlord.runtime.threads import Threads
+from overlord.stream.facts import ChunkFacts, ImageSizes
 
 
 def chunk_of(number: int, tokens: int = 100) -> Chunk:

@@ -20,9 +20,9 @@ import yaml
 from torch.distributed.checkpoint.stateful import Stateful
 
 import overlord as ol
-from overlord.saved_state import contents_of
+from overlord.checkpoint.form import contents_of
 from overlord.trainer import attach
-from tests.sources import Numbered, job_of, read_all, same, tokens_of
+from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
 from tests.trainer.ranks import join_world, run_ranks
 
 pytestmark = [

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import overlord as ol
-from overlord.planning.hdp.zigzag import chunks_of
+from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer import Ring, attach, ring_attention, sum_gradients, token_loss
-from tests.sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of
 from tests.trainer.ranks import join_world, run_ranks
 
 _RANKS = 4

@@ -15,6 +15,6 @@ def test_the_example_reads_through_overlord_and_prints_a_table_of_all_arms():
 
 def test_the_benchmark_runs_with_torch_and_numpy_alone():
     """On a machine that only trains: nothing else of Overlord is imported, nor what that needs."""
-    others = ("pyarrow", "orjson", "overlord.run")
+    others = ("pyarrow", "orjson", "overlord.service.run")
     code = f"import bench.tempbalance_overhead, sys; print([m for m in {others} if m in sys.modules])"
     assert python("-c", code).stdout.strip() == "[]"

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlord.cost_file import save_cost
 from overlord.errors import SpecError
+from overlord.steering.cost_file import save_cost
 from overlord.trainer.calibrate import Calibration, Step, calibrated, usual_device
 from overlord.trainer.llama_blocks import LLAMA_8B, LLAMA_70B, TINY, attention_name, steps_of
 

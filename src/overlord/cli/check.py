@@ -9,12 +9,14 @@ from itertools import islice
 from pathlib import Path
 
 from overlord.cli import FAILED, told
-from overlord.cli.job_file import load_job
+from overlord.cli.files import load_job
 from overlord.cli.output import console, size, table, write_json
-from overlord.dry_run import steps_of
+from overlord.declare.job import Job
+from overlord.declare.source import Source, Unit
 from overlord.errors import OverlordError
-from overlord.run import list_units, start
-from overlord.spec import Job, Source, Unit
+from overlord.roles.assembly import list_units
+from overlord.service.dry_run import steps_of
+from overlord.service.run import start
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from overlord.cli.job_file import load_job
+from overlord.arrange.balancing import max_over_mean
+from overlord.arrange.explain import explain as explained
+from overlord.arrange.plan import Plan
+from overlord.cli.files import load_job, read_state
 from overlord.cli.output import console, table, write_json
-from overlord.cli.state_file import read_state
+from overlord.declare.job import Job
 from overlord.errors import SpecError
-from overlord.planning.balancing import max_over_mean
-from overlord.planning.explain import explain as explained
-from overlord.planning.facts import Floats
-from overlord.planning.plan import Plan
 from overlord.roles.planner import Planned
-from overlord.roles.report import StepDocument
-from overlord.run import start
-from overlord.spec import Job
+from overlord.service.run import StepDocument, start
+from overlord.stream.facts import Floats
 
 
 def explain(path: Path, step: int | None, resume: Path | None, documents: bool, as_json: bool) -> int:

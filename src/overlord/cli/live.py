@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.cli.output import short, table
-from overlord.dry_run import Meter, Share
+from overlord.service.dry_run import Meter, Share
 
 TERMINAL_EVERY_S = 0.1
 PLAIN_EVERY_S = 5.0

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from overlord.cli.files import read_token
 from overlord.cli.output import console, table, write_json
-from overlord.cli.token_file import read_token
 from overlord.errors import SpecError
-from overlord.planning.recovery import WEIGHTS, Decision
-from overlord.transport.control import Control
+from overlord.service.admin import Control
+from overlord.steering.decisions import WEIGHTS, Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from overlord.cli import FAILED, told
-from overlord.cli.job_file import load_job
+from overlord.cli.files import load_job
 from overlord.cli.output import console, size, table, write_json
 from overlord.cli.partition_options import PartitionOptions
-from overlord.planning.loaders.scaling import Budget, told_s
-from overlord.roles.profiling import Effort, Profiled
-from overlord.sizing import Sizing, profiles_of, sized
-from overlord.spec import Job
+from overlord.declare.job import Job
+from overlord.loaders.model import Budget, told_s
+from overlord.loaders.profile import Effort, Profiled
+from overlord.loaders.sizing import Sizing, profiles_of, sized
 
 
 def partition(options: PartitionOptions, as_json: bool) -> int:

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from overlord.cli import INTERRUPTED
-from overlord.cli.job_file import load_job
+from overlord.cli.files import check_writable, load_job, read_state, write_state
 from overlord.cli.live import LiveView, mix_table
 from overlord.cli.output import console, short, size, write_json
-from overlord.cli.state_file import check_writable, read_state, write_state
-from overlord.dry_run import Meter, Share, shares_of, steps_of
-from overlord.peak_memory import peak_rss_bytes
-from overlord.run import Loader, start
+from overlord.runtime.memory import peak_rss_bytes
+from overlord.service.dry_run import (
+    Meter,
+    Share,
+    shares_of,
+    steps_of,
+)
+from overlord.service.run import Loader, start
 
 
 def run(path: Path, num_steps: int | None, rank: int | None, state: Path | None, resume: Path | None, as_json: bool) -> int:

@@ -13,14 +13,12 @@ from typing import Literal
 
 import orjson
 
-from overlord.cli.job_file import load_job
-from overlord.cli.state_file import check_writable, read_state, write_state
-from overlord.cli.token_file import read_token
-from overlord.engine import Engine
+from overlord.checkpoint.state import State
+from overlord.cli.files import check_writable, load_job, read_state, read_token, write_state
 from overlord.errors import ServiceError, SpecError
-from overlord.run import Loader, start
-from overlord.state import State
-from overlord.transport.security import Address
+from overlord.runtime.engine import Engine
+from overlord.service.auth import Address
+from overlord.service.run import Loader, start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +127,6 @@ def _resume(given: str | None) -> State | Literal["log"] | None:
 def _engine(ray: str | None) -> Engine | None:
     if ray is None:
         return None
-    from overlord.engines.ray import Ray
+    from overlord.runtime.ray import Ray
 
     return Ray(ray or None)

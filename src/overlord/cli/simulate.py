@@ -8,11 +8,11 @@ from typing import Any
 
 from overlord.cli.output import console, size, table, write_json
 from overlord.cli.simulate_options import SimulateOptions
-from overlord.cli.simulate_page import check_page, write_page
 from overlord.cli.simulate_setting import Setting, setting_of
-from overlord.planning.what_if.footprint import Footprint, Role, footprint
-from overlord.planning.what_if.plan_time import PlanTime
-from overlord.planning.what_if.simulation import Summary
+from overlord.simulate.footprint import Footprint, Role, footprint
+from overlord.simulate.page import check_page, write_page
+from overlord.simulate.plan_time import PlanTime
+from overlord.simulate.simulation import Summary
 
 
 def simulate(options: SimulateOptions, as_json: bool) -> int:

@@ -7,22 +7,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from overlord.cli.job_file import load_job
+from overlord.arrange.cost import TransformerCost
+from overlord.arrange.pipelines.simulator import Pipeline
+from overlord.arrange.strategies import (
+    Strategy,
+    long_short,
+    multimodal,
+    plain,
+)
+from overlord.arrange.vision.images import Images
+from overlord.cli.files import load_job
 from overlord.cli.simulate_options import SimulateOptions
-from overlord.cost_file import load_cost
+from overlord.declare.batch import Batch
+from overlord.declare.job import Job
+from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError
-from overlord.planning.cost import TransformerCost
-from overlord.planning.facts import Floats
-from overlord.planning.images.vision import Images
-from overlord.planning.membership import DrawnStep
-from overlord.planning.pipeline import Pipeline
-from overlord.planning.strategies import Strategy, long_short, multimodal, plain
-from overlord.planning.what_if.llava_like import LlavaLike
-from overlord.planning.what_if.presets import BYTED, GITHUB
-from overlord.planning.what_if.simulation import Facts, Scenario, drawer_of, pooled, static_mesh
-from overlord.planning.what_if.step_time import H200_FLOPS, Encoder, Links, Shape, TimeModel
-from overlord.run import start
-from overlord.spec import Batch, Job, Mesh
+from overlord.service.run import start
+from overlord.simulate.presets import BYTED, GITHUB, LlavaLike
+from overlord.simulate.simulation import (
+    Facts,
+    Scenario,
+    drawer_of,
+    pooled,
+    static_mesh,
+)
+from overlord.simulate.step_time import (
+    H200_FLOPS,
+    Encoder,
+    Links,
+    Shape,
+    TimeModel,
+)
+from overlord.steering.cost_file import load_cost
+from overlord.stream.facts import Floats
+from overlord.stream.membership import DrawnStep
 
 _TOKENS_A_RANK = 32 << 10  # of a step: 32 M on 1,024 ranks
 _RANKS = 1024

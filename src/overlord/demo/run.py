@@ -13,15 +13,22 @@ from typing import Any, Protocol
 
 import orjson
 
+from overlord.arrange.strategies import plain
+from overlord.declare.job import Job
+from overlord.declare.mesh import Mesh
 from overlord.demo import job as job_module
 from overlord.demo.corpus import make_corpus
 from overlord.demo.straggler import Straggler, measured_straggler
 from overlord.demo.stream import StepRecord, first_difference, recorded
-from overlord.dry_run import Meter, Share, Taken, shares_of, steps_of
-from overlord.peak_memory import peak_rss_bytes
-from overlord.planning.strategies import plain
-from overlord.run import Loader, start
-from overlord.spec import Job, Mesh
+from overlord.runtime.memory import peak_rss_bytes
+from overlord.service.dry_run import (
+    Meter,
+    Share,
+    Taken,
+    shares_of,
+    steps_of,
+)
+from overlord.service.run import Loader, start
 
 FIRST_MESH = Mesh(dp=2, cp=2)
 SECOND_MESH = Mesh(dp=4, cp=1)

@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from overlord.planning.balancing import least_possible_cost, max_over_mean
-from overlord.planning.cost import TransformerCost
-from overlord.planning.dgraph import DGraph
-from overlord.planning.facts import Floats
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.strategies import long_short, plain
+from overlord.arrange.balancing import least_possible_cost, max_over_mean
+from overlord.arrange.cost import TransformerCost
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.strategies import long_short, plain
+from overlord.declare.batch import Batch
+from overlord.declare.job import Job
+from overlord.declare.mesh import Mesh
 from overlord.roles.planner import Planned
-from overlord.run import start
-from overlord.spec import Batch, Job, Mesh
+from overlord.service.run import start
+from overlord.stream.facts import Floats
 
 CONTEXT = 131_072
 DP = 8

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from overlord.dry_run import Taken
-from overlord.planning.facts import Samples
-from overlord.planning.place_tree import ClientPlaceTree
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.service.dry_run import Taken
+from overlord.stream.facts import Samples
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 

@@ -4,28 +4,61 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from overlord.data.bad_rows import BadRowLog
-from overlord.data.chunk_maker import ChunkMaker
-from overlord.data.storage import is_remote
-from overlord.engine import Engine
-from overlord.errors import SpecError
-from overlord.planning.drawing import Extent
-from overlord.planning.learning.steering import Steered
-from overlord.planning.loaders.scaling import Partition, Share, by_share, evenly
-from overlord.planning.order import chunks_per_epoch
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.progress import Progress
-from overlord.planning.strategies import plain
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.strategies import plain
+from overlord.chunks.bad_rows import BadRowLog
+from overlord.chunks.chunk_maker import ChunkMaker
+from overlord.declare.job import Job
+from overlord.declare.source import Source, Unit
+from overlord.errors import SourceError, SpecError
+from overlord.loaders.model import (
+    Partition,
+    Share,
+    by_share,
+    evenly,
+)
+from overlord.loaders.routes import Routes
+from overlord.planlog.plan_log import Era, PlanLog
 from overlord.roles.loader_host import Held, LoaderHost
-from overlord.roles.plan_log import Era, PlanLog
 from overlord.roles.planner import Planner
-from overlord.roles.routes import Routes
 from overlord.roles.source_loader import SourceLoader
-from overlord.roles.steering import Steering
-from overlord.spec import Job, Unit
-from overlord.threads import Threads
-from overlord.workplace import Workplace
+from overlord.runtime.engine import Engine, Workplace
+from overlord.runtime.long_waits import waiting
+from overlord.runtime.threads import Threads
+from overlord.sources.storage import is_remote
+from overlord.steering.decisions import Steered
+from overlord.steering.steering import Steering
+from overlord.stream.chunk_order import chunks_per_epoch
+from overlord.stream.drawing import Extent
+from overlord.stream.progress import Progress
+
+if TYPE_CHECKING:
+    pass
+
+
+_LISTING_THREADS = 16  # listing waits for storage, not for the processor
+
+
+def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
+    """Every source's units, listed side by side. A source without any is an error."""
+    threads = Threads(min(_LISTING_THREADS, len(sources)), "overlord-list")
+    pending = {name: threads.submit(source.units) for name, source in sources.items()}
+    listed: dict[str, Sequence[Unit]] = {}
+    try:
+        for name, future in pending.items():
+            try:
+                with waiting(lambda name=name: f"source {name!r} lists its files"):
+                    listed[name] = future.result()
+            except Exception as error:
+                error.add_note(f"while listing source {name!r}")
+                raise
+            if not listed[name]:
+                raise SourceError(f"source {name!r} has no data: its files hold no rows; remove it or check its paths")
+    finally:
+        threads.shutdown()  # after an error or Ctrl-C a listing may still wait for storage: it is left behind
+    return listed
 
 
 def make_partition(

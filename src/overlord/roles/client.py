@@ -6,19 +6,16 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from overlord.arguments import seconds_or_none, switch, whole
-from overlord.data.tensors import to_torch
+from overlord.batches.tensors import to_torch
+from overlord.checkpoint.form import State, contents_of, sealed
+from overlord.declare.arguments import seconds_or_none, switch, whole
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
-from overlord.exclusive import OneProcess, OneThread
-from overlord.long_waits import FIRST_S, waiting
-from overlord.planning.learning.reports import StepReport
-from overlord.roles.data_constructor import Delivery
-from overlord.roles.planner import Later
-from overlord.saved_state import State, contents_of, sealed
+from overlord.messages import Delivery, Later, Step, StepReport
+from overlord.runtime.exclusive import OneProcess, OneThread
+from overlord.runtime.long_waits import FIRST_S, waiting
 
 _WAIT_S = 0.25  # how long one ask waits before the client looks at its own deadline
 _NUMBERS = re.compile(r"[\d.]+")
@@ -29,35 +26,6 @@ _ONE_PROCESS = (
     "address of a Loader.serve(). In a torch DataLoader use num_workers=0: Overlord reads ahead by itself"
 )
 _ONE_THREAD = "Let one thread call next and hand steps on, or make a client for each rank"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One rank's part of one global step: iterate over its microbatches, each a dict of arrays.
-
-    `loss_tokens` counts the loss tokens of the whole step over all ranks: sum the token losses and divide by it, and
-    the gradient is right however the step was arranged. Where a source has loss weights it is the sum of the weights of
-    these tokens, to divide the weighted sum by.
-    """
-
-    number: int
-    loss_tokens: int | float
-    microbatches: tuple[dict[str, Any], ...]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.microbatches)
-
-    def __len__(self) -> int:
-        return len(self.microbatches)
-
-    def __getitem__(self, name: str) -> Any:
-        """A field of the only microbatch, for steps that have just one."""
-        if len(self.microbatches) != 1:
-            raise SpecError(
-                f"step {self.number} has {len(self.microbatches)} microbatches on this rank: "
-                f"iterate over them (`for micro in step: micro[{name!r}]`)"
-            )
-        return self.microbatches[0][name]
 
 
 class Channel(Protocol):

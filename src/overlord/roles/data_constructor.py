@@ -14,34 +14,25 @@ When the mesh is to change, it is frozen: it hands out no step that no rank has 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 
-from overlord.data.arenas import Arenas
-from overlord.data.collate import collate
-from overlord.data.delivery import cp_slices, fields_for, receive_only
-from overlord.data.payload import Payload
-from overlord.engine import Handle
+from overlord.arrange.mesh_tree import ClientPlaceTree, Place
+from overlord.arrange.plan import GroupPlan, RankPart
+from overlord.batches.buffers import Arenas
+from overlord.batches.collate import collate
+from overlord.batches.payload import Payload
+from overlord.batches.slices import cp_slices, fields_for, receive_only
+from overlord.declare.batch import Batch
 from overlord.errors import ClosedError, SpecError
-from overlord.planning.place_tree import ClientPlaceTree, Place
-from overlord.planning.plan import Fields, GroupPlan, RankPart
-from overlord.records import record
-from overlord.roles.pace import Pace, PaceMaker
-from overlord.roles.planner import Later, Planner
-from overlord.roles.routes import Routes
-from overlord.spec import Batch
-from overlord.threads import Threads
-
-
-@record
-class Delivery:
-    """One rank's part of a step."""
-
-    step: int
-    loss_tokens: int | float
-    microbatches: tuple[Fields, ...]
+from overlord.loaders.routes import Routes
+from overlord.messages import Delivery, Fields, Later
+from overlord.roles.planner import Planner
+from overlord.runtime.engine import Handle
+from overlord.runtime.threads import Threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +334,62 @@ def _add_parts(plan: GroupPlan, whole: list[Fields], payloads: Iterator[Payload]
 def _came_to_nothing(future: Future[_Built | Later | None]) -> bool:
     """Whether a step could not be planned when it was tried, so that it has to be tried again."""
     return future.done() and not future.cancelled() and future.exception() is None and isinstance(future.result(), Later)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of all ranks of a group together, since its constructor was made."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    """From getting a step to asking for the next: what a trainer takes for it."""
+    num_waits: int = 0
+    waited_s: float = 0.0
+    """From asking for a step to getting it."""
+
+    def plus(self, other: Pace) -> Pace:
+        return Pace(
+            self.num_steps + other.num_steps,
+            self.busy_s + other.busy_s,
+            self.num_waits + other.num_waits,
+            self.waited_s + other.waited_s,
+        )
+
+    def minus(self, other: Pace) -> Pace:
+        return self.plus(Pace(-other.num_steps, -other.busy_s, -other.num_waits, -other.waited_s))
+
+
+class PaceMaker:
+    """Told when a rank asks for a step and when it gets it. Not safe for threads by itself."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked: dict[int, tuple[int, float]] = {}
+        self._got: dict[int, tuple[int, float]] = {}
+        self._num_steps = self._num_waits = 0
+        self._busy_s = self._waited_s = 0.0
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(self._num_steps, self._busy_s, self._num_waits, self._waited_s)
+
+    def asks(self, rank: int, step: int) -> None:
+        """A rank asks for a step, maybe again."""
+        asked, got, now = self._asked.get(rank), self._got.get(rank), self._clock()
+        if asked is not None and asked[0] == step:
+            return
+        self._asked[rank] = step, now
+        if got is not None and got[0] == step - 1:
+            self._num_steps += 1
+            self._busy_s += now - got[1]
+
+    def gets(self, rank: int, step: int) -> None:
+        asked, got, now = self._asked.get(rank), self._got.get(rank), self._clock()
+        if asked is not None and asked[0] == step and (got is None or got[0] != step):
+            self._num_waits += 1
+            self._waited_s += now - asked[1]
+        self._got[rank] = step, now
+
+    def leaves(self, rank: int) -> None:
+        self._asked.pop(rank, None)
+        self._got.pop(rank, None)

@@ -23,25 +23,26 @@ from typing import TypeVar
 
 import numpy as np
 
+from overlord.arrange.graph import DGraph
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import GroupPlan, Plan
+from overlord.arrange.strategies import Strategy
+from overlord.declare.batch import Batch
+from overlord.declare.mixture import Mixture
 from overlord.errors import DataError, OverlordError, SpecError
-from overlord.planning.dgraph import DGraph
-from overlord.planning.drawing import Extent
-from overlord.planning.facts import ChunkFacts
-from overlord.planning.learning.reports import StepReport, WeightChange
-from overlord.planning.learning.steering import Steered
-from overlord.planning.membership import DrawnStep, StepDrawer
-from overlord.planning.outliers import count_delays
-from overlord.planning.place_tree import ClientPlaceTree
-from overlord.planning.plan import GroupPlan, Plan
-from overlord.planning.progress import Progress
-from overlord.planning.recovery import Decision, same
-from overlord.planning.strategies import Strategy
+from overlord.loaders.routes import Routes
+from overlord.messages import Later, StepReport, WeightChange
+from overlord.planlog.append_log import LogPosition
+from overlord.planlog.plan_log import PlanLog
+from overlord.planlog.records import same
 from overlord.records import record
-from overlord.roles.plan_log import PlanLog
-from overlord.roles.planner_status import Cursor, Mix, PlannerStatus
-from overlord.roles.routes import Routes
-from overlord.roles.steering import Steering
-from overlord.spec import Batch, Mixture
+from overlord.steering.decisions import Decision, Steered
+from overlord.steering.steering import Steering
+from overlord.stream.drawing import Extent
+from overlord.stream.facts import ChunkFacts
+from overlord.stream.membership import DrawnStep, StepDrawer
+from overlord.stream.outliers import count_delays
+from overlord.stream.progress import Progress
 
 T = TypeVar("T")
 
@@ -55,13 +56,6 @@ MOST_LOOKED_AHEAD = 1_000_000
 _CLOSE_S = 1.0
 _STEPS_AHEAD = 6
 _SLICE_STEPS = 16  # drawn in a row before somebody else may have the planner
-
-
-@dataclass(frozen=True, slots=True)
-class Later:
-    """An answer that is not ready, and why: the asker is ahead of someone."""
-
-    reason: str
 
 
 @record
@@ -535,3 +529,41 @@ def _first_chunks(progress: Progress) -> list[int]:
     first = progress.chunk.copy()
     np.minimum.at(first, progress.carried.source, progress.carried.chunk)
     return first.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What was asked of a source and what it gave so far."""
+
+    weight: float
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Chunks of a source: the first that may still be asked for, the one that is drawn from next, and the one that it ends
+    before (None when it does not end)."""
+
+    needed: int
+    next: int
+    end: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerStatus:
+    """How a planner stands."""
+
+    start: int
+    reached: int
+    """The first step that was never drawn."""
+    oldest_needed: int
+    taken_to: int
+    """Every step before this one was taken by all who read then, or were expected to; they may have left since."""
+    num_kept: int
+    """Plans that are kept."""
+    end: int | None
+    """The step that the run ends before; None while it is not known."""
+    log: LogPosition | None
+    process: int
+    """The id of the process that it runs in."""

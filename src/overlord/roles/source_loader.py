@@ -16,9 +16,9 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from overlord.data.chunk import Chunk
+from overlord.chunks.chunk import Chunk
 from overlord.errors import BufferTooSmallError, ClosedError
-from overlord.planning.facts import ChunkFacts
+from overlord.stream.facts import ChunkFacts
 
 
 @dataclass(slots=True)

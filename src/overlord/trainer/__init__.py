@@ -29,7 +29,7 @@ from overlord.trainer.tempbalance import (
 from overlord.trainer.token_loss import sum_gradients, token_loss
 
 if TYPE_CHECKING:
-    from overlord.trainer.service import attach
+    from overlord.trainer.launch import attach
 
 __all__ = [
     "FixedAspectRatio",
@@ -56,6 +56,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name != "attach":
         raise AttributeError(f"module 'overlord.trainer' has no attribute {name!r}")
-    from overlord.trainer.service import attach
+    from overlord.trainer.launch import attach
 
     return attach

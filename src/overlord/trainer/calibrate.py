@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from overlord.arrange.cost import TransformerCost
 from overlord.errors import SpecError
-from overlord.planning.cost import TransformerCost
-from overlord.planning.facts import Samples
-from overlord.planning.learning.cost_fit import fit_times
+from overlord.steering.cost_fit import fit_times
+from overlord.stream.facts import Samples
 
 Step = Callable[[Sequence[int]], None]
 """Runs forward and backward over packed documents of these lengths, and may return before the device is done."""

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from overlord.arrange.hdp.rings import chunks_of
 from overlord.errors import SpecError
-from overlord.planning.hdp.zigzag import chunks_of
 
 _QUERIES = 1024
 """Queries whose scores are computed at once."""

@@ -1,0 +1,135 @@
+"""Sharing microbatches over pipelines so that the longest pipeline is as short as can be (PP-balance).
+
+A pipeline of `pp` stages takes about the sum of its microbatches plus pp - 1 times the costliest, which fills and drains it.
+So costly microbatches belong together: a pipeline that has one pays for it once and may as well have several, while one
+without ends sooner and runs more of the cheap ones. Each pipeline gets microbatches of one cost level.
+
+Rings are stacked for that. Sorted by how many ranks they take, the first rings of a stack take its first ranks, one after
+the other, as long as the stack ends by the goal; then the next stack begins on the ranks that follow. A ring of a stack
+never takes more ranks than the one below it. So a rank runs the rings of its stack from the lowest on without a gap, and
+each ring has the same index on all of its ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from overlord.stream.facts import Floats, Ints
+
+_HALVINGS = 10
+_LOOSER = 1.08
+"""The goal that is tried next, over the least, when that one cannot be reached."""
+
+
+class Levelled(NamedTuple):
+    first_rank: list[int]
+    """Of each ring: it takes as many ranks as it needs from here on."""
+    rank: list[int]
+    """Of each other microbatch."""
+    slowest: float
+    """What the longest pipeline takes."""
+
+
+def levelled(shares: Floats, num_parts: Ints, costs: Floats, num_ranks: int, pp: int) -> Levelled:
+    """Rings, in falling order of `num_parts`, that cost each of their ranks `shares`; and microbatches of one rank each that
+    cost `costs`, in falling order."""
+    rings = list(zip(shares.tolist(), num_parts.tolist(), strict=True))
+    falling = np.sort(np.concatenate([np.repeat(shares, num_parts), costs]))[::-1].tolist()
+    least = max(_least(falling, num_ranks, pp), _least_of_rings(rings, num_ranks, pp))
+    best = _levelled(rings, costs.tolist(), num_ranks, pp, least)
+    if best.slowest > least * _LOOSER:
+        best = min(best, _levelled(rings, costs.tolist(), num_ranks, pp, least * _LOOSER), key=lambda each: each.slowest)
+    return best
+
+
+def _levelled(rings: Sequence[tuple[float, int]], costs: list[float], num_ranks: int, pp: int, goal: float) -> Levelled:
+    first_rank, total, costliest = _stacked(rings, num_ranks, pp, goal)
+    used = sorted((total[rank] + (pp - 1) * costliest[rank], rank) for rank in range(num_ranks) if total[rank])
+    fresh = [rank for rank in reversed(range(num_ranks)) if not total[rank]]
+    rank_of = []
+    # A loop over microbatches, because each choice depends on those before: into the fullest pipeline that still ends by the
+    # goal, else into one that has nothing yet, else into the emptiest.
+    for cost in costs:
+        at = bisect_right(used, (goal - cost, num_ranks)) - 1
+        if at < 0 and fresh:
+            taken, rank = 0.0, fresh.pop()
+        else:
+            taken, rank = used.pop(max(at, 0))
+        rank_of.append(rank)
+        insort(used, (taken + cost + (pp - 1) * max(0.0, cost - costliest[rank]), rank))
+        costliest[rank] = max(costliest[rank], cost)
+    return Levelled(first_rank, rank_of, used[-1][0] if used else 0.0)
+
+
+def _stacked(
+    rings: Sequence[tuple[float, int]], num_ranks: int, pp: int, goal: float
+) -> tuple[list[int], list[float], list[float]]:
+    """The first rank of each ring; the sum and the costliest of each rank. What no longer fits goes on the first stack."""
+    first_rank: list[int] = []
+    total, costliest = [0.0] * num_ranks, [0.0] * num_ranks
+    begin = end = 0
+    height = top = 0.0
+    for share, num in rings:
+        if height + share + (pp - 1) * max(top, share) > goal * (1 + 1e-9) or end == 0:
+            if end + num <= num_ranks:
+                begin, end = end, end + num
+            else:
+                begin = 0
+            height = total[begin]
+            top = costliest[begin]
+        height += share
+        top = max(top, share)
+        first_rank.append(begin)
+        for rank in range(begin, begin + num):
+            total[rank] += share
+            costliest[rank] = max(costliest[rank], share)
+    return first_rank, total, costliest
+
+
+def _least_of_rings(rings: Sequence[tuple[float, int]], num_ranks: int, pp: int) -> float:
+    """The least goal for which all stacks find ranks."""
+    if not rings:
+        return 0.0
+
+    def fits(goal: float) -> bool:
+        width, height, top = 0, goal, 0.0
+        for share, num in rings:
+            top = max(top, share)
+            if height + share + (pp - 1) * top > goal:
+                width, height, top = width + num, 0.0, share
+            height += share
+        return width <= num_ranks
+
+    low = pp * max(share for share, _ in rings)
+    return _bisected(fits, low, pp * sum(share for share, _ in rings))
+
+
+def _least(falling: list[float], num_ranks: int, pp: int) -> float:
+    """The least goal for pipelines that take these costs in order, as many as fit each."""
+    if not falling:
+        return 0.0
+    sums = [0.0, *accumulate(falling)]
+
+    def fits(goal: float) -> bool:
+        at = 0
+        for _ in range(num_ranks):
+            at = bisect_right(sums, sums[at] + goal - (pp - 1) * falling[at]) - 1
+            if at == len(falling):
+                return True
+        return False
+
+    return _bisected(fits, pp * falling[0], sums[-1] / num_ranks + pp * falling[0])
+
+
+def _bisected(fits: Callable[[float], bool], low: float, high: float) -> float:
+    if low <= 0 or fits(low):
+        return low
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5  # by ratio: the bounds may be far apart
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

@@ -1,0 +1,112 @@
+"""Handing out a step over the ranks of one pool, long documents over several of them (`spread`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from overlord.arrange.graph import DGraph
+from overlord.arrange.hdp.offload import Offload
+from overlord.arrange.hdp.rings import Rings
+from overlord.arrange.hdp.spread import (
+    Mode,
+    Pool,
+    Spread,
+    spread,
+)
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.microbatches import Arrangement
+from overlord.arrange.plan import Stage
+from overlord.errors import SpecError
+from overlord.stream.facts import Floats
+from overlord.stream.packing import Pieces, cut_samples
+
+
+def split(
+    graph: DGraph,
+    capacity: int,
+    *,
+    mode: Mode | None = None,
+    offload: Offload | None = None,
+    communication: float = 0.0,
+    widen: bool = True,
+) -> DGraph:
+    """Hand out samples over dp x cp ranks as one pool, long ones over several ranks. The graph must be distributed along
+    cp; `strategies.hdp` explains the options."""
+    graph.check_distributed("split")
+    pool = _pool(graph.place, capacity, mode, offload, communication, widen)
+    found = spread(graph.samples.tokens, _checked_costs(graph), pool)
+    zeros = np.zeros(len(found.sample), np.int64)
+    rings = Rings(
+        of_micro=found.ring_of_micro,
+        members=found.members,
+        bounds=found.bounds,
+        offset=found.start,
+        whole=graph.samples.tokens[found.sample],
+        offload=found.offload[found.sample],
+        cost=found.cost,
+    )
+    pieces = Pieces(found.sample, found.start, found.stop, zeros)
+    graph = graph.change(
+        _cuts(found),
+        samples=cut_samples(graph.samples, pieces),
+        costs=found.cost,
+        parts=(*graph.parts, rings),
+        reference_rows=None,
+        in_rows=None,
+    )
+    mean = float(found.cost.sum()) / pool.num_ranks
+    text = "{}-balance, up to {} tokens: {} to {} a rank, the slowest ends at {:.3f}x mean"
+    values = (pool.mode, pool.capacity, found.counts.min(), found.counts.max(), found.slowest / mean if mean > 0 else 1.0)
+    return graph.hand_out(Arrangement(found.rank, found.micro, zeros, found.counts, 1, 0), "balance", text, *values)
+
+
+def _pool(
+    place: ClientPlaceTree,
+    capacity: int,
+    mode: Mode | None,
+    offload: Offload | None,
+    communication: float,
+    widen: bool,
+) -> Pool:
+    """The dp x cp ranks of a mesh as one pool."""
+    mesh = place.mesh
+    if mode == "dp" and mesh.pp > 1:
+        raise SpecError(
+            f"mode='dp' lets ranks run a ring at different indices, where the {mesh.pp} stages of a pipeline would wait for "
+            "each other for ever; use mode='pp', or leave it out"
+        )
+    mode = mode or ("pp" if mesh.pp > 1 else "dp")
+    return Pool(place.num_groups("cp"), capacity, mode, mesh.pp, offload, communication, widen)
+
+
+def _checked_costs(graph: DGraph) -> Floats:
+    """The costs of a graph that can be split."""
+    batch = graph.batch
+    if graph.costs is None:
+        raise SpecError("split needs to know what samples cost: call cost(fn) before it")
+    if graph.axis != "cp" or graph.group_size != 1:
+        raise SpecError(
+            f"split shares a step over dp x cp ranks: call distribute('cp') before it, not distribute({graph.axis!r})"
+        )
+    if batch.layout != "packed" or batch.document_multiple != 1:
+        raise SpecError(
+            "split cuts documents without padding: it needs layout='packed' and document_multiple=1, not "
+            f"layout={batch.layout!r} and document_multiple={batch.document_multiple}"
+        )
+    if batch.image_token is not None or graph.extra is not None:
+        raise SpecError(
+            "split cannot say which image rows lie in a piece of a document; leave Batch.image_token and fuse(...) out"
+        )
+    return graph.costs
+
+
+def _cuts(found: Spread) -> Stage:
+    parts = found.num_parts[found.num_parts > 1]
+    if not len(parts):
+        return Stage("split", "every sample stays whole on one rank")
+    text, values = "{} of {} samples over {} to {} ranks each", (len(parts), len(found.num_parts), parts.min(), parts.max())
+    moved = found.offload[found.offload > 0]
+    if len(moved):
+        text += "; {} move up to {:.0%} of their activations to the host"
+        values = (*values, len(moved), moved.max())
+    return Stage("split", text, values)

@@ -1,0 +1,177 @@
+"""Who needs what: the trainer's mesh as a tree of ranks, asked by planner, constructors and clients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from overlord.declare.mesh import Axis, Mesh
+from overlord.errors import SpecError
+
+Bucket = Literal["dp", "cp", "world"]
+
+_DP_NAMES = ("dp", "dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank and its index along each axis."""
+
+    rank: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which fields a pipeline stage uses. All stages get the metadata: positions, cu_seqlens, loss-token
+    count."""
+
+    inputs: bool
+    labels: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPlaceTree:
+    """The ranks of a mesh. dp groups get distinct samples, cp ranks slices of them, tp and pp ranks the same
+    slice."""
+
+    mesh: Mesh
+    _places: dict[int, Place] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @staticmethod
+    def from_device_mesh(device_mesh: Any) -> ClientPlaceTree:
+        """From a torch DeviceMesh of the whole world, with dimensions named dp (or dp_replicate and
+        dp_shard), cp, tp, pp."""
+        names: tuple[str, ...] = tuple(device_mesh.mesh_dim_names or ())
+        ranks = np.asarray(device_mesh.mesh)
+        if not names:
+            raise SpecError("the DeviceMesh has no dimension names; make it with mesh_dim_names=('pp', 'dp', 'cp', 'tp')")
+        unknown = [name for name in names if name not in (*_DP_NAMES, "cp", "tp", "pp")]
+        if unknown:
+            raise SpecError(
+                f"the DeviceMesh has dimensions {names}, of which {unknown} are not known; "
+                f"known are dp, dp_replicate, dp_shard, cp, tp and pp"
+            )
+        if not np.array_equal(ranks.ravel(), np.arange(ranks.size)):
+            raise SpecError(
+                f"the DeviceMesh must hold the ranks 0 to {ranks.size - 1} in order, the whole world; got "
+                f"{ranks.ravel()[:8].tolist()}...; pass the root mesh, not a part of it"
+            )
+        at = [i for i, name in enumerate(names) if name in _DP_NAMES]
+        if at and at != list(range(at[0], at[-1] + 1)):
+            raise SpecError(f"dp_replicate and dp_shard must be neighbours in the DeviceMesh, got {names}")
+        sizes = dict(zip(names, ranks.shape, strict=True))
+        order = tuple(dict.fromkeys("dp" if name in _DP_NAMES else name for name in names))
+        dp = math.prod(size for name, size in sizes.items() if name in _DP_NAMES)
+        return ClientPlaceTree(_mesh(order, {**{a: sizes.get(a, 1) for a in ("cp", "tp", "pp")}, "dp": dp}))
+
+    @staticmethod
+    def from_megatron(
+        order: str = "tp-cp-ep-dp-pp", *, world_size: int, tp: int = 1, cp: int = 1, pp: int = 1
+    ) -> ClientPlaceTree:
+        """From Megatron's order, innermost first. Expert parallelism shares dp's ranks, so `ep` is passed
+        over."""
+        names = [name for name in order.lower().split("-") if name != "ep"]
+        sizes = {"tp": tp, "cp": cp, "pp": pp}
+        for name, size in sizes.items():
+            if size > 1 and name not in names:
+                raise SpecError(f"{name}={size}, but the order {order!r} does not name {name}")
+        if len(set(names)) != len(names) or not set(names) <= {"tp", "cp", "dp", "pp"}:
+            raise SpecError(f"the order names tp, cp, ep, dp and pp once each, joined by '-', got {order!r}")
+        model = tp * cp * pp
+        if min(sizes.values()) < 1 or world_size < 1 or world_size % model:
+            raise SpecError(
+                f"tp={tp} x cp={cp} x pp={pp} is {model} ranks, which does not divide the world of "
+                f"{world_size}; change one of the sizes"
+            )
+        return ClientPlaceTree(_mesh(tuple(reversed(names)), {**sizes, "dp": world_size // model}))
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    def coordinates(self, rank: int) -> Place:
+        found = self._places.get(rank)
+        if found is None:
+            found = self._places[rank] = self._place(rank)
+        return found
+
+    def _place(self, rank: int) -> Place:
+        if not 0 <= rank < self.world_size:
+            raise SpecError(f"rank must be from 0 to {self.world_size - 1}, got {rank}")
+        at: dict[str, int] = {}
+        rest = rank
+        for axis in reversed(self.mesh.order):
+            rest, at[axis] = divmod(rest, getattr(self.mesh, axis))
+        return Place(rank, **at)
+
+    def rank_of(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        at = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        rank = 0
+        for axis in self.mesh.order:
+            size = getattr(self.mesh, axis)
+            if not 0 <= at[axis] < size:
+                raise SpecError(f"{axis} index must be from 0 to {size - 1}, got {at[axis]}")
+            rank = rank * size + at[axis]
+        return rank
+
+    def source_of(self, rank: int, broadcast: Collection[str] = ()) -> int:
+        """The rank whose fetch serves this one when the trainer broadcasts along these axes: itself, if it
+        fetches."""
+        place = self.coordinates(rank)
+        if not broadcast:
+            return rank
+        at = {axis: 0 if axis in broadcast else getattr(place, axis) for axis in self.mesh.order}
+        return self.rank_of(**at)
+
+    def fetchers(self, broadcast: Collection[str] = ()) -> list[int]:
+        """The ranks that fetch for themselves, when the others receive by broadcast."""
+        return [rank for rank in range(self.world_size) if self.source_of(rank, broadcast) == rank]
+
+    def ranks_of(self, dp: int) -> list[int]:
+        """The ranks that train on the samples of one data-parallel group."""
+        mesh = self.mesh
+        return sorted(
+            self.rank_of(pp=pp, dp=dp, cp=cp, tp=tp)
+            for pp in range(mesh.pp)
+            for cp in range(mesh.cp)
+            for tp in range(mesh.tp)
+        )
+
+    def needs(self, rank: int) -> Needs:
+        """The first pipeline stage needs the inputs, the last the labels, those between neither."""
+        pp = self.coordinates(rank).pp
+        return Needs(inputs=pp == 0, labels=pp == self.mesh.pp - 1)
+
+    def num_groups(self, axis: Bucket = "dp", group_size: int = 1) -> int:
+        """How many groups share a step when it is distributed along this axis, `group_size` neighbours to a
+        group."""
+        sizes = {"dp": self.mesh.dp, "cp": self.mesh.dp * self.mesh.cp, "world": self.world_size}
+        if axis not in sizes:
+            raise SpecError(f"a step is distributed along dp, cp or world, not {axis!r}")
+        if group_size < 1 or sizes[axis] % group_size:
+            raise SpecError(
+                f"group_size must divide the {sizes[axis]} places along {axis}, got {group_size}; "
+                f"1 gives each place its own samples"
+            )
+        return sizes[axis] // group_size
+
+    def group_of(self, rank: int, axis: Bucket = "dp", group_size: int = 1) -> int:
+        """The group of a rank when a step is distributed along this axis."""
+        self.num_groups(axis, group_size)
+        place = self.coordinates(rank)
+        at = {"dp": place.dp, "cp": place.dp * self.mesh.cp + place.cp, "world": rank}[axis]
+        return at // group_size
+
+
+def _mesh(order: Sequence[str], sizes: dict[str, int]) -> Mesh:
+    """A Mesh in this order, outermost first; axes it does not name have size 1 and go outermost."""
+    missing = [axis for axis in ("pp", "dp", "cp", "tp") if axis not in order]
+    return Mesh(**sizes, order=cast("tuple[Axis, ...]", (*missing, *order)))

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a simulator of 1F1B, and the order of microbatches."""

@@ -1,0 +1,175 @@
+"""The order in which a pipeline runs its microbatches, and how many of which length each pipeline gets.
+
+In 1F1B a stage waits while the first microbatch comes down the pipeline, while the last one goes back up, and wherever
+neighbours in the order differ. So cheap microbatches belong at both ends, and costs should rise and fall slowly in between.
+`best_orders` tries a few orders of that kind on the simulator and takes the best of each pipeline: within a per cent of the
+best of all orders where all can be tried.
+
+`levels` goes further where pipelines may run different numbers of microbatches: documents of one length share a microbatch,
+microbatches of one cost share a pipeline, and pipelines of cheap ones get more of them.
+
+Strategies call `order`, `level` and `timing`, which take a graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from overlord.arrange.balancing import summed
+from overlord.arrange.graph import DGraph
+from overlord.arrange.microbatches import Arrangement, Microbatches, checked_max_tokens, variable
+from overlord.arrange.pipelines.simulator import (
+    Pipeline,
+    Timing,
+    simulated,
+    times_of,
+)
+from overlord.errors import SpecError
+from overlord.stream.facts import Floats, Ints
+
+_HALVINGS = 20  # of the interval in which the least possible time lies: to a millionth of it
+
+
+def level(graph: DGraph, pipeline: Pipeline, *, max_tokens: int | None = None) -> DGraph:
+    """Hand out samples so that each group, a pipeline, runs microbatches of about one cost, and the cheaper they are the
+    more of them. Microbatches hold up to `max_tokens` (the batch's microbatch unless given, or its longest sample).
+
+    Where there are fewer microbatches than groups this is `balance(equal_counts=False)`.
+    """
+    graph.check_distributed("level")
+    if graph.costs is None or graph.rows is not None:
+        raise SpecError("level needs the costs of samples that are not in rows: call cost(fn) before it, and not pack()")
+    micro_tokens = graph.batch.micro_tokens or graph.batch.sequence_length
+    wanted = max_tokens or max(micro_tokens, int(graph.lengths.max(initial=0)))
+    cap = checked_max_tokens(graph.batch, graph.lengths, wanted)
+    found = levels(graph.costs, graph.lengths, graph.num_groups, cap, pipeline)
+    if found is None:
+        return graph.balance(max_tokens=cap, equal_counts=False)
+    text = "one cost level a group, up to {} tokens, {} to {} a group"
+    return graph.hand_out(variable(found), "level", text, cap, found.counts.min(), found.counts.max())
+
+
+def order(graph: DGraph, pipeline: Pipeline) -> DGraph:
+    """Put each group's microbatches in the order in which its pipeline waits least; never a worse one than they had."""
+    costs, a = _timed(graph, "order")
+    number, *times = best_orders(costs, a.counts, pipeline)
+    before, after = (Timing(each, float(costs.sum()), pipeline.stages) for each in times)
+    micro = number[(np.cumsum(a.counts) - a.counts)[a.group] + a.micro]
+    # What interleaving wants: a multiple of its stages, some of them empty.
+    counts = -(-a.counts // pipeline.count_multiple) * pipeline.count_multiple
+    text = "{} stages: step {:.6g} before, {:.6g} now; waiting {:.1%} before, {:.1%} now"
+    values = (pipeline.stages, before.step_time, after.step_time, before.bubble, after.bubble)
+    return graph.hand_out(a._replace(micro=micro, counts=counts), "order", text, *values)
+
+
+def timing(graph: DGraph, pipeline: Pipeline) -> Timing:
+    """How long the step takes, by the simulator, as it is handed out now."""
+    costs, a = _timed(graph, "timing")
+    return simulated(costs, a.counts, pipeline)
+
+
+def _timed(graph: DGraph, primitive: str) -> tuple[Floats, Arrangement]:
+    a = graph.arrangement
+    if a is None or graph.costs is None:
+        raise SpecError(f"{primitive} goes by the costs of microbatches: call cost(fn), then deal or balance, before it")
+    return graph.micro_costs(a), a
+
+
+class Orders(NamedTuple):
+    """The new number of each microbatch within its group, and what each group takes in the old order and in the new one."""
+
+    number: Ints
+    before: Floats
+    after: Floats
+
+
+def best_orders(costs: Floats, counts: Ints, pipeline: Pipeline) -> Orders:
+    """The best order found for each group. `costs` are those of the microbatches, group by group. By the simulator no group
+    takes longer than in the order given."""
+    number, before, after = np.empty(len(costs), np.int64), np.zeros(len(counts)), np.zeros(len(counts))
+    first = np.cumsum(counts) - counts
+    for count in np.unique(counts[counts > 0]).tolist():
+        groups = np.flatnonzero(counts == count)
+        at = first[groups, None] + np.arange(count)
+        rising = np.argsort(costs[at], axis=1, kind="stable")
+        orders = np.stack([np.broadcast_to(np.arange(count), at.shape), *(rising[:, o] for o in _orders(count, pipeline))])
+        held = np.take_along_axis(costs[at][None], orders, axis=2)
+        times = times_of(held.reshape(-1, count), pipeline).reshape(len(orders), -1)
+        chosen = orders[times.argmin(axis=0), np.arange(len(at))]  # of equal ones the first: as given
+        number[np.take_along_axis(at, chosen, axis=1)] = np.arange(count)
+        before[groups], after[groups] = times[0], times.min(axis=0)
+    return Orders(number, before, after)
+
+
+def _orders(count: int, pipeline: Pipeline) -> list[Ints]:
+    """Orders worth trying, as indexes into the microbatches from cheapest to costliest."""
+    rising = np.arange(count)
+    there_and_back = np.concatenate([rising[::2], rising[1::2][::-1]])
+    first = {1, min(pipeline.stages - 1, count - 1)} - {0}  # so many cheap ones while the pipeline fills
+    return [
+        there_and_back,
+        there_and_back[::-1],
+        rising,
+        *(np.concatenate([rising[:few], rising[few:][::-1]]) for few in sorted(first)),
+    ]
+
+
+def levels(costs: Floats, lengths: Ints, num_groups: int, max_tokens: int, pipeline: Pipeline) -> Microbatches | None:
+    """One length level per pipeline: documents by falling cost into microbatches of up to `max_tokens`, and these in a row
+    to pipelines that all take about the same time, filling and draining included. None when there are fewer microbatches
+    than pipelines."""
+    order = np.argsort(-costs, kind="stable")
+    micro_of_order = _filled(lengths[order], max_tokens)
+    num_micros = int(micro_of_order[-1]) + 1 if len(order) else 0
+    if num_micros < num_groups:
+        return None
+    micro_costs = summed(micro_of_order, costs[order], num_micros)
+    counts = _shared(micro_costs, num_groups, (pipeline.stages - 1) / pipeline.virtual)
+    group_of_micro = np.repeat(np.arange(num_groups), counts)
+    number = np.arange(num_micros) - np.repeat(np.cumsum(counts) - counts, counts)
+    micro = np.empty(len(order), np.int64)
+    micro[order] = micro_of_order
+    return Microbatches(group_of_micro[micro], number[micro], counts)
+
+
+def _filled(lengths: Ints, max_tokens: int) -> Ints:
+    """The microbatch of each document when each is filled before the next is begun."""
+    ends = np.cumsum(lengths)
+    starts = []
+    begin = 0
+    while begin < len(lengths):  # once a microbatch
+        starts.append(begin)
+        before = int(ends[begin - 1]) if begin else 0
+        begin = max(begin + 1, int(ends.searchsorted(before + max_tokens, side="right")))
+    return np.repeat(np.arange(len(starts)), np.diff([*starts, len(lengths)]))
+
+
+def _shared(costs: Floats, num_groups: int, filling: float) -> Ints:
+    """How many of the microbatches, taken in their order, each group gets, so that the largest sum of costs plus `filling`
+    times the costliest one is as small as can be, and every group has at least one."""
+    ends = np.cumsum(costs)
+    low, high = float(ends[-1]) / num_groups, (float(ends[-1]) + filling * float(costs.max())) * (1 + 1e-9)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _cut(costs, ends, num_groups, filling, middle) is not None else (middle, high)
+    found = _cut(costs, ends, num_groups, filling, high)
+    assert found is not None  # `high` was seen to be enough, or is the cost of all together
+    return found
+
+
+def _cut(costs: Floats, ends: Floats, num_groups: int, filling: float, most: float) -> Ints | None:
+    """The counts when every group takes what costs it up to `most` in all; None when something is left over."""
+    counts = []
+    begin = 0
+    for left in range(num_groups - 1, -1, -1):
+        before = float(ends[begin - 1]) if begin else 0.0
+        # The first of a group is about its costliest: they come by falling cost.
+        end = int(ends.searchsorted(before + most - filling * float(costs[begin]), side="right"))
+        end = min(end, len(costs) - left)
+        if end <= begin:
+            return None
+        counts.append(end - begin)
+        begin = end
+    return np.array(counts) if begin == len(costs) else None

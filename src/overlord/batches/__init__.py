@@ -1,0 +1,1 @@
+"""From planned rows to the arrays that a rank receives."""

@@ -1,0 +1,183 @@
+"""What a Source Loader gives for planned rows: views into its chunks, never copies it need not make.
+
+Pickled, it becomes a few flat arrays that hold the planned rows and nothing else of the chunks they are of. With
+protocol 5 these travel out of band, so that whoever unpickles them looks into the memory they arrived in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlord.records import record
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+NO_LOSS = -100
+"""The label that torch's cross_entropy ignores unless told otherwise."""
+
+
+@record
+class Payload:
+    """The planned samples of one microbatch, in packing order. Every sequence has one entry per sample.
+
+    `following[i]` is the token that comes after sample i in its document, or NO_LOSS where the document ends with it: the
+    last label of a cut document is known. `loss_masks[i]`, where given, has one entry per token of the sample and one
+    more for `following`; 0 means no loss on predicting that token, floats are loss weights. `images[i]` are the decoded
+    uint8 images of sample i (height, width, channels). `ignored` names samples whose deferred decode failed:
+    no loss is taken on them.
+    """
+
+    tokens: Sequence[NDArray[np.integer]]
+    following: NDArray[np.integer]
+    loss_masks: Sequence[NDArray[np.generic] | None] | None = None
+    images: Sequence[Sequence[NDArray[np.uint8]]] | None = None
+    columns: Mapping[str, pa.Array] = field(default_factory=dict)
+    ignored: frozenset[int] = frozenset()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        masks = None if self.loss_masks is None else FlatArrays.of(self.loss_masks)
+        images = None if self.images is None else FlatArrays.of([image for images in self.images for image in images])
+        counts = None if self.images is None else [len(images) for images in self.images]
+        columns = _as_stream(self.columns) if self.columns else None
+        return _unpacked, (FlatArrays.of(self.tokens), self.following, masks, images, counts, columns, self.ignored)
+
+    def parts(self, counts: Iterable[int]) -> Iterator[Payload]:
+        """The payload cut into payloads of that many samples each: what none of its samples has, a part does not have."""
+        begin = 0
+        for count in counts:
+            end = begin + count
+            masks = self.loss_masks[begin:end] if self.loss_masks is not None else ()
+            images = self.images[begin:end] if self.images is not None else ()
+            yield Payload(
+                tokens=self.tokens[begin:end],
+                following=self.following[begin:end],
+                loss_masks=masks if any(mask is not None for mask in masks) else None,
+                images=images if any(images) else None,
+                columns={name: column.slice(begin, count) for name, column in self.columns.items()},
+                ignored=frozenset(i - begin for i in self.ignored if begin <= i < end),
+            )
+            begin = end
+
+    @staticmethod
+    def merged(parts: Sequence[Payload], places: Sequence[NDArray[np.integer]], owners: Sequence[str] = ()) -> Payload:
+        """One payload from several, where sample j of part i belongs at `places[i][j]`. `owners` says, for errors, whose
+        each part is."""
+        n = sum(len(where) for where in places)
+        order = np.empty(n, np.int64)
+        order[np.concatenate(list(places)) if n else []] = np.arange(n)
+
+        def ordered(lists: Sequence[Sequence]) -> list:
+            flat = [entry for entries in lists for entry in entries]
+            return [flat[i] for i in order.tolist()]
+
+        some_masks = any(part.loss_masks is not None for part in parts)
+        some_images = any(part.images is not None for part in parts)
+        return Payload(
+            tokens=ordered([part.tokens for part in parts]),
+            following=np.concatenate([part.following for part in parts])[order] if n else np.zeros(0, np.int64),
+            loss_masks=ordered([part.loss_masks or [None] * len(part.tokens) for part in parts]) if some_masks else None,
+            images=ordered([part.images or [()] * len(part.tokens) for part in parts]) if some_images else None,
+            columns=_merged_columns(parts, order, owners or [f"part {i}" for i in range(len(parts))]),
+            ignored=frozenset(int(where[i]) for part, where in zip(parts, places, strict=True) for i in part.ignored),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FlatArrays:
+    """Many arrays as one flat array for each dtype among them (there is rarely more than one)."""
+
+    flat: tuple[NDArray[Any], ...]
+    kind: NDArray[np.int8]
+    """Which of `flat` an array lies in, one after the other; -1 for None."""
+    shapes: NDArray[np.int64]
+    """[array, dimension]"""
+
+    @staticmethod
+    def of(arrays: Sequence[NDArray[Any] | None]) -> FlatArrays:
+        by_dtype: dict[np.dtype, list[NDArray[Any]]] = {}
+        kind, shapes = np.full(len(arrays), -1, np.int8), []
+        num_dimensions = max((array.ndim for array in arrays if array is not None), default=1)
+        number: dict[np.dtype, int] = {}
+        for i, array in enumerate(arrays):
+            if array is None:
+                shapes.append((0,) * num_dimensions)
+                continue
+            kind[i] = number.setdefault(array.dtype, len(number))
+            by_dtype.setdefault(array.dtype, []).append(array.reshape(-1))
+            shapes.append(array.shape)
+        flat = tuple(np.concatenate(same) for same in by_dtype.values())
+        return FlatArrays(flat, kind, np.array(shapes, np.int64).reshape(len(arrays), num_dimensions))
+
+    def views(self) -> list[NDArray[Any] | None]:
+        """The arrays again, as views."""
+        found: list[NDArray[Any] | None] = [None] * len(self.kind)
+        one_dimensional = self.shapes.shape[1] == 1
+        for number, flat in enumerate(self.flat):
+            where = np.flatnonzero(self.kind == number)
+            ends = np.cumsum(self.shapes[where].prod(axis=1)).tolist()
+            for i, begin, end in zip(where.tolist(), [0, *ends], ends, strict=False):
+                view = flat[begin:end]
+                found[i] = view if one_dimensional else view.reshape(self.shapes[i])
+        return found
+
+
+def _unpacked(
+    tokens: FlatArrays,
+    following: NDArray[np.integer],
+    masks: FlatArrays | None,
+    images: FlatArrays | None,
+    image_counts: Sequence[int] | None,
+    columns: pa.Buffer | None,
+    ignored: frozenset[int],
+) -> Payload:
+    all_images: Any = iter(() if images is None else images.views())
+    return Payload(
+        tokens=cast("Any", tokens.views()),
+        following=following,
+        loss_masks=None if masks is None else masks.views(),
+        images=None if image_counts is None else [list(islice(all_images, count)) for count in image_counts],
+        columns={} if columns is None else _from_stream(columns),
+        ignored=ignored,
+    )
+
+
+def _as_stream(columns: Mapping[str, pa.Array]) -> pa.Buffer:
+    """The columns as one Arrow stream: unlike their own pickled form it has only the rows that they show."""
+    import pyarrow as pa
+
+    from overlord.sources.views import compact
+
+    table = compact(pa.table(dict(columns)))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def _from_stream(buffer: pa.Buffer) -> dict[str, pa.Array]:
+    import pyarrow as pa
+
+    from overlord.sources.views import joined
+
+    table = pa.ipc.open_stream(buffer).read_all()
+    return {name: joined(table.column(name)) for name in table.column_names}
+
+
+def _merged_columns(parts: Sequence[Payload], order: NDArray[np.int64], owners: Sequence[str]) -> dict[str, pa.Array]:
+    import pyarrow as pa
+
+    from overlord.sources.column_types import joined_arrays
+
+    merged = {}
+    for name in dict.fromkeys(name for part in parts for name in part.columns):
+        arrays = [part.columns[name] if name in part.columns else pa.nulls(len(part.tokens)) for part in parts]
+        merged[name] = joined_arrays(name, arrays, owners).take(order)
+    return merged

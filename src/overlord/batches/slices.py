@@ -1,0 +1,146 @@
+"""What each rank of a data-parallel group sees of a microbatch: its context-parallel slice, the fields of
+its pipeline stage, or only the shapes of what the trainer will broadcast to it.
+
+Context parallelism cuts every segment (a document with its padding, or a run of row padding; a whole row in
+the padded layout) into 2 x cp chunks. Rank i takes chunks i and 2 x cp - 1 - i, so that under causal
+attention all ranks have the same work. `overlord.arrange.hdp.rings` says where chunks end: nothing is padded,
+and ranks differ by at most one place a segment, by none if document_multiple is a multiple of 2 x cp.
+
+Slicing cuts `tokens`, `labels`, `position_ids`, `loss_mask`, `loss_weights` and `attention_mask`, and
+`num_tokens` becomes the number of places in the slice. Everything else describes the whole microbatch on every
+rank: cu_seqlens and max_seqlen because Transformer Engine divides them itself, images because a document's places, and with
+them the places of its images, are spread over all ranks. A model that encodes each image on one rank alone
+takes `images[index::cp]`. Where images are encoded on other ranks than those that train on them, see
+`exchange.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from overlord.arrange.hdp.rings import chunk_begins
+from overlord.batches.collate import Fields
+from overlord.errors import SpecError
+from overlord.stream.facts import Ints
+
+PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "loss_weights", "attention_mask", "image_row")
+"""Fields with one entry per token place: these are sliced."""
+
+FIRST_STAGE = frozenset({"tokens", "position_ids", "images", "image_document", "image_tokens", "image_row"})
+"""Fields that only the first pipeline stage needs."""
+
+LAST_STAGE = frozenset({"labels", "loss_mask", "loss_weights"})
+"""Fields that only the last pipeline stage needs."""
+
+
+def cp_slices(batch: Fields, cp: int) -> list[Fields]:
+    """The slice of every context-parallel rank, in their order."""
+    _check_cp(cp, 0)
+    return [batch] if cp == 1 else [_sliced(batch, places) for places in _places(batch, cp, range(cp))]
+
+
+def cp_slice(batch: Fields, cp: int, index: int) -> Fields:
+    """The slice of context-parallel rank `index` of `cp`; all of them together are cheaper by `cp_slices`."""
+    _check_cp(cp, index)
+    return batch if cp == 1 else _sliced(batch, _places(batch, cp, [index])[0])
+
+
+def join_cp(slices: Sequence[Fields]) -> Fields:
+    """The whole that `cp_slices` cut: its inverse. `slices` are in the order of their ranks."""
+    cp = len(slices)
+    _check_cp(cp, 0)
+    if cp == 1:
+        return slices[0]
+    whole: Fields = slices[0] | {"num_tokens": sum(fields["num_tokens"] for fields in slices)}
+    places = np.concatenate(_places(whole, cp, range(cp)))
+    for name in _per_place(whole):
+        parts = np.concatenate([fields[name] for fields in slices], axis=-1)
+        whole[name] = np.empty_like(parts)
+        whole[name][..., places] = parts
+    return whole
+
+
+def fields_for(batch: Fields, stage: int, num_stages: int) -> Fields:
+    """What pipeline stage `stage` of `num_stages` needs; everything when there is only one.
+
+    The first stage gets tokens, positions and images, the last labels, loss mask and loss weights, both the extra columns.
+    What is left goes to all stages, since attention and the shapes of activations depend on it; so do fields
+    added after collation, such as the step's loss tokens.
+    """
+    if not 0 <= stage < num_stages:
+        raise SpecError(f"a pipeline of {num_stages} stages has stages 0 to {num_stages - 1}, not {stage}")
+    if num_stages == 1:
+        return batch
+    first, last = stage == 0, stage == num_stages - 1
+    return {
+        name: value
+        for name, value in batch.items()
+        if (first or name not in FIRST_STAGE)
+        and (last or name not in LAST_STAGE)
+        and (first or last or not _is_column(value))
+    }
+
+
+def receive_only(batch: Fields) -> Fields:
+    """What a rank sees that gets its data by broadcast from another rank's trainer.
+
+    The large arrays are missing; `broadcast` has the (shape, dtype name) of each, in the order in which both
+    sides broadcast them (for images of different sizes, a list of these). Numbers, cu_seqlens and other small
+    arrays are here already, and so are Arrow columns, which no tensor broadcast can carry.
+    """
+    large = {name: batch[name] for name in (*PER_PLACE, "images") if name in batch}
+    kept = {name: value for name, value in batch.items() if name not in large}
+    return kept | {"broadcast": {name: _described(value) for name, value in large.items()}}
+
+
+def _check_cp(cp: int, index: int) -> None:
+    if cp < 1:
+        raise SpecError(f"a microbatch is cut for at least 1 context-parallel rank, got {cp}")
+    if not 0 <= index < cp:
+        raise SpecError(f"cp={cp} has ranks 0 to {cp - 1}, not {index}")
+
+
+def _per_place(batch: Fields) -> list[str]:
+    return [name for name in PER_PLACE if name in batch]
+
+
+def _sliced(batch: Fields, places: Ints) -> Fields:
+    fields = {name: batch[name].take(places, axis=-1) for name in _per_place(batch)}
+    num_tokens = len(places) if _is_packed(batch) else len(places) * batch["num_rows"]
+    return batch | fields | {"num_tokens": num_tokens}
+
+
+def _is_packed(batch: Fields) -> bool:
+    return "cu_seqlens" in batch
+
+
+def _places(batch: Fields, cp: int, ranks: Sequence[int]) -> list[Ints]:
+    """The places each rank takes along the last axis: of every segment its early chunk, then its late one."""
+    if _is_packed(batch):
+        bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"]).astype(np.int64)
+    else:
+        bounds = np.array([0, batch["num_tokens"] // batch["num_rows"]])
+    starts, lengths, parts = bounds[:-1, None], np.diff(bounds)[:, None], np.array(cp)
+    chunks = np.array([(rank, 2 * cp - 1 - rank) for rank in ranks])[:, None, :]  # [rank, segment, chunk] from here
+    begins = starts + chunk_begins(lengths, parts, chunks)
+    counts = starts + chunk_begins(lengths, parts, chunks + 1) - begins
+    ends = np.cumsum(counts).reshape(counts.shape)
+    # Counting runs on from chunk to chunk, so each takes back what was counted before it.
+    places = np.arange(ends.max(initial=0))
+    places += np.repeat(begins - (ends - counts), counts.ravel())
+    return np.split(places, counts.sum(axis=(1, 2)).cumsum()[:-1])
+
+
+def _is_column(value: object) -> bool:
+    return isinstance(value, (pa.Array, pa.ChunkedArray))
+
+
+def _described(value: NDArray[Any] | list[NDArray[Any]]) -> Any:
+    if isinstance(value, list):
+        return [_described(image) for image in value]
+    return value.shape, value.dtype.name

@@ -1,0 +1,736 @@
+"""Describes values for the fingerprint of a state: what they are and hold, never where they lie in memory.
+
+A description is a short text. Two values that behave alike have the same one in every process, whatever the hash seed; two
+that differ in anything that is seen have different ones. What is seen of
+
+    a number, text, bytes, enum, date, pattern, dtype   its value
+    a list, tuple, dict, set                            its entries; dicts and sets without their order
+    an array, tensor, Arrow table, random generator     its type, shape and bytes
+    a path, or a text that names a file                 the contents of the file
+    a tokenizer                                         its vocabulary, merges and rules
+    a function of the user's                            its code without comments, docstrings, annotations and formatting;
+                                                        defaults, closure, and the globals it refers to, and so on
+    a function of an installed package                  its name, code, defaults and closure, and the package's version
+    a function of Python or Overlord                    its name
+    a class                                             likewise: its methods and attributes, or its name
+    an object                                           `identity()` where it has that; else its class and attributes
+    an object of compiled code                          what it would be pickled as
+
+What a function or a `__call__` keeps for itself while it runs does not count: a global, attribute or closure variable that
+begins empty (None, {}, 0, ...) and that only the running code writes. It is a cache or a counter. Whatever else cannot be
+seen is listed in `unseen`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import itertools
+import logging
+import os
+import pathlib
+import re
+import sys
+import threading
+import types
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from overlord.checkpoint.source_code import CodeTexts, Written, digest_of
+
+_LONGEST = 120  # a longer description is replaced by its digest
+_MOST_FILE_BYTES = 1 << 30
+_MOST_NAMES = 1000  # entries of a container that are looked at as names of files
+_FEW = 64  # entries of a container that are looked at again rather than remembered
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_BY_REPR = (
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+    decimal.Decimal,
+    fractions.Fraction,
+    uuid.UUID,
+    range,
+    slice,
+    type(Ellipsis),
+    type(NotImplemented),
+)
+_STATELESS = (type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition, threading.local)
+_BUILTIN_METHODS = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MethodWrapperType,
+)
+_CYTHON = ("cython_function_or_method", "fused_cython_function")
+_OF_CLASSES = frozenset(
+    """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__
+    __annotations_cache__ __dataclass_fields__ __dataclass_params__ __match_args__ __slots__ __hash__ __abstractmethods__
+    _abc_impl __firstlineno__ __static_attributes__ __orig_bases__ __parameters__ __protocol_attrs__
+    __non_callable_proto_members__ _is_protocol __type_params__""".split()  # noqa: SIM905 - two dozen quotes say no more
+)
+_MADE_BY_DATACLASS = frozenset(
+    """__init__ __repr__ __eq__ __lt__ __le__ __gt__ __ge__ __setattr__ __delattr__ __hash__ __replace__ __getstate__
+    __setstate__""".split()  # noqa: SIM905
+)
+
+
+class Describer:
+    """Describes the values of one job. What they share is looked at once.
+
+    `unseen` has a line for each value whose contents count for nothing, `packages` the versions of the installed packages
+    that the described code belongs to or refers to.
+    """
+
+    def __init__(self) -> None:
+        self.unseen: list[str] = []
+        self.packages: dict[str, str] = {}
+        self._roots: dict[int, str] = {}
+        self._leaves: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}
+        self._files: dict[str, str] = {}
+        self._kept: list[Any] = []  # described by id, so they must not go
+        self._code = CodeTexts()
+
+    def digest(self, value: Any, path: str) -> str:
+        """The digest of a value. `path` says where it stands in the job, for `unseen`."""
+        return digest_of(self.text(value, path))
+
+    def text(self, value: Any, path: str) -> str:
+        if isinstance(value, _PLAIN):
+            return self._any(value, path)
+        if id(value) not in self._roots:
+            self._numbers = {}
+            try:
+                self._roots[id(value)] = self._any(value, path)
+            except Exception as error:  # noqa: BLE001 - whatever a foreign object raises, it must not keep a job from starting
+                self._roots[id(value)] = self._opaque(value, path, f"which cannot be looked into: {error!r:.200}")
+            self._kept.append(value)
+        return self._roots[id(value)]
+
+    def _any(self, value: Any, path: str) -> str:
+        kind = type(value)
+        if kind in _PLAIN:
+            return self._named_file(value) if kind is str else _short(repr(value))
+        if id(value) in self._leaves:
+            return self._leaves[id(value)]
+        if kind in (list, tuple, set, frozenset, dict) and (plain := _plain_entries(value)) is not None:
+            if len(value) > _FEW:
+                self._leaves[id(value)] = plain
+                self._kept.append(value)
+            return plain
+        outer, self._numbers = self._numbers, {}
+        leaf = self._leaf(value, path)
+        self._numbers = outer
+        if leaf is not None:
+            self._leaves[id(value)] = _short(leaf)
+            self._kept.append(value)
+            return self._leaves[id(value)]
+        if id(value) in self._numbers:  # met before, or still being described: a cycle
+            return f"#{self._numbers[id(value)]}"
+        self._numbers[id(value)] = len(self._numbers)
+        self._kept.append(value)
+        return _short(self._composite(value, path))
+
+    def _leaf(self, value: Any, path: str) -> str | None:
+        """Of what holds no other values, or is digested as a whole."""
+        if isinstance(value, enum.Enum):
+            return f"{type(value).__qualname__}.{value.name}={self._any(value.value, path)}"
+        if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+            return _array(value)
+        if isinstance(value, (np.dtype, np.ufunc)):
+            return f"{type(value).__name__} {value}"
+        if isinstance(value, (bytearray, memoryview)):
+            return f"{type(value).__name__} {_bytes_digest(value)}"
+        if isinstance(value, pathlib.PurePath):
+            return self._path(value, path)
+        if isinstance(value, re.Pattern):
+            return f"pattern {value.pattern!r} {value.flags}"
+        if type(value) in _BY_REPR:
+            return _ADDRESS.sub("", repr(value))
+        if isinstance(value, _STATELESS):
+            return type(value).__qualname__
+        if isinstance(value, logging.Logger):
+            return f"logger {value.name}"
+        module = _module_name(type(value)).partition(".")[0]
+        if module == "pyarrow":
+            return _arrow(value)
+        if module == "torch":
+            return _torch(value)
+        if _is_hugging_face(value):
+            return self._hugging_face(value, path)
+        to_str = getattr(value, "to_str", None)
+        if callable(to_str) and not isinstance(value, type) and _is_compiled(type(value)):  # a tokenizer, whole
+            self._note_package(_module_name(type(value)))
+            return f"{type(value).__qualname__} {digest_of(str(to_str()))}"
+        return None
+
+    def _composite(self, value: Any, path: str) -> str:
+        if isinstance(value, (type, types.GenericAlias)):
+            return self._class(value, path)
+        if isinstance(value, ModuleType):
+            return self._module(value)
+        identity = getattr(value, "identity", None)
+        if callable(identity):
+            return self._identity(value, identity, path)
+        if isinstance(value, types.MethodType):
+            return self._method(value, path)
+        if isinstance(value, FunctionType):
+            return self._function(value, path)
+        if isinstance(value, _BUILTIN_METHODS) or type(value).__name__ in _CYTHON:
+            return self._builtin(value, path)
+        if isinstance(value, functools.partial):
+            parts = (value.func, value.args, value.keywords)
+            return f"partial({self._listed(parts, path)})"
+        wrapped = getattr(value, "__wrapped__", None)
+        if wrapped is not None and type(value).__module__ == "functools":  # lru_cache: what it has kept does not count
+            return f"{type(value).__qualname__}({self._any(wrapped, path)})"
+        if isinstance(value, types.MappingProxyType):
+            return self._mapping(value, path)
+        if isinstance(value, np.ndarray):  # of Python objects
+            return f"array {value.dtype} {value.shape} {self._listed(value.ravel().tolist(), path)}"
+        if type(value) in (list, tuple):
+            return f"{type(value).__name__}[{self._listed(value, path)}]"
+        if type(value) in (set, frozenset):
+            return f"{type(value).__name__}{{{', '.join(self._sorted(value, path))}}}"
+        if type(value) is dict:
+            return self._mapping(value, path)
+        return self._object(value, path)
+
+    # Containers
+
+    def _listed(self, values: Iterable[Any], path: str) -> str:
+        return ", ".join(self._any(entry, f"{path}[{i}]") for i, entry in enumerate(values))
+
+    def _sorted(self, values: Iterable[Any], path: str) -> list[str]:
+        """Each for itself: the order of a set is that of addresses, so no entry may depend on those before it."""
+        found = []
+        for entry in values:
+            outer, self._numbers = self._numbers, dict(self._numbers)
+            found.append(self._any(entry, f"{path}{{}}"))
+            self._numbers = outer
+        return sorted(found)
+
+    def _mapping(self, values: Mapping[Any, Any], path: str) -> str:
+        keys = sorted(((self._any(key, f"{path}[{key!r:.40}]"), key) for key in values), key=lambda entry: entry[0])
+        entries = (f"{text}: {self._any(values[key], f'{path}[{key!r:.40}]')}" for text, key in keys)
+        return f"{{{', '.join(entries)}}}"
+
+    # Files
+
+    def _named_file(self, text: str) -> str:
+        if not _may_name_file(text) or not os.path.isfile(text):
+            return _short(repr(text))
+        return f"file {os.path.basename(text)!r} {self._file(pathlib.Path(text), repr(text))}"
+
+    def _path(self, value: pathlib.PurePath, path: str) -> str:
+        here = pathlib.Path(value)
+        if here.is_file():
+            return f"file {self._file(here, path)}"
+        if here.is_dir():
+            return self._folder(here, path)
+        return f"path {str(value)!r}"  # to be written, or not there yet
+
+    def _folder(self, folder: pathlib.Path, path: str) -> str:
+        inside = sorted(entry for entry in itertools.islice(folder.rglob("*"), _MOST_NAMES + 1) if entry.is_file())
+        num_bytes = sum(entry.stat().st_size for entry in inside)
+        if len(inside) > _MOST_NAMES or num_bytes > _MOST_FILE_BYTES:
+            self._note_unseen(path, "is a folder with too many files to be read: of its contents nothing counts")
+            return f"path {str(folder)!r}"
+        return "folder " + digest_of(repr([(str(f.relative_to(folder)), self._file(f, path)) for f in inside]))
+
+    def _file(self, file: pathlib.Path, path: str) -> str:
+        real = os.path.realpath(file)
+        if real not in self._files:
+            size = os.path.getsize(real)
+            if size > _MOST_FILE_BYTES:
+                self._note_unseen(path, f"is a file of {size >> 20:,} MiB: of its contents only the size counts")
+                return f"{size} bytes"
+            with open(real, "rb") as opened:
+                self._files[real] = hashlib.file_digest(opened, _hasher).hexdigest()
+        return self._files[real]
+
+    # Code
+
+    def _function(self, value: FunctionType, path: str) -> str:
+        home = _home(value.__module__, value.__code__.co_filename)
+        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        written = self._code.written(value.__code__, value.__globals__)
+        parts = {
+            "defaults": value.__defaults__,
+            "kwdefaults": value.__kwdefaults__,
+            "attributes": {name: v for name, v in vars(value).items() if name != "__wrapped__"} or None,
+        }
+        text = [f"{name}={self._any(part, path)}" for name, part in parts.items() if part is not None]
+        for name, cell in cells.items():
+            kept = name in written.kept_cells
+            text.append(f"{name} is {'kept' if kept else self._cell(cell, f'{path}.{name}')}")
+        if home == "python":
+            return f"function {value.__module__}.{value.__qualname__}({', '.join(text)})"
+        text.append(self._code.body(value.__code__))
+        if home == "installed":
+            self._note_package(value.__module__)
+            return f"function {value.__module__}.{value.__qualname__}({', '.join(text)})"
+        text += self._globals(value, written, path)
+        return f"function({', '.join(text)})"
+
+    def _cell(self, cell: types.CellType, path: str) -> str:
+        try:
+            return self._any(cell.cell_contents, path)
+        except ValueError:  # not assigned yet
+            return "empty"
+
+    def _globals(self, function: FunctionType, written: Written, path: str) -> list[str]:
+        found = []
+        for name, attributes in sorted(self._code.names(function.__code__)):
+            if name not in function.__globals__:
+                continue  # a builtin, whose name is in the code, or a name that is not there yet
+            value = function.__globals__[name]
+            label = ".".join((name, *attributes))
+            if name in written.kept_globals:
+                found.append(f"{name} is kept")
+            elif isinstance(value, ModuleType):
+                found.append(f"{label}={self._of_module(value, attributes, f'{path}->{label}')}")
+            elif not attributes:
+                found.append(f"{name}={self._any(value, f'{path}->{name}')}")
+        for name in sorted(self._code.imports(function.__code__)):
+            found.append(f"import {name} {self._imported(name)}")
+        return found
+
+    def _of_module(self, module: ModuleType, attributes: tuple[str, ...], path: str) -> str:
+        """What code uses of a module: of one of the user's, the value."""
+        value: Any = module
+        for name in attributes:
+            if not isinstance(value, ModuleType) or _home(value.__name__, getattr(value, "__file__", None)) != "user":
+                break
+            if not hasattr(value, name):
+                return "missing"
+            value = getattr(value, name)
+        return self._any(value, path)
+
+    def _module(self, module: ModuleType) -> str:
+        if _home(module.__name__, getattr(module, "__file__", None)) == "installed":
+            self._note_package(module.__name__)
+        return f"module {module.__name__}"
+
+    def _imported(self, name: str) -> str:
+        """A module that a function imports when it runs; of the user's, the code of its file."""
+        top = name.partition(".")[0]
+        if _home(top, None) == "python":
+            return ""
+        try:
+            spec = importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            spec = None
+        origin = None if spec is None else spec.origin
+        if _home(top, origin) == "installed":
+            self._note_package(top)
+            return ""
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            spec = None
+        return "missing" if spec is None or spec.origin is None else self._code.file(spec.origin)
+
+    def _method(self, value: types.MethodType, path: str) -> str:
+        owner = value.__self__
+        function = getattr(value.__func__, "__qualname__", type(value.__func__).__qualname__)
+        if isinstance(owner, type):
+            return f"method {function} of {self._any(owner, path)}"
+        return f"method {value.__func__.__name__} of {self._any(owner, f'{path}.__self__')}"
+
+    def _builtin(self, value: Any, path: str) -> str:
+        owner = getattr(value, "__self__", None)
+        name = getattr(value, "__qualname__", value.__name__)
+        if owner is None or isinstance(owner, ModuleType):
+            module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", "")
+            if _home(module or "builtins", None) == "installed":
+                self._note_package(module)
+            return f"builtin {module}.{name}"
+        return f"builtin {value.__name__} of {self._any(owner, f'{path}.__self__')}"
+
+    def _class(self, value: Any, path: str) -> str:
+        if isinstance(value, types.GenericAlias):
+            return f"class {value!r}"
+        module = _module_name(value)
+        home = _home(module, getattr(sys.modules.get(module), "__file__", None))
+        name = f"{module}.{value.__qualname__}"
+        if home != "user":
+            if home == "installed":
+                self._note_package(module)
+            return f"class {name}"
+        if issubclass(value, enum.Enum):
+            members = {str(key): member.value for key, member in value.__members__.items()}
+            return f"enum {value.__qualname__} {self._mapping(members, path)}"
+        bases = ", ".join(self._any(base, path) for base in value.__bases__ if base is not object)
+        text = [f"class {value.__qualname__}({bases})"]
+        if issubclass(value, tuple) and hasattr(value, "_fields"):
+            text.append(repr(getattr(value, "_fields")))  # noqa: B009 - a named tuple's
+        for key, member in sorted(vars(value).items()):
+            if _is_own(value, key, member):
+                text.append(f"{key}={self._member(member, f'{path}.{key}')}")
+        return "; ".join(text)
+
+    def _member(self, member: Any, path: str) -> str:
+        if isinstance(member, (staticmethod, classmethod)):
+            return f"{type(member).__name__} {self._any(member.__func__, path)}"
+        if isinstance(member, property):
+            return f"property {self._listed([f for f in (member.fget, member.fset, member.fdel) if f is not None], path)}"
+        if isinstance(member, functools.cached_property):
+            return f"property {self._any(member.func, path)}"
+        if isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+            return "slot"
+        return self._any(member, path)
+
+    # Objects
+
+    def _identity(self, value: Any, identity: Callable[[], Any], path: str) -> str:
+        text = str(identity())
+        if _ADDRESS.search(text):
+            self._note_unseen(
+                path, f"is a {type(value).__qualname__} whose identity() names an address in memory, which is cut out"
+            )
+            text = _ADDRESS.sub("", text)
+        return f"{type(value).__qualname__}: {text}"
+
+    def _object(self, value: Any, path: str) -> str:
+        kind = type(value)
+        text = [self._any(kind, path)]
+        if _is_compiled(kind):
+            return self._reduced(value, path)
+        if isinstance(value, dict):
+            text.append(self._mapping(value, path))
+        elif isinstance(value, (list, tuple)):
+            text.append(self._listed(value, path))
+        elif isinstance(value, (set, frozenset)):
+            text += self._sorted(value, path)
+        elif isinstance(value, _PLAIN):
+            base: Any = next(base for base in _PLAIN if isinstance(value, base))
+            text.append(repr(base(value)))
+        getstate = _own_getstate(kind)
+        if getstate is not None:
+            return f"object {'; '.join(text)} {self._any(getstate(value), path)}"
+        kept = self._kept_attributes(value)
+        for name, attribute in sorted(attributes_of(value).items()):
+            if name not in kept and not _is_cached(kind, name):
+                text.append(f"{name}={self._any(_as_declared(value, name, attribute, self), f'{path}.{name}')}")
+        return f"object {'; '.join(text)}"
+
+    def _kept_attributes(self, value: Any) -> frozenset[str]:
+        """Attributes that `__call__` keeps for itself."""
+        kind = type(value)
+        if not isinstance(getattr(kind, "__call__", None), FunctionType):  # noqa: B004 - it is looked at, not asked for
+            return frozenset()
+        if _home(kind.__module__, getattr(sys.modules.get(kind.__module__), "__file__", None)) == "python":
+            return frozenset()
+        return self._code.kept_attributes(kind)
+
+    def _reduced(self, value: Any, path: str) -> str:
+        """What an object of compiled code would be pickled as."""
+        try:
+            parts = value.__reduce_ex__(4)
+        except Exception:  # noqa: BLE001 - whatever a foreign object raises, it does not let itself be seen
+            return self._opaque(value, path, "whose contents cannot be seen")
+        if isinstance(parts, str):
+            return f"object {type(value).__qualname__} {parts}"
+        made, arguments, state, items, pairs = (*parts, None, None, None)[:5]
+        described = [self._any(made, path), self._any(arguments, path), self._any(state, path)]
+        described += [] if items is None else [self._listed(items, path)]
+        described += [] if pairs is None else [self._mapping(dict(pairs), path)]
+        self._note_package(_module_name(type(value)))
+        return f"object {type(value).__qualname__}({'; '.join(described)})"
+
+    def _hugging_face(self, value: Any, path: str) -> str:
+        """A tokenizer of transformers. How it pads and truncates is set by each call, and kept in its backend."""
+        import json
+
+        rules = json.loads(value.backend_tokenizer.to_str())
+        rules = {name: part for name, part in rules.items() if name not in ("padding", "truncation")}
+        names = ("chat_template", "special_tokens_map", "padding_side", "truncation_side", "model_max_length")
+        options = [self._any(getattr(value, name, None), f"{path}.{name}") for name in names]
+        self._note_package(_module_name(type(value)))
+        return f"{type(value).__qualname__} {digest_of(json.dumps(rules, sort_keys=True))} {', '.join(options)}"
+
+    def _opaque(self, value: Any, path: str, why: str) -> str:
+        name = f"{_module_name(type(value))}.{type(value).__qualname__}"
+        self._note_unseen(path, f"is a {name}, {why}")
+        return f"opaque {name}"
+
+    def _note_unseen(self, path: str, why: str) -> None:
+        self.unseen.append(f"{path} {why}")
+
+    def _note_package(self, module: str | None) -> None:
+        top = (module or "").partition(".")[0]
+        if top and top not in self.packages and _home(top, getattr(sys.modules.get(top), "__file__", None)) == "installed":
+            self.packages[top] = _version(top)
+
+    def note_used(self, package: str) -> None:
+        """Count the version of a package that is not imported yet."""
+        if package not in self.packages and (version := _version(package)):
+            self.packages[package] = version
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes in an object's `__dict__` and slots."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            mangled = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if hasattr(value, mangled):
+                found[name] = getattr(value, mangled)
+    return found
+
+
+def declared_options(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that do not have their defaults: an option that a later release adds changes nothing."""
+    found = {}
+    for each in fields(value):
+        option = getattr(value, each.name)
+        default = each.default if each.default is not MISSING else MISSING
+        if default is MISSING and each.default_factory is not MISSING:
+            default = each.default_factory()
+        if default is MISSING or not _is_equal(option, default):
+            found[each.name] = option
+    return found
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except ValueError:  # arrays do not say whether they are equal
+        return False
+
+
+class _Missing:
+    """Stands for an option that has its default."""
+
+    def identity(self) -> str:
+        return "default"
+
+
+_DEFAULT = _Missing()
+
+
+def _as_declared(owner: Any, name: str, attribute: Any, describer: Describer) -> Any:
+    """An attribute as its owner understands it."""
+    kind = type(owner)
+    if kind.__module__.partition(".")[0] != "overlord" or not is_dataclass(owner):
+        return attribute
+    if kind.__name__ == "Tokenize" and name == "encoding" and isinstance(attribute, (str, pathlib.PurePath)):
+        is_file = str(attribute).endswith(".json") or os.sep in str(attribute)
+        describer.note_used("tokenizers" if is_file else "tiktoken")
+        return pathlib.Path(attribute) if is_file else attribute
+    return attribute if name in declared_options(owner) else _DEFAULT
+
+
+# What values are
+
+
+def _home(module: str | None, file: str | None) -> str:
+    """Whose a module is: "python" (Overlord too), "installed" or "user"."""
+    top = (module or "").partition(".")[0]
+    if top == "overlord" or (top in sys.stdlib_module_names and top != "__main__"):
+        return "python"
+    if file is None:
+        file = getattr(sys.modules.get(module or ""), "__file__", None) or getattr(sys.modules.get(top), "__file__", None)
+    parts = pathlib.PurePath(file).parts if file else ()
+    return "installed" if "site-packages" in parts or "dist-packages" in parts else "user"
+
+
+@functools.lru_cache(maxsize=256)
+def _version(package: str) -> str:
+    """Major and minor: a release that only mends does not change the stream."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if not isinstance(version, str):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+    return ".".join(re.split(r"[.+]", version)[:2])
+
+
+def _is_own(kind: type, name: str, member: Any) -> bool:
+    """Whether a class was given a member, rather than having it made."""
+    if name in _OF_CLASSES:
+        return False
+    if is_dataclass(kind) and name in _MADE_BY_DATACLASS and isinstance(member, FunctionType):
+        return not (member.__code__.co_filename == "<string>" or member.__module__ == "dataclasses")
+    if isinstance(member, FunctionType) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return member.__module__ == kind.__module__ and member.__code__.co_filename != "<string>"
+    return type(member).__name__ != "_tuplegetter"
+
+
+def _module_name(kind: type) -> str:
+    """Types of compiled code may have anything for a module."""
+    return kind.__module__ if isinstance(kind.__module__, str) else ""
+
+
+def _is_compiled(kind: type) -> bool:
+    """Whether objects of a class hold something beside attributes and the contents of builtin containers."""
+    known = (object, dict, list, tuple, set, frozenset, *_PLAIN)
+    for base in kind.__mro__:
+        if base in known or _module_name(base) in ("typing", "abc", "collections.abc"):
+            continue
+        if isinstance(base.__dict__.get("__new__"), types.BuiltinFunctionType):
+            return True
+        if any(
+            isinstance(member, (types.MethodDescriptorType, types.WrapperDescriptorType)) for member in vars(base).values()
+        ):
+            return True
+    return False
+
+
+def _is_cached(kind: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
+
+
+def _own_getstate(kind: type) -> Callable[[Any], Any] | None:
+    found = getattr(kind, "__getstate__", None)
+    is_made = getattr(found, "__module__", None) == "dataclasses"
+    return None if found is None or is_made or found is getattr(object, "__getstate__", None) else found
+
+
+def _plain_entries(value: Any) -> str | None:
+    """A container of plain values, as large as it may be; None where some entry needs a closer look."""
+    entries = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    if not all(type(entry) in _PLAIN for entry in entries):
+        return None
+    if len(entries) <= _MOST_NAMES and any(type(e) is str and _may_name_file(e) and os.path.isfile(e) for e in entries):
+        return None
+    if isinstance(value, dict):
+        return _short(f"{{{sorted(f'{key!r}: {entry!r}' for key, entry in value.items())}}}")
+    listed = sorted(map(repr, entries)) if isinstance(value, (set, frozenset)) else entries
+    return _short(f"{type(value).__name__} {listed!r}")
+
+
+def _may_name_file(text: str) -> bool:
+    return 0 < len(text) < 1024 and "\0" not in text and "\n" not in text and (os.sep in text or "." in text[1:])
+
+
+def _array(value: Any) -> str:
+    kind = value.dtype
+    flat = np.ascontiguousarray(value).reshape(-1)
+    mask = f" {_bytes_digest(np.ma.getmaskarray(value).tobytes())}" if isinstance(value, np.ma.MaskedArray) else ""
+    described = kind.str if kind.fields is None else repr(kind.descr)
+    return f"array {described} {value.shape} {_bytes_digest(flat.view(np.uint8) if flat.size else b'')}{mask}"
+
+
+def _arrow(value: Any) -> str | None:
+    import pyarrow as pa
+
+    if isinstance(value, (pa.DataType, pa.Field, pa.Schema)):
+        return f"arrow {value}"
+    if isinstance(value, pa.Scalar):
+        return f"scalar {value.type} {_table_digest(pa.table({'': pa.array([value.as_py()], value.type)}))}"
+    if isinstance(value, (pa.Array, pa.ChunkedArray)):
+        return f"arrow {value.type} {_table_digest(pa.table({'': value}))}"
+    if isinstance(value, (pa.Table, pa.RecordBatch)):
+        table = value if isinstance(value, pa.Table) else pa.Table.from_batches([value])
+        return f"table {table.schema} {_table_digest(table)}"
+    if isinstance(value, pa.Buffer):
+        return f"buffer {_bytes_digest(value)}"
+    if type(value).__name__ == "Expression":
+        return f"expression {value}"
+    return None
+
+
+def _table_digest(table: Any) -> str:
+    """Of a table's rows, however they lie in chunks and buffers."""
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    copied = table.take(pa.array(np.arange(table.num_rows))).combine_chunks()
+    with pa.ipc.new_stream(sink, copied.schema) as writer:
+        writer.write_table(copied)
+    return _bytes_digest(sink.getvalue())
+
+
+def _torch(value: Any) -> str | None:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy() if len(flat) else b""
+        return f"tensor {value.dtype} {tuple(value.shape)} {_bytes_digest(data)}"
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if isinstance(value, torch.Generator):
+        return f"generator {_bytes_digest(value.get_state().numpy())}"
+    return None
+
+
+def _is_hugging_face(value: Any) -> bool:
+    if isinstance(value, type) or not hasattr(type(value), "backend_tokenizer"):
+        return False
+    return callable(getattr(value.backend_tokenizer, "to_str", None))
+
+
+def _hasher() -> Any:
+    return hashlib.blake2b(digest_size=8)
+
+
+def _bytes_digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:24]}~{digest_of(text)}"
+
+
+# As the first release described values. States that it wrote are compared by this.
+
+_FIRST_FIELDS = {
+    "Tokenize": ("column", "into", "encoding", "eos", "bos", "keep"),
+    "PerRow": ("fn", "wants_rng"),
+    "InProcesses": ("fn", "batch_rows", "timeout_s"),
+    "PlaceImages": ("decode", "grid", "token", "marker", "tokens", "loss_mask"),
+    "DecodeImage": ("column", "size", "fit", "max_pixels", "strict"),
+    "PatchGrid": ("patch", "merge", "size", "more_tokens"),
+}
+"""The options of our own transforms then: those that came later are not in its descriptions."""
+
+
+def first_description(value: Any, known: dict[int, str]) -> str:
+    """A transform by its name and options, as the first release had it. `known` keeps digests of tokenizers, by id."""
+    if value is None or isinstance(value, (str, int, float, bool, bytes)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(first_description(entry, known) for entry in value)}]"
+    identity = getattr(value, "identity", None)
+    if callable(identity):
+        return str(identity())
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, sorted(value.keywords.items()))
+        return f"partial({', '.join(first_description(part, known) for part in parts)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        is_ours = type(value).__module__.startswith("overlord.")
+        names = (_FIRST_FIELDS if is_ours else {}).get(type(value).__name__) or [each.name for each in fields(value)]
+        options = (f"{name}={first_description(getattr(value, name), known)}" for name in names)
+        return f"{type(value).__qualname__}({', '.join(options)})"
+    to_str = getattr(value, "to_str", None)
+    if callable(to_str):
+        if id(value) not in known:
+            known[id(value)] = digest_of(str(to_str()))
+        return f"{type(value).__qualname__}({known[id(value)]})"
+    name = getattr(value, "__qualname__", None)
+    return name or f"{type(value).__qualname__}({getattr(value, 'name', '')})"

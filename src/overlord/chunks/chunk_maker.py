@@ -1,0 +1,447 @@
+"""Making chunk k of a source: read its units, transform, apply the policies, shuffle, and state the facts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from overlord.chunks.bad_rows import BadRowLog
+from overlord.chunks.chunk import (
+    Chunk,
+    Documents,
+    Lineage,
+    Rows,
+    is_weights,
+    loss_extra,
+    loss_tokens,
+    rows_of,
+)
+from overlord.chunks.transforms.apply import Reporter, Transforms
+from overlord.chunks.transforms.outcome import Context
+from overlord.chunks.workers.pool import ProcessPool
+from overlord.declare.batch import Batch
+from overlord.declare.source import Source, Unit
+from overlord.errors import DataError, SchemaError
+from overlord.media.images import ImageFacts
+from overlord.sources.column_types import under_schema, wider, wider_schema
+from overlord.sources.files import ReadResult
+from overlord.sources.views import joined, take_rows
+from overlord.stream.chunk_order import row_order, units_of_chunk
+from overlord.stream.facts import LOSS_EXTRA, ChunkFacts, Ints
+
+_FIRST_OF_ONE = np.zeros(1, np.int64)
+MOST_ID = 2**31 - 1
+MOST_WEIGHT = 1024
+"""The largest loss weight: the sum over a row is counted in units of 2**-32 and must fit int64."""
+_PLAIN = pa.list_(pa.int32())  # as nearly all token columns are: nothing else has to be asked about their type
+
+
+class ChunkMaker:
+    """Makes any chunk of one source. Holds no state but the schema that its first chunk had."""
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        units: Sequence[Unit],
+        seed: int,
+        batch: Batch,
+        bad_rows: BadRowLog,
+        processes: ProcessPool | None = None,
+    ) -> None:
+        self._name = name
+        self._source = source
+        self._units = units
+        self._seed = seed
+        self._batch = batch
+        self._bad_rows = bad_rows
+        self._transforms = Transforms(source.transforms, processes) if source.transforms else None
+
+    def make(self, number: int) -> Chunk:
+        try:
+            return self._make(number)
+        except Exception as error:
+            units = ", ".join(str(unit) for unit in self._units_of(number))
+            error.add_note(f"while making chunk {number} of source {self._name!r} from {units}")
+            raise
+
+    def expected_bytes(self, number: int) -> int:
+        """What the list of units promises that a chunk will take."""
+        return sum(unit.num_bytes for unit in self._units_of(number))
+
+    def _make(self, number: int) -> Chunk:
+        table, lineage = self._read(number)
+        origin = np.arange(table.num_rows, dtype=np.int64)
+        if self._transforms is not None:
+            context = Context(self._name, number, self._seed)
+            table, origin = self._transforms.run(table, context, origin, Reporter(self._bad_rows, lineage.where))
+        return self._chunk(number, table, origin, lineage)
+
+    def bad_decode(self, chunk: Chunk, table_row: int, error: str) -> None:
+        """Note a row whose deferred decode failed."""
+        file, row = chunk.where(table_row)
+        self._bad_rows.add(file, row, error)
+
+    def _units_of(self, number: int) -> list[Unit]:
+        source = self._source
+        chosen = units_of_chunk(self._seed, self._name, len(self._units), source.window, source.shuffle, number)
+        return [self._units[index] for index in chosen.tolist()]
+
+    def _read(self, number: int) -> tuple[pa.Table, Lineage]:
+        units = self._units_of(number)
+        results = [self._read_unit(unit) for unit in units]
+        tables = [result.table for result in results]
+        if any(not table.schema.equals(tables[0].schema) for table in tables[1:]):
+            tables = self._under_one_schema(units, tables)
+        sizes = [table.num_rows for table in tables[:-1]]
+        first = np.cumsum([0, *sizes], dtype=np.int64) if sizes else _FIRST_OF_ONE
+        mapped = tuple(data for result in results for data in result.mapped)
+        lineage = Lineage(tuple(units), first, tuple(result.row_numbers for result in results), mapped)
+        return tables[0] if len(tables) == 1 else pa.concat_tables(tables), lineage
+
+    def _under_one_schema(self, units: Sequence[Unit], tables: Sequence[pa.Table]) -> list[pa.Table]:
+        """The tables of units whose types differ, each column under the type that holds them all: what is inferred from the
+        rows of one unit (nulls, empty lists, whole numbers) may be narrower than what another needs."""
+        schema = tables[0].schema.remove_metadata()
+        for unit, table in zip(units[1:], tables[1:], strict=True):
+            if sorted(table.column_names) != sorted(schema.names):
+                raise SchemaError(
+                    f"source {self._name!r}: {unit} has the columns {_fields(table)}, but {units[0]} has "
+                    f"{_fields(tables[0])}; all units of a source must have the same columns: leave those out that are not "
+                    "needed, where the source has an option columns="
+                )
+            merged = wider_schema(schema, table.schema)
+            if merged is None:
+                name = next(f.name for f in table.schema if wider(f.type, schema.field(f.name).type) is None)
+                raise SchemaError(
+                    f"source {self._name!r}: {unit} has the column {name!r} as {table.schema.field(name).type}, but "
+                    f"{units[0]} has it as {schema.field(name).type}; give it one type, or leave it out if it is not "
+                    "needed, where the source has an option columns="
+                )
+            schema = merged
+        try:
+            return [under_schema(table, schema) for table in tables]
+        except pa.ArrowInvalid as error:
+            raise SchemaError(
+                f"source {self._name!r}: {', '.join(map(str, units))} have columns of different types, and not all values "
+                f"fit the types that hold both: {error}; give each column one type"
+            ) from error
+
+    def _read_unit(self, unit: Unit) -> ReadResult:
+        read_rows = getattr(self._source, "read_rows", None)
+        result = read_rows(unit) if read_rows is not None else ReadResult(self._source.read(unit))
+        if not isinstance(result.table, pa.Table):
+            raise SchemaError(
+                f"source {self._name!r}: read({unit}) must return a pyarrow.Table, got {type(result.table).__name__}"
+            )
+        for bad in result.bad:
+            self._bad_rows.add(str(unit), bad.row, str(bad))
+        return result
+
+    def _chunk(self, number: int, table: pa.Table, origin: Ints, lineage: Lineage) -> Chunk:
+        if table.num_rows == 0:  # whatever columns it has, and of whatever types
+            return _empty_chunk(table, lineage, has_text=self._source.tokens is not None)
+        self._check_columns(table)
+        table, origin, images = self._with_sizes(table, origin, lineage)
+        source, batch = self._source, self._batch
+        if source.tokens is None:
+            order = self._order(number, table.num_rows)
+            zeros = np.zeros(table.num_rows, np.int64)
+            found = None if images is None else images.take(order)
+            facts = ChunkFacts(zeros, zeros) if found is None else ChunkFacts(zeros, zeros, found.sizes, images=found.images)
+            return Chunk(facts, table, order, origin, lineage)
+        text = self._text(table, origin, lineage)
+        if text.bad:
+            table, origin, images = self._without(text.bad, table, origin, lineage, images)
+            text = self._text(table, origin, lineage)
+        documents, mask = text.documents, text.mask
+        if batch.long_documents == "fail":
+            self._refuse_long(documents, origin, lineage)
+        rows = rows_of(documents, batch.long_documents, batch.sequence_length)
+        return self._with_text(number, table, origin, lineage, images, documents, mask, rows)
+
+    def _with_text(
+        self,
+        number: int,
+        table: pa.Table,
+        origin: Ints,
+        lineage: Lineage,
+        images: ImageFacts | None,
+        documents: Documents,
+        mask: NDArray[np.generic] | None,
+        rows: Rows,
+    ) -> Chunk:
+        order = self._order(number, len(rows.begin))
+        document = order if rows.are_documents else rows.document[order]
+        begin, end = rows.begin[order], rows.end[order]
+        document_end = end if rows.document_end is rows.end else rows.document_end[order]
+        counts = {name: count for name, count in rows.counts.items() if count}
+        found = None if images is None else images.take(document)
+        sizes = {} if found is None else found.sizes
+        if mask is not None and is_weights(mask):
+            sizes = {**sizes, LOSS_EXTRA: loss_extra(begin, end, document_end, mask)}
+        facts = ChunkFacts(
+            tokens=end - begin,
+            loss_tokens=loss_tokens(begin, end, document_end, mask),
+            sizes=sizes,
+            counts=counts,
+            images=None if found is None else found.images,
+        )
+        kept = self._kept_columns(table)
+        return Chunk(facts, kept, document, origin, lineage, documents.values, begin, end, document_end, mask)
+
+    def _order(self, number: int, num_rows: int) -> Ints:
+        if not self._source.shuffle:
+            return np.arange(num_rows, dtype=np.int64)
+        return row_order(self._seed, self._name, number, num_rows)
+
+    def _kept_columns(self, table: pa.Table) -> pa.Table:
+        """Only what may still be asked for: the token column stays (its values are in use), others unless named go."""
+        source = self._source
+        decode = getattr(source.decode, "column", None)
+        wanted = {source.tokens, source.loss_mask, source.loss_weights, decode, *self._batch.columns}
+        kept = [name for name in table.column_names if name in wanted]
+        return table if len(kept) == table.num_columns else table.select(kept)
+
+    def _with_sizes(self, table: pa.Table, origin: Ints, lineage: Lineage) -> tuple[pa.Table, Ints, ImageFacts | None]:
+        """The facts of deferred columns, without the rows whose header already shows that they are broken."""
+        decode: Any = self._source.decode
+        if decode is None:
+            return table, origin, None
+        if decode.column not in table.column_names:
+            raise SchemaError(self._missing(decode.column, table, "decode"))
+        facts, bad = decode.facts(table.column(decode.column))
+        return self._without(bad, table, origin, lineage, facts) if bad else (table, origin, facts)
+
+    def _without(
+        self,
+        bad: Sequence[tuple[int, str]],
+        table: pa.Table,
+        origin: Ints,
+        lineage: Lineage,
+        images: ImageFacts | None,
+    ) -> tuple[pa.Table, Ints, ImageFacts | None]:
+        """The other rows, when these (row, error) are left to the source's policy for bad rows."""
+        for row, error in bad:
+            self._bad_rows.add(*lineage.where(int(origin[row])), error)
+        keep = np.setdiff1d(np.arange(table.num_rows), [row for row, _ in bad])
+        return take_rows(table, keep), origin[keep], None if images is None else images.take(keep)
+
+    def _check_columns(self, table: pa.Table) -> None:
+        """Refuse a column that the trainer is to have and that is not here: null for every sample would be silent."""
+        present = table.column_names
+        missing = [name for name in self._batch.columns if name not in present and name not in self._source.null_columns]
+        if missing and present:  # a chunk of which nothing is left may have no columns at all
+            names = ", ".join(map(repr, missing))
+            raise SchemaError(
+                f"source {self._name!r} has no column {names}, which Batch(columns=...) asks for; after its transforms it "
+                f"has {present}. Correct the name, keep the column in the transforms (as ol.Tokenize(keep=...) does), or, "
+                f"if the source has no such column, give it null_columns={tuple(missing)!r}"
+            )
+
+    def _text(self, table: pa.Table, origin: Ints, lineage: Lineage) -> _Text:
+        """The token column and its loss mask or weights, checked by their smallest and largest value: rows are looked at one
+        by one only where these show that something is wrong."""
+        source = self._source
+        assert source.tokens is not None  # only sources with text come here
+        tokens = self._lists(table, source.tokens, "tokens")
+        bad = dict(tokens.null_rows())
+        _note_bad_ids(tokens, self._batch.special_ids, bad)
+        documents = Documents(tokens.values, tokens.offsets, tokens.lengths)
+        mask = None
+        column = source.loss_mask or source.loss_weights
+        if column is not None:
+            option = "loss_mask" if source.loss_mask is not None else "loss_weights"
+            given = self._lists(table, column, option)
+            bad |= given.null_rows()
+            for row in np.flatnonzero(given.lengths != tokens.lengths).tolist():
+                n, m = int(tokens.lengths[row]), int(given.lengths[row])
+                bad[row] = f"{column!r} must have one entry per token, it has {m} for {n} tokens"
+            if source.loss_mask is not None:
+                self._refuse_other_than_masks(given, origin, lineage)
+                given = given.with_values(given.values if given.values.dtype.kind != "f" else given.values.astype(np.int8))
+            else:
+                _note_bad_weights(given, bad)
+                given = given.with_values(given.values.astype(np.float32, copy=False))
+            mask = None if bad else given.aligned_with(tokens)
+        if not bad and self._batch.special_ids and tokens.smallest < 0:
+            # An id below 0 is never a label: so labels, loss mask and loss tokens agree on it.
+            is_label = tokens.values >= 0
+            mask = is_label.astype(np.int8) if mask is None else np.where(is_label, mask, mask.dtype.type(0))
+        return _Text(documents, mask, sorted(bad.items()))
+
+    def _refuse_other_than_masks(self, given: _Lists, origin: Ints, lineage: Lineage) -> None:
+        if given.smallest >= 0 and given.largest <= 1 and given.values.dtype.kind != "f":
+            return
+        wrong = given.rows_where((given.values != 0) & (given.values != 1))
+        if wrong:
+            row, value = next(iter(wrong.items()))
+            file, number = lineage.where(int(origin[row]))
+            raise DataError(
+                f"source {self._name!r}: {file}, row {number}: loss_mask={given.name!r} is a column of 0 and 1, it has "
+                f"{value}; for what each token counts in the loss give loss_weights={given.name!r} instead"
+            )
+
+    def _lists(self, table: pa.Table, name: str, option: str) -> _Lists:
+        """A column of lists of numbers, without a copy: integers for tokens, and truth values or floats for masks too."""
+        if name not in table.column_names:
+            raise SchemaError(self._missing(name, table, option))
+        array: Any = joined(table.column(name))  # any kind of list array
+        if array.type == _PLAIN:
+            return _list_parts(array, name)
+        kind = array.type
+        if pa.types.is_dictionary(kind):
+            array = array.dictionary_decode()
+            kind = array.type
+        if pa.types.is_fixed_size_list(kind):
+            array = array.cast(pa.list_(kind.value_type))
+        elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):  # Arrow's own cast gives broken lists
+            lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            array = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), array.flatten())
+        kind = array.type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if pa.types.is_null(kind) or (is_list and pa.types.is_null(kind.value_type)):
+            # Nothing but nulls or empty lists, of which no type can be told.
+            array, kind, is_list = array.cast(_PLAIN), _PLAIN, True
+        value = kind.value_type if is_list else kind
+        if pa.types.is_dictionary(value):
+            value = value.value_type
+        is_number = pa.types.is_integer(value) or (
+            option != "tokens" and (pa.types.is_floating(value) or pa.types.is_boolean(value))
+        )
+        if not is_list or not is_number:
+            wanted, hint = "a list of numbers", ""
+            if option == "tokens":
+                wanted, hint = "a list of integers", "; tokenise text with transform=ol.Tokenize(...)"
+            raise SchemaError(f"source {self._name!r}: column {name!r} must be {wanted}, it is {kind}{hint}")
+        return _list_parts(array, name)
+
+    def _refuse_long(self, documents: Documents, origin: Ints, lineage: Lineage) -> None:
+        long = np.flatnonzero(documents.lengths > self._batch.sequence_length)
+        if len(long):
+            file, row = lineage.where(int(origin[long[0]]))
+            tokens = int(documents.lengths[long[0]])
+            raise DataError(
+                f"source {self._name!r}: {file}, row {row}: a document of {tokens:,} tokens is longer "
+                f"than sequence_length {self._batch.sequence_length:,}; set long_documents to 'split', 'truncate' or 'drop'"
+            )
+
+    def _missing(self, column: str, table: pa.Table, option: str) -> str:
+        hint = (
+            "; tokenise text with transform=ol.Tokenize(...), or name the column with tokens=" if option == "tokens" else ""
+        )
+        return f"source {self._name!r} has no column {column!r} (its option {option}); it has {table.column_names}{hint}"
+
+
+def _empty_chunk(table: pa.Table, lineage: Lineage, has_text: bool) -> Chunk:
+    none = np.zeros(0, np.int64)
+    values = np.zeros(0, np.int32) if has_text else None
+    return Chunk(ChunkFacts(none, none), table, none, none, lineage, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    documents: Documents
+    mask: NDArray[np.generic] | None
+    bad: list[tuple[int, str]]
+    """(row, what is wrong with it): with any of these the mask is not to be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """A column of lists: list i is `values[offsets[i]:offsets[i] + lengths[i]]`. Other values belong to no list."""
+
+    name: str
+    values: NDArray[Any]
+    offsets: Ints
+    lengths: Ints
+    is_null: NDArray[np.bool_] | None = None
+    """Which values are null (they are 0 here); None where none is."""
+
+    @property
+    def smallest(self) -> float:
+        return self._used.min(initial=0)
+
+    @property
+    def largest(self) -> float:
+        return self._used.max(initial=0)
+
+    @property
+    def _used(self) -> NDArray[Any]:
+        if not len(self.offsets):
+            return self.values[:0]
+        return self.values[self.offsets[0] : self.offsets[-1] + self.lengths[-1]]
+
+    def null_rows(self) -> dict[int, str]:
+        if self.is_null is None:
+            return {}
+        return {row: f"{self.name!r} has a null inside its list" for row in self.rows_where(self.is_null)}
+
+    def rows_where(self, is_wrong: NDArray[np.bool_]) -> dict[int, Any]:
+        """The lists that have such a value, in order, with the first of these values."""
+        places = np.flatnonzero(is_wrong)
+        row = self.offsets.searchsorted(places, side="right") - 1
+        inside = (row >= 0) & (places < self.offsets[row] + self.lengths[row]) if len(self.offsets) else row >= 0
+        rows, first = np.unique(row[inside], return_index=True)
+        return dict(zip(rows.tolist(), self.values[places[inside][first]].tolist(), strict=True))
+
+    def with_values(self, values: NDArray[Any]) -> _Lists:
+        return self if values is self.values else replace(self, values=values)
+
+    def aligned_with(self, other: _Lists) -> NDArray[Any]:
+        """The values where those of another column of lists of the same lengths lie."""
+        if np.array_equal(self.offsets, other.offsets):
+            return self.values
+        aligned = np.zeros(len(other.values), self.values.dtype)  # only when the two columns were sliced differently
+        within = np.arange(self.lengths.sum()) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        places, own = (np.repeat(lists.offsets, self.lengths) + within for lists in (other, self))
+        aligned[places] = self.values[own]
+        return aligned
+
+
+def _list_parts(array: Any, name: str) -> _Lists:
+    offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+    lengths = offsets[1:] - offsets[:-1]
+    if array.null_count:
+        lengths[~pc.is_valid(array).to_numpy(zero_copy_only=False)] = 0
+    values, is_null = array.values, None
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.int8())
+    if values.null_count:
+        is_null = ~values.is_valid().to_numpy(zero_copy_only=False)
+        values = values.fill_null(0)
+    return _Lists(name, values.to_numpy(), offsets[:-1], lengths, is_null)
+
+
+def _note_bad_ids(tokens: _Lists, special_ids: Sequence[int], bad: dict[int, str]) -> None:
+    values = tokens.values
+    if not np.can_cast(values.dtype, np.int32) and tokens.largest > MOST_ID:
+        for row, value in tokens.rows_where(values > MOST_ID).items():
+            bad[row] = f"token id {value} is not an id from 0 to {MOST_ID}, which int32 can hold"
+    if values.dtype.kind == "i" and tokens.smallest < 0:
+        for row, value in tokens.rows_where((values < 0) & ~np.isin(values, special_ids)).items():
+            bad[row] = (
+                f"token id {value} is below 0; Batch(special_ids=({value},)) allows it, as an input that no loss is taken on"
+                if value >= -(2**31)
+                else f"token id {value} is not an id that int32 can hold"
+            )
+
+
+def _note_bad_weights(weights: _Lists, bad: dict[int, str]) -> None:
+    if weights.smallest >= 0 and weights.largest <= MOST_WEIGHT:  # neither holds where there is a NaN
+        return
+    for row, value in weights.rows_where(~((weights.values >= 0) & (weights.values <= MOST_WEIGHT))).items():
+        bad[row] = f"a loss weight is a number from 0 to {MOST_WEIGHT}, {weights.name!r} has {value}"
+
+
+def _fields(table: pa.Table) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in table.schema)

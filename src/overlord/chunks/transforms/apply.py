@@ -1,0 +1,147 @@
+"""Running the transforms of a source over a chunk: lineage kept, schema held, bad rows handed to their policy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.chunks.bad_rows import BadRowLog
+from overlord.chunks.transforms.in_processes import InProcesses
+from overlord.chunks.transforms.invoke import Invoke
+from overlord.chunks.transforms.outcome import Context, Outcome, RowError, listed, lost_origin
+from overlord.chunks.transforms.per_row import PerRow
+from overlord.errors import OverlordError, SchemaError
+from overlord.sources.column_types import has_null, under_schema, wider_schema
+from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from overlord.chunks.workers.pool import ProcessPool
+
+
+Locate = Callable[[int], tuple[str, int]]
+"""From a row's origin to (file, row in it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Hands the bad rows of one chunk to the log of their source, by file and row."""
+
+    log: BadRowLog
+    locate: Locate
+
+    def add(self, origin: int, error: str) -> None:
+        self.log.add(*self.locate(origin), error)
+
+    def place(self, origin: int) -> str:
+        file, row = self.locate(origin)
+        return f"{file}, row {row}" if row >= 0 else file
+
+
+class Transforms:
+    """The transforms of one source. Remembers the schema that each returned first; safe to run from many threads."""
+
+    def __init__(self, transforms: Sequence[Callable[..., pa.Table]], processes: ProcessPool | None = None) -> None:
+        self._marks = [fn if isinstance(fn, InProcesses) else None for fn in transforms]
+        self._stages = [Invoke(fn.fn if isinstance(fn, InProcesses) else fn) for fn in transforms]
+        self._schemas: list[pa.Schema | None] = [None] * len(self._stages)
+        self._first_chunk = [-1] * len(self._stages)
+        self._processes = processes
+        self._lock = threading.Lock()
+
+    def run(self, table: pa.Table, context: Context, origin: Ints, reporter: Reporter) -> tuple[pa.Table, Ints]:
+        """The transformed table and, for each of its rows, the origin it came from or -1.
+
+        `origin[i]` is the number of row i of `table` among the rows of the chunk as they were read.
+        """
+        for index in range(len(self._stages)):
+            if table.num_rows == 0:
+                break  # nothing to transform, and types that mean nothing: a function need not cope with either
+            outcome = self._run_stage(index, table, replace(context, stage=index), origin, reporter)
+            table = self._checked(index, outcome.table, context)
+            origin = lost_origin(table.num_rows) if outcome.origin is None else outcome.origin
+            if len(origin) != table.num_rows:
+                raise SchemaError(
+                    f"transform {self._stages[index].name} of source {context.source!r} returned {table.num_rows} rows "
+                    f"with lineage for {len(origin)}"
+                )
+        return (table if table.num_rows else self._empty()), np.maximum(origin, -1)
+
+    def _empty(self) -> pa.Table:
+        """No rows: with the columns that others came out with, as far as they are known."""
+        known = self._schemas[-1]
+        return pa.table({}) if known is None else known.empty_table()
+
+    def _run_stage(self, index: int, table: pa.Table, context: Context, origin: Ints, reporter: Reporter) -> Outcome:
+        stage, mark = self._stages[index], self._marks[index]
+        on_bad = None if reporter.log.fails else reporter.add
+        try:
+            if mark is not None and self._processes is not None:
+                return self._processes.run(mark, table, origin, context, reporter.add, on_bad is None)
+            return stage.run(table, origin, context, on_bad)
+        except RowError as error:
+            cause = error.cause
+            cause.add_note(f"in {self._where(stage, context)}, {reporter.place(error.origin)}")
+            raise cause from cause.__cause__
+        except OverlordError as error:
+            error.add_note(f"in {self._where(stage, context)}")
+            raise
+        except Exception as error:
+            error.add_note(f"in {self._where(stage, context)}{_span(origin, reporter)}")
+            raise
+
+    @staticmethod
+    def _where(stage: Invoke, context: Context) -> str:
+        return f"transform {stage.name} of source {context.source!r}, chunk {context.chunk}"
+
+    def _checked(self, index: int, table: pa.Table | None, context: Context) -> pa.Table:
+        """The table, if its types go with those that this transform has returned for other chunks.
+
+        Types are the chunk's own, so that they do not depend on which chunks were made before. Only where a chunk has but
+        nulls or empty lists are they filled in with what is known from others. A chunk without rows says nothing of types.
+        """
+        if table is None or table.num_rows == 0:
+            return pa.table({})
+        schema = table.schema.remove_metadata()
+        with self._lock:
+            known = self._schemas[index]
+            if known is None:
+                self._schemas[index], self._first_chunk[index] = schema, context.chunk
+                return table
+            if schema.equals(known):
+                return table
+            is_per_row = isinstance(self._stages[index].fn, PerRow)
+            is_whole = is_per_row or sorted(known.names) == sorted(schema.names)
+            merged = wider_schema(known, schema) if is_whole else None
+            if merged is None:
+                raise SchemaError(
+                    f"transform {self._stages[index].name} of source {context.source!r} returned {listed(schema)} for "
+                    f"chunk {context.chunk}, but {listed(known)} for chunk {self._first_chunk[index]}; it must return "
+                    f"the same columns and types for every chunk: {_REMEDY[is_per_row]}"
+                )
+            self._schemas[index] = merged
+        return under_schema(table, _filled(schema, merged))
+
+
+_REMEDY = {
+    True: "declare its types with per_row(..., types={...})",
+    False: "give pa.array and pa.table the types rather than let them infer",
+}
+
+
+def _filled(schema: pa.Schema, known: pa.Schema) -> pa.Schema:
+    """The schema with its columns that are missing, or have a type of which a part is not known, as they are known."""
+    own = dict(zip(schema.names, schema.types, strict=True))
+    fields = [(field.name, own.get(field.name, pa.null()), field.type) for field in known]
+    return pa.schema([(name, wide if has_null(type_) else type_) for name, type_, wide in fields])
+
+
+def _span(origin: Ints, reporter: Reporter) -> str:
+    known = origin[origin >= 0]
+    if not len(known):
+        return ""
+    return f", somewhere from {reporter.place(int(known.min()))} to {reporter.place(int(known.max()))}"

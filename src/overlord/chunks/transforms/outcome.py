@@ -1,0 +1,141 @@
+"""What running a transform over some rows gave, and how the outcomes of neighbouring slices are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.errors import SchemaError
+from overlord.sources.column_types import joined_tables, wider_schema
+from overlord.stream.facts import Ints
+
+OnBadRow = Callable[[int, str], None]
+"""Called with the origin of a bad row and its error. May raise, to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`table` is without the hidden column; None when no row came out and so no schema is known."""
+
+    table: pa.Table | None
+    origin: Ints | None
+    """None: the transform lost track of where its rows came from."""
+
+
+class RowError(Exception):
+    """The exception of a user's function (its cause), with the row that it belongs to. Never leaves this package."""
+
+    def __init__(self, origin: int, cause: Exception) -> None:
+        super().__init__(origin, cause)
+        self.origin = origin
+        self.cause = cause
+
+
+def row_error(table: pa.Table, row: int, cause: Exception) -> Exception:
+    """What a transform over a table raises for one of its rows: an error that is put down to that row alone."""
+    if ORIGIN in table.column_names:
+        return RowError(table.column(ORIGIN)[row].as_py(), cause)
+    cause.add_note(f"in row {row} of the table")  # called by the user, not by a run
+    return cause
+
+
+def joined(outcomes: Sequence[Outcome], name: str, is_per_row: bool = False) -> Outcome:
+    """The outcomes of consecutive slices as one. What a function over rows returned becomes what it would have become in one
+    piece: a slice may lack a column that none of its rows has, and have whole numbers where others have fractions."""
+    tables = [outcome.table for outcome in outcomes if outcome.table is not None]
+    # An empty slice may have columns of another type than one with rows; it has nothing to add.
+    tables = [table for table in tables if table.num_rows] or tables[:1]
+    origin = joined_origins([outcome.origin for outcome in outcomes])
+    if len(tables) <= 1:
+        return Outcome(tables[0] if tables else None, origin)
+    if is_per_row:
+        whole = joined_tables(tables)
+        if whole is None:
+            odd = next((t for t in tables if wider_schema(tables[0].schema, t.schema) is None), tables[-1])
+            raise SchemaError(_different(name, tables[0].schema, odd.schema))
+        return Outcome(whole, origin)
+    for table in tables[1:]:
+        if set(table.column_names) != set(tables[0].column_names):
+            raise SchemaError(_different(name, tables[0].schema, table.schema))
+    try:
+        # "default" lets a column that is all null in one slice take its type from another; nothing else.
+        return Outcome(pa.concat_tables(tables, promote_options="default"), origin)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        odd = next(table.schema for table in tables if not table.schema.equals(tables[0].schema))
+        raise SchemaError(_different(name, tables[0].schema, odd)) from None
+
+
+def _different(name: str, first: pa.Schema, second: pa.Schema) -> str:
+    return (
+        f"transform {name} returned {listed(first)} for some rows and {listed(second)} for others; "
+        "it must return the same columns and types for every row"
+    )
+
+
+def listed(schema: pa.Schema) -> str:
+    return "(" + ", ".join(f"{field.name}: {field.type}" for field in schema) + ")"
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+ORIGIN = "__origin__"
+
+
+def with_origin(table: pa.Table, origin: Ints) -> pa.Table:
+    if ORIGIN in table.column_names:
+        raise SchemaError(f"the column name {ORIGIN!r} is reserved; rename that column of the source")
+    return table.append_column(ORIGIN, pa.array(origin, pa.int64()))
+
+
+def without_origin(table: pa.Table) -> tuple[pa.Table, Ints | None]:
+    """The table less its hidden column, and that column, or None when it is not there."""
+    if ORIGIN not in table.column_names:
+        return table, None
+    column = table.column(ORIGIN)
+    if column.type != pa.int64() or column.null_count:
+        raise SchemaError(f"a transform changed the column {ORIGIN!r} to {column.type}; keep it or leave it out")
+    return table.drop_columns([ORIGIN]), column.to_numpy().astype(np.int64, copy=False)
+
+
+def joined_origins(origins: Sequence[Ints | None]) -> Ints | None:
+    """None as soon as one part lost track, so that the answer does not depend on where the parts were cut."""
+    if any(origin is None for origin in origins):
+        return None
+    return np.concatenate([origin for origin in origins if origin is not None] or [np.zeros(0, np.int64)])
+
+
+def lost_origin(num_rows: int) -> Ints:
+    """Distinct negative numbers: rows without lineage still need a generator of their own."""
+    return -1 - np.arange(num_rows, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Handed to transforms that take a second argument.
+
+    `stage` is the position of the transform among the transforms of its source, so that two of them do not
+    draw the same numbers.
+    """
+
+    source: str
+    chunk: int
+    seed: int
+    stage: int = 0
+
+    def rng(self, row: int) -> np.random.Generator:
+        """The generator of one row: a function of (seed, source, chunk, stage, row) and of nothing else.
+
+        `row` is the number in the `__origin__` column of the table. Rows that an earlier transform made out
+        of one row share its number, and with it their generator.
+        """
+        key = f"{self.seed}/{self.chunk}/{self.stage}/{row}/{self.source}".encode()
+        digest = blake2b(key, digest_size=16).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -1,0 +1,367 @@
+"""Text to token ids, a slice of the column at a time, so that the memory it takes is a small multiple of the ids."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from overlord.chunks.transforms.outcome import ORIGIN, RowError, row_error
+from overlord.errors import DataError, SchemaError, SpecError
+from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+
+Tokens = NDArray[np.int32]
+Encoding: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenizer | Callable[[str], Any]"
+MOST_TOKENS = 2**31 - 1
+"""Arrow's list<int32> counts its values in 32 bits."""
+
+SLICE_BYTES = 1 << 20
+"""Of text that is encoded at once. The `tokenizers` library takes some fifty times as much memory meanwhile."""
+
+_ROW_BYTES = 256
+"""What the objects of one text take while it is encoded, however short it is."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as token ids 0 to 255: needs no vocabulary and no package, so demos and tests can use it."""
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_column(self, column: pa.Array) -> tuple[Tokens, Ints]:
+        """(all ids, length of each text), straight from Arrow's buffers."""
+        column = column.cast(pa.large_binary())
+        _, where, data = column.buffers()
+        if where is None or not len(column):
+            return np.zeros(0, np.int32), np.zeros(0, np.int64)
+        offsets = np.frombuffer(memoryview(where), np.int64)[column.offset : column.offset + len(column) + 1]
+        flat = (
+            np.frombuffer(memoryview(data), np.uint8)[offsets[0] : offsets[-1]]
+            if data is not None
+            else np.zeros(0, np.uint8)
+        )
+        return flat.astype(np.int32), np.diff(offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Encode the text in `column` into a list<int32> column `into`; other columns go unless named in `keep`.
+
+    `encoding` is the name of a tiktoken encoding or such an object, the path of a tokenizer.json, a
+    `tokenizers.Tokenizer`, a tokenizer of `transformers`, or any function from str to ids. `bos` is put before and `eos`
+    after each text, where given: an id, or the token that the encoding knows by that name. The encoding itself adds
+    nothing.
+
+    Text that spells a special token is encoded as plain text: a web page about chat templates must not end a turn. With
+    `special_tokens=True` it becomes that token, for text that a chat template has rendered. Tokens that were added to a
+    vocabulary without being marked as special are ordinary words of it in both cases. A function decides for itself.
+
+    A null text is an empty one. Names and paths are loaded when first used, in each process that uses them; tokenizer
+    objects are copied then, and never changed.
+    """
+
+    column: str = "text"
+    into: str = "tokens"
+    _: KW_ONLY
+    encoding: Encoding
+    eos: int | str | None = None
+    bos: int | str | None = None
+    keep: Sequence[str] = ()
+    special_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.encoding, (str, Path))
+        if not (named or callable(self.encoding) or hasattr(self.encoding, "encode_batch")):
+            raise SpecError(
+                "encoding is a tiktoken name, the path of a tokenizer.json, a tokenizer, or a function from str to ids; "
+                f"got {type(self.encoding).__name__}"
+            )
+        if isinstance(self.keep, str):
+            raise SpecError(f"keep is a sequence of column names: keep=({self.keep!r},)")
+        if self.into in self.keep:
+            raise SpecError(f"column {self.into!r} cannot be kept: the tokens are written into it")
+        for name in ("bos", "eos"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str) and not 0 <= value < 2**31:
+                raise SpecError(f"{name} is a token id from 0 to 2**31 - 1, or the name of a token; got {value}")
+        if self.special_tokens and (isinstance(self.encoding, ByteTokenizer) or _is_function(self.encoding)):
+            raise SpecError(
+                "special_tokens=True is for tokenizers that know their special tokens; a function from str to ids decides "
+                "for itself what it makes of them: leave special_tokens out"
+            )
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        present = [name for name in table.column_names if name != ORIGIN]
+        missing = [name for name in (self.column, *self.keep) if name not in present]
+        if missing:
+            raise SchemaError(f"Tokenize: no column {', '.join(map(repr, missing))}; the columns are {present}")
+        column = _as_text(table.column(self.column), self.column)
+        encoder = _encoder(self.encoding, self.special_tokens)
+        bos, eos = (_token_id(encoder, name, getattr(self, name)) for name in ("bos", "eos"))
+        try:
+            flat, lengths = _encoded(encoder, column)
+        except RowError as error:
+            raise row_error(table, error.origin, error.cause) from None
+        tokens = _listed(flat, lengths, bos, eos)
+        kept = {name: table.column(name) for name in (*self.keep, ORIGIN) if name in table.column_names}
+        return pa.table({self.into: tokens, **kept})
+
+
+def _as_text(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+    """The column as string or large_string."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return column
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return column.cast(pa.large_string())  # a text member of a tar; bytes that are no UTF-8 are a bad row
+    if pa.types.is_string_view(kind) or pa.types.is_null(kind):  # null: a chunk without any text, of no known type
+        return column.cast(pa.large_string())
+    raise SchemaError(f"Tokenize: column {name!r} must be text, it is {kind}")
+
+
+def _encoded(encoder: _Encoder, column: pa.ChunkedArray) -> tuple[Tokens, Ints]:
+    """(all ids, length of each text). Raises RowError, with the row of the column, for ids that int32 does not hold."""
+    if isinstance(encoder, ByteTokenizer):
+        filled = column.cast(pa.large_string()).fill_null(pa.scalar("", pa.large_string()))
+        return encoder.encode_column(filled.combine_chunks())
+    flat, lengths = [np.zeros(0, np.int32)], np.zeros(len(column), np.int64)
+    first = 0
+    for texts in _slices(column):
+        lists = [np.asarray(ids) for ids in encoder.encode(texts)]
+        ids, counts = _as_int32(lists, first)
+        flat.append(ids)
+        lengths[first : first + len(texts)] = counts
+        first += len(texts)
+    return np.concatenate(flat), lengths
+
+
+def _slices(column: pa.ChunkedArray) -> Iterator[list[str]]:
+    """The texts, about SLICE_BYTES at a time: as Python objects a whole column would take several times its size."""
+    for chunk in column.chunks:
+        texts: Any = chunk  # strings or large strings
+        lengths = pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False)
+        sizes = lengths.astype(np.int64) + _ROW_BYTES
+        ends = np.flatnonzero(np.diff(np.cumsum(sizes) // SLICE_BYTES)) + 1
+        for begin, end in zip([0, *ends.tolist()], [*ends.tolist(), len(chunk)], strict=True):
+            yield ["" if text is None else text for text in chunk.slice(begin, end - begin).to_pylist()]
+
+
+def _as_int32(lists: Sequence[NDArray[Any]], first_row: int) -> tuple[Tokens, list[int]]:
+    """The ids of some texts one after the other, and how many each text has."""
+    counts = [len(ids) if ids.ndim == 1 else -1 for ids in lists]
+    filled = [(row, ids) for row, ids in enumerate(lists) if ids.size or ids.ndim != 1]
+    for _, ids in filled:
+        if ids.ndim != 1 or ids.dtype.kind not in "iuO":
+            got = f"{ids.ndim} dimensions" if ids.ndim != 1 else f"{ids.dtype} values"
+            raise SchemaError(f"Tokenize: the encoding must return a flat sequence of integers for each text, it gave {got}")
+    if len({ids.dtype for _, ids in filled}) == 1 and filled[0][1].dtype != object:
+        joined = np.concatenate([ids for _, ids in filled])
+        if _fits_int32(joined):
+            return joined.astype(np.int32, copy=False), counts
+    for row, ids in filled:  # texts with ids of several types, or one that does not fit
+        if not _fits_int32(ids):
+            value = next(value for value in ids.tolist() if not -(2**31) <= value < 2**31)
+            raise RowError(first_row + row, DataError(f"Tokenize: token id {value} is not an id that int32 can hold"))
+    return np.concatenate([np.zeros(0, np.int32), *(ids.astype(np.int32) for _, ids in filled)]), counts
+
+
+def _fits_int32(ids: NDArray[Any]) -> bool:
+    return np.can_cast(ids.dtype, np.int32) or bool(ids.min() >= -(2**31) and ids.max() < 2**31)
+
+
+def _listed(flat: Tokens, lengths: Ints, bos: int | None, eos: int | None) -> pa.Array:
+    """list<int32> out of all ids and the length of each list, with `bos` and `eos` put around each."""
+    lengths = lengths + (bos is not None) + (eos is not None)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    if offsets[-1] > MOST_TOKENS:
+        raise DataError(f"a chunk of {offsets[-1]:,} tokens is too large for one column; lower the source's window")
+    if bos is not None or eos is not None:
+        whole = np.empty(offsets[-1], np.int32)
+        text = np.ones(offsets[-1], bool)
+        for token, places in ((bos, offsets[:-1]), (eos, offsets[1:] - 1)):
+            if token is not None:
+                whole[places] = token
+                text[places] = False
+        whole[text] = flat
+        flat = whole
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
+
+
+class _Encoder(Protocol):
+    def encode(self, texts: list[str]) -> Iterable[Any]:
+        """The ids of each text."""
+        ...
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name; None where the encoding does not know it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiktoken:
+    encoding: tiktoken.Encoding
+    special_tokens: bool
+
+    def encode(self, texts: list[str]) -> Iterable[Any]:
+        allowed = self.encoding.special_tokens_set if self.special_tokens else set[str]()
+        # Arrays, without a Python integer per token.
+        return (self.encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=()) for text in texts)
+
+    def id_of(self, token: str) -> int | None:
+        try:
+            return self.encoding.encode_single_token(token)
+        except KeyError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenizers:
+    """A `tokenizers.Tokenizer` that is set as it should be, or what is like one."""
+
+    tokenizer: Any
+
+    def encode(self, texts: list[str]) -> Iterable[Any]:
+        fast = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)  # does not find offsets
+        return (encoding.ids for encoding in fast(texts, add_special_tokens=False))
+
+    def id_of(self, token: str) -> int | None:
+        return self.tokenizer.token_to_id(token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transformers:
+    """A tokenizer of `transformers` that is written in Python."""
+
+    tokenizer: Any
+    special_tokens: bool
+
+    def encode(self, texts: list[str]) -> Iterable[Any]:
+        options = {"add_special_tokens": False, "split_special_tokens": not self.special_tokens}
+        return (self.tokenizer(text, **options)["input_ids"] for text in texts)
+
+    def id_of(self, token: str) -> int | None:
+        # Not convert_tokens_to_ids, which gives the id of the unknown token for a token it does not know.
+        return self.tokenizer.get_vocab().get(token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    function: Callable[[str], Any]
+
+    def encode(self, texts: list[str]) -> Iterable[Any]:
+        for text in texts:
+            ids = self.function(text)
+            yield ids["input_ids"] if isinstance(ids, Mapping) else ids
+
+
+def _is_function(encoding: Encoding) -> bool:
+    """Whether nothing is known of the encoding but that it can be called."""
+    known = ("encode_to_numpy", "encode_batch", "backend_tokenizer", "convert_tokens_to_ids")
+    return not isinstance(encoding, (str, Path)) and not any(hasattr(encoding, name) for name in known)
+
+
+def _token_id(encoder: Any, option: str, token: int | str | None) -> int | None:
+    if not isinstance(token, str):
+        return token
+    if not hasattr(encoder, "id_of"):
+        raise SpecError(f"Tokenize: {option}={token!r} names a token, but this encoding cannot look it up: give its id")
+    found = encoder.id_of(token)
+    if found is None:
+        raise SpecError(f"Tokenize: {option}={token!r}: the encoding has no such token; check its spelling, or give its id")
+    return found
+
+
+_preparing = threading.Lock()
+_MOST_PREPARED = 16
+_prepared: dict[tuple[int, bool], tuple[Encoding, Any]] = {}
+"""Encoders of objects that users gave, by the object's id. The object is held here too, so that the id stays its own."""
+
+
+def _encoder(encoding: Encoding, special_tokens: bool) -> Any:
+    with _preparing:  # threads that start together load a vocabulary once
+        if isinstance(encoding, (str, Path)):
+            return _loaded(os.fspath(encoding), special_tokens)
+        key = id(encoding), special_tokens
+        if key not in _prepared:
+            while len(_prepared) >= _MOST_PREPARED:
+                del _prepared[next(iter(_prepared))]
+            _prepared[key] = encoding, _of_object(encoding, special_tokens)
+        return _prepared[key][1]
+
+
+def _of_object(encoding: Any, special_tokens: bool) -> Any:
+    if isinstance(encoding, ByteTokenizer):
+        return encoding
+    if hasattr(encoding, "encode_to_numpy"):
+        return _Tiktoken(encoding, special_tokens)
+    if hasattr(encoding, "encode_batch"):
+        return _Tokenizers(_as_wanted(encoding, special_tokens))
+    backend = getattr(encoding, "backend_tokenizer", None)
+    if hasattr(backend, "encode_batch"):
+        return _Tokenizers(_as_wanted(backend, special_tokens, whole_texts=True))
+    if hasattr(encoding, "convert_tokens_to_ids"):
+        return _Transformers(encoding, special_tokens)
+    return _Function(encoding)
+
+
+def _as_wanted(tokenizer: Any, special_tokens: bool, whole_texts: bool = False) -> Any:
+    """The tokenizer, or a copy of it, that takes special tokens for what it is told and pads no text to the length of its
+    neighbours. `whole_texts`: nor truncates any, as tokenizers of `transformers` do only when told in the call."""
+    padding, truncation = (getattr(tokenizer, name, None) for name in ("padding", "truncation"))
+    is_plain = getattr(tokenizer, "encode_special_tokens", None)
+    if is_plain in (None, not special_tokens) and padding is None and not (whole_texts and truncation):
+        return tokenizer
+    try:
+        copy = type(tokenizer).from_str(tokenizer.to_str())
+    except Exception as error:  # a component written in Python cannot be saved, and the library raises a bare Exception
+        raise SpecError(
+            f"Tokenize: the tokenizer must be copied, since it is not set as wanted, and cannot be: {error}. Set "
+            f"tokenizer.encode_special_tokens = {not special_tokens} and call tokenizer.no_padding() before it is given here"
+        ) from error
+    copy.encode_special_tokens = not special_tokens
+    copy.no_padding()
+    if whole_texts:
+        copy.no_truncation()
+    return copy
+
+
+@lru_cache(maxsize=16)
+def _loaded(name: str, special_tokens: bool) -> Any:
+    if name.endswith(".json") or os.sep in name:
+        return _Tokenizers(_as_wanted(_tokenizer_file(name), special_tokens))
+    try:
+        import tiktoken
+    except ModuleNotFoundError:
+        raise SpecError("tiktoken encodings need an extra: pip install 'overlord[tokenizers]'") from None
+    if name not in tiktoken.list_encoding_names():
+        raise SpecError(
+            f"tiktoken has no encoding {name!r}; it has {', '.join(sorted(tiktoken.list_encoding_names()))}. "
+            "A file is named by a path that ends in .json"
+        )
+    return _Tiktoken(tiktoken.get_encoding(name), special_tokens)
+
+
+def _tokenizer_file(path: str) -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise SpecError("tokenizer.json files need an extra: pip install 'overlord[tokenizers]'") from None
+    if not os.path.isfile(path):
+        raise SpecError(f"encoding: there is no tokenizer file {path}")
+    return tokenizers.Tokenizer.from_file(path)

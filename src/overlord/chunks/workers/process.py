@@ -1,0 +1,154 @@
+"""One worker process seen from its parent: start, ask, kill."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from overlord.chunks.workers import process as worker_wire
+from overlord.errors import ClosedError, WorkerDiedError
+
+START_TIMEOUT_S = 120.0
+START_ATTEMPTS = 3
+
+# The worker finds modules where this process finds them, and does not import the user's script.
+_BOOTSTRAP = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); from overlord.chunks.workers.worker import main; "
+    "main(int(sys.argv.pop(1)), int(sys.argv.pop(1)))"
+)
+
+
+class WorkerGoneError(Exception):
+    """The worker died or did not answer in time; says how. Never leaves the pool."""
+
+
+class WorkerProcess:
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        arguments = [orjson.dumps(sys.path).decode(), str(theirs.fileno()), str(os.getpid())]
+        # A worker inherits the blocked signal, so that Ctrl-C cannot hit it before it has set itself to ignore it.
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # One worker per core is started: let none of them start threads of its own unless told so.
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+            theirs.close()
+        self._connection = ours
+        self.loaded: set[int] = set()
+
+    @staticmethod
+    def started(admit: Callable[[WorkerProcess], bool] = lambda _: True) -> WorkerProcess:
+        """A worker that answers. Must be called from a thread that outlives it: it dies with its thread. `admit` sees each
+        one before it is ready, so that it can be killed; ClosedError when it returns False."""
+        last = ""
+        for _ in range(START_ATTEMPTS):
+            worker = WorkerProcess()
+            if not admit(worker):
+                worker.close()
+                raise ClosedError("the process pool was closed while a worker was starting")
+            try:
+                worker._answer(START_TIMEOUT_S)
+            except WorkerGoneError as error:
+                last = str(error)
+                worker.close()
+            else:
+                return worker
+        raise WorkerDiedError(f"worker processes die before they are ready, {START_ATTEMPTS} in a row: {last}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, head: Any, table: pa.Table | None = None, timeout_s: float | None = None) -> tuple[Any, pa.Table | None]:
+        """Send a message and wait for the answer. Raises WorkerGoneError."""
+        self._connection.settimeout(timeout_s)
+        try:
+            worker_wire.send(self._connection, head, table)
+        except (ConnectionError, TimeoutError):
+            raise WorkerGoneError(self._last_words(timeout_s)) from None
+        return self._answer(timeout_s)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kill it, wait for it and let go of the connection."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+    def _answer(self, timeout_s: float | None) -> tuple[Any, pa.Table | None]:
+        self._connection.settimeout(timeout_s)
+        try:
+            return worker_wire.receive(self._connection)
+        except (EOFError, ConnectionError, TimeoutError):
+            raise WorkerGoneError(self._last_words(timeout_s)) from None
+
+    def _last_words(self, timeout_s: float | None) -> str:
+        try:
+            # The connection closes a moment before the process can be waited for.
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return f"no answer within {timeout_s} s" if timeout_s is not None else "it closed its connection"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+            return f"{name}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
+        return f"exit code {code}"
+
+
+_LENGTHS = struct.Struct("<QQ")
+
+
+def send(connection: socket.socket, head: Any, table: pa.Table | None = None) -> None:
+    packed = pickle.dumps(head)
+    body = b"" if table is None else _as_stream(table)
+    connection.sendall(_LENGTHS.pack(len(packed), len(body)) + packed)
+    if table is not None:
+        connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[Any, pa.Table | None]:
+    """The next message. Raises EOFError when the other side is gone."""
+    head_bytes, body_bytes = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
+    head = pickle.loads(_exactly(connection, head_bytes))
+    if not body_bytes:
+        return head, None
+    return head, pa.ipc.open_stream(pa.py_buffer(_exactly(connection, body_bytes))).read_all()
+
+
+def _as_stream(table: pa.Table) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> memoryview:
+    data = np.empty(num_bytes, np.uint8).data  # not a bytearray: that would be zeroed first
+    done = 0
+    while done < num_bytes:
+        count = connection.recv_into(data[done:])
+        if count == 0:
+            raise EOFError("the other side of the connection is gone")
+        done += count
+    return data

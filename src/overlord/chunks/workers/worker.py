@@ -1,0 +1,139 @@
+"""The worker process of a process pool: receives functions and tables, sends tables back, until its parent is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+
+from overlord.chunks.transforms.invoke import Invoke
+from overlord.chunks.transforms.outcome import Context, RowError, one_line
+from overlord.chunks.workers import process as worker_wire
+from overlord.errors import DataError
+from overlord.stream.facts import Ints
+
+PARENT_CHECK_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Ask: remember this pickled function under a number."""
+
+    number: int
+    pickled: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Ask: run a function over the table that follows. `stop_at_error`: raise rather than leave bad rows out."""
+
+    number: int
+    context: Context
+    origin: Ints
+    stop_at_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Answer: the table that follows, where its rows came from, and the (origin, error) of rows left out."""
+
+    origin: Ints | None
+    bad: list[tuple[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Answer: the pickled exception that the function raised, and the row it is about where that is known."""
+
+    pickled: bytes
+    origin: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotLoaded:
+    """Answer: a function could not be unpickled here."""
+
+    error: str
+
+
+def main(file_number: int, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pool
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _die_with(parent)
+    pa.set_cpu_count(1)  # there is a worker per core already
+    connection = socket.socket(fileno=file_number)
+    try:
+        _serve(connection)
+    except (EOFError, ConnectionError):
+        os._exit(0)  # the pool was closed or its process is gone: there is nobody to clean up for
+
+
+def _serve(connection: socket.socket) -> None:
+    functions: dict[int, Invoke] = {}
+    worker_wire.send(connection, "ready")
+    while True:
+        ask, table = worker_wire.receive(connection)
+        if isinstance(ask, Load):
+            try:
+                functions[ask.number] = Invoke(pickle.loads(ask.pickled))
+            except Exception as error:  # noqa: BLE001 - unpickling runs the user's own imports
+                worker_wire.send(connection, NotLoaded(one_line(error)))
+            else:
+                worker_wire.send(connection, "loaded")
+        else:
+            answer, result = _run(functions[ask.number], ask, table)
+            worker_wire.send(connection, answer, result)
+
+
+def _run(function: Invoke, ask: Run, table: pa.Table | None) -> tuple[Done | Failed, pa.Table | None]:
+    assert table is not None  # every Run carries one
+    bad: list[tuple[int, str]] = []
+    on_bad = None if ask.stop_at_error else lambda origin, error: bad.append((origin, error))
+    try:
+        outcome = function.run(table, np.asarray(ask.origin), ask.context, on_bad)
+    except RowError as error:
+        return Failed(_portable(error.cause), error.origin), None
+    except Exception as error:  # noqa: BLE001 - the user's function may raise anything
+        return Failed(_portable(error)), None
+    return Done(outcome.origin, bad), outcome.table
+
+
+def _portable(error: Exception) -> bytes:
+    """The exception with its traceback as a note, pickled; a plain one in its place when it cannot travel."""
+    error.add_note("in a worker process:\n" + "".join(traceback.format_exception(error)).rstrip())
+    try:
+        pickled = cloudpickle.dumps(error)
+        if isinstance(pickle.loads(pickled), Exception):
+            return pickled
+    except Exception:  # noqa: BLE001 - an exception's own pickling may raise anything
+        pass
+    plain = DataError(one_line(error))
+    for note in error.__notes__:
+        plain.add_note(note)
+    return pickle.dumps(plain)
+
+
+def _die_with(parent: int) -> None:
+    """Exit when the parent does, even in the middle of a function that never returns."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    # Where the system sends no signal, and for a parent that died before we asked for one.
+    timer = threading.Event()
+    while os.getppid() == parent:
+        timer.wait(PARENT_CHECK_S)
+    os._exit(1)

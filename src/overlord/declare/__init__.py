@@ -1,0 +1,1 @@
+"""What a user writes: jobs, sources, batches, mixtures, meshes and policies."""

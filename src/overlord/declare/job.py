@@ -1,0 +1,93 @@
+"""One declaration of everything that decides the stream and who receives what of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.declare.mixture import Mixture
+from overlord.declare.policies import Log as Log
+from overlord.declare.source import Source
+from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from overlord.arrange.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One declaration of everything that decides the stream and who receives what of it."""
+
+    sources: Mapping[str, Source]
+    batch: Batch
+    mixture: Mixture | None = None
+    """Equal weights unless given."""
+    mesh: Mesh = field(default_factory=lambda: Mesh())
+    strategy: Strategy | None = None
+    """How a step's samples are arranged over ranks; `strategies.plain()` unless given."""
+    seed: int = 0
+    num_workers: int | None = None
+    """Threads that read and transform; one less than cores unless given. With 0 there are none: everything is done by
+    whoever asks for a step, when it asks, which is the least work in all and the easiest to debug, but hides no waiting."""
+    num_processes: int | None = None
+    """Worker processes for transforms wrapped in `ol.InProcesses`; one per core unless given."""
+    prefetch: int = 2
+    """Steps that each Data Constructor keeps ready."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise SpecError("a job needs at least one source")
+        for name, source in self.sources.items():
+            if not isinstance(name, str) or not name:
+                raise SpecError(f"a source's name is a non-empty string, got {name!r}")
+            if not isinstance(source, Source):
+                raise SpecError(f"source {name!r} must be an overlord.Source, got {type(source).__name__}")
+        if self.mixture is None:
+            object.__setattr__(self, "mixture", Mixture({name: 1.0 for name in self.sources}))
+        unknown = [name for name in self.mix.names if name not in self.sources]
+        if unknown:
+            raise SpecError(
+                f"the mixture gives a weight to {_listed(unknown)}, but the job's sources are {_listed(self.sources)}"
+            )
+        finite = [name for name, source in self.sources.items() if source.num_epochs is not None]
+        if self.mix.stop == "all_exhausted" and finite and len(finite) < len(self.sources):
+            raise SpecError(
+                f"stop='all_exhausted' ends when every source has been read, but {_listed(finite)} are finite and the "
+                "others repeat for ever; set repeat=False on all, or use stop='first_exhausted' or 'drop_exhausted'"
+            )
+        if self.batch.tokens is not None or self.mix.unit == "tokens":
+            without = [name for name, source in self.sources.items() if source.tokens is None]
+            if without:
+                raise SpecError(f"steps are counted in tokens, but {_listed(without)} have tokens=None; use samples=...")
+        if self.prefetch < 0:
+            raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
+        if self.mix.feedback is not None and self.mix.feedback.lag <= self.prefetch:
+            raise SpecError(f"feedback needs a lag of more than prefetch={self.prefetch} steps, got {self.mix.feedback.lag}")
+        if self.num_workers is not None and self.num_workers < 0:
+            raise SpecError(f"num_workers must be at least 0, got {self.num_workers}")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise SpecError(f"num_processes must be at least 1, got {self.num_processes}")
+
+    @property
+    def mix(self) -> Mixture:
+        assert self.mixture is not None  # __post_init__ fills it in
+        return self.mixture
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether batches have loss weights."""
+        return any(source.loss_weights is not None for source in self.sources.values())
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens may be without loss though another follows them."""
+        return (
+            self.is_weighted or bool(self.batch.special_ids) or any(s.loss_mask is not None for s in self.sources.values())
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,183 @@
+"""How much of each source a step holds: weights, schedules, and weights that follow reported losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from overlord.declare.policies import Log as Log
+from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    pass
+
+
+Weights = Mapping[str, float]
+Stop = Literal["first_exhausted", "all_exhausted", "drop_exhausted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How much of each source a step holds.
+
+    `weights` is one mapping of source to weight, or a schedule {step: mapping}. Between two entries of a schedule the
+    weights stay (`ramp="hold"`) or move in a straight line (`ramp="linear"`). A source that an entry leaves out has
+    weight 0 there. `unit` says whether weights share out samples or tokens.
+    """
+
+    weights: Weights | Mapping[int, Weights]
+    unit: Literal["samples", "tokens"] = "samples"
+    ramp: Literal["hold", "linear"] = "hold"
+    stop: Stop = "drop_exhausted"
+    """When sources are finite: end with the first that runs out; restart those that run out until all have been
+    read once; or go on without those that ran out until none is left."""
+    feedback: Feedback | None = None
+    """Moves the weights by the losses that trainers report."""
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("samples", "tokens"):
+            raise SpecError(f"a mixture's unit is samples or tokens, not {self.unit!r}")
+        if self.ramp not in ("hold", "linear"):
+            raise SpecError(f"a mixture's ramp is hold or linear, not {self.ramp!r}")
+        if self.stop not in ("first_exhausted", "all_exhausted", "drop_exhausted"):
+            raise SpecError(f"stop must be first_exhausted, all_exhausted or drop_exhausted, not {self.stop!r}")
+        schedule = self.schedule
+        if not schedule:
+            raise SpecError("a mixture needs at least one weight")
+        if schedule[0][0] != 0:
+            raise SpecError(f"a mixture's schedule must begin at step 0, it begins at {schedule[0][0]}")
+        for step, weights in schedule:
+            for name, weight in weights.items():
+                if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+                    raise SpecError(f"the weight of {name!r} at step {step} must be a number >= 0, got {weight!r}")
+            if not any(weights.values()):
+                raise SpecError(f"at step {step} every weight is 0: nothing to train on")
+        if self.feedback is not None and len(schedule) > 1:
+            raise SpecError("a mixture is moved by its schedule or by feedback, not by both: give one set of weights")
+
+    @property
+    def schedule(self) -> tuple[tuple[int, Weights], ...]:
+        """(step, weights), in order of steps."""
+        entries: dict[int, Weights] = {}
+        for key, value in self.weights.items():
+            if isinstance(value, Mapping):
+                if not isinstance(key, int) or key < 0:
+                    raise SpecError(f"a mixture's schedule is {{step: weights}} with steps >= 0, got step {key!r}")
+                entries[key] = value
+            elif isinstance(key, str):
+                entries.setdefault(0, {})
+                entries[0] = {**entries[0], key: value}
+            else:
+                raise SpecError(f"a mixture is {{source: weight}} or {{step: {{source: weight}}}}, got {key!r}: {value!r}")
+        return tuple(sorted(entries.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for _, weights in self.schedule for name in weights))
+
+    def at(self, step: int) -> dict[str, float]:
+        """The weights of a step, summing to 1. Sources with weight 0 are left out."""
+        schedule = self.schedule
+        index = max(i for i, (start, _) in enumerate(schedule) if start <= step)
+        start, weights = schedule[index]
+        if self.ramp == "linear" and index + 1 < len(schedule):
+            end, following = schedule[index + 1]
+            share = (step - start) / (end - start)
+            names = dict.fromkeys((*weights, *following))
+            weights = {n: (1 - share) * weights.get(n, 0.0) + share * following.get(n, 0.0) for n in names}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items() if weight > 0}
+
+
+Rule = Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]]
+"""(weights that hold, mean loss of each source that was reported) to the weights to come. It must be deterministic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiplicativeWeights:
+    """Sources whose loss is above the others' get more weight: each weight is multiplied by exp(rate x excess).
+
+    The excess of a source is its loss less its `reference` (a loss known from a smaller model, say; 0 unless given), less
+    the mean of that over all reported sources. One decision changes a weight by at most the factor `bound`, and no source
+    that has weight falls below the share `floor`.
+    """
+
+    rate: float = 0.2
+    bound: float = 1.25
+    floor: float = 0.01
+    reference: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rate) and self.rate >= 0):
+            raise SpecError(f"rate is a number >= 0, got {self.rate!r}")
+        if not (math.isfinite(self.bound) and self.bound >= 1):
+            raise SpecError(f"bound is the largest factor of one decision, at least 1, got {self.bound!r}")
+        if not 0 <= self.floor < 1:
+            raise SpecError(f"floor is a share from 0 to 1, got {self.floor!r}")
+
+    def __call__(self, weights: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
+        excess = {name: loss - self.reference.get(name, 0.0) for name, loss in losses.items() if weights.get(name, 0) > 0}
+        reported = math.fsum(weights[name] for name in excess)
+        if reported == 0:
+            return dict(weights)
+        mean = math.fsum(weights[name] * value for name, value in excess.items()) / reported
+        furthest = math.log(self.bound)
+        moved = {
+            name: weight * math.exp(min(max(self.rate * (excess[name] - mean), -furthest), furthest))
+            if name in excess
+            else weight
+            for name, weight in weights.items()
+        }
+        return _floored(shares(moved), self.floor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """Moves the weights of a mixture by reported losses, see `Client.feedback`."""
+
+    rule: Rule = field(default_factory=MultiplicativeWeights)
+    """A deterministic function of (weights, losses), or `MultiplicativeWeights(...)`."""
+    every: int = 100
+    """Steps in a window: how often weights move."""
+    lag: int = 8
+    """Steps between the end of a window and the first step that follows from it. Steps are drawn ahead of the trainers, so
+    it must be more than the job's `prefetch`."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.rule):
+            raise SpecError(f"a feedback rule is a function (weights, losses) -> weights, got {self.rule!r}")
+        if self.every < 1:
+            raise SpecError(f"every is a number of steps, at least 1, got {self.every}")
+        if self.lag < 1:
+            raise SpecError(f"lag is a number of steps, at least 1, got {self.lag}")
+
+    def window_before(self, step: int) -> tuple[int, int] | None:
+        """The window whose decision holds from exactly this step on; None where no window's does."""
+        end = step - self.lag
+        return (end - self.every, end) if end > 0 and end % self.every == 0 else None
+
+    def window_of(self, step: int) -> tuple[int, int]:
+        first = step - step % self.every
+        return first, first + self.every
+
+
+def shares(weights: Mapping[str, float]) -> dict[str, float]:
+    """The weights that are not 0, summing to 1."""
+    total = math.fsum(weights.values())
+    return {name: weight / total for name, weight in weights.items() if weight > 0}
+
+
+def _floored(weights: Mapping[str, float], floor: float) -> dict[str, float]:
+    """Shares raised to a floor; those above it give in proportion."""
+    floor = min(floor, 1 / len(weights))
+    low: set[str] = set()
+    while True:
+        left = 1 - floor * len(low)
+        above = math.fsum(weight for name, weight in weights.items() if name not in low)
+        found = {n: floor if n in low else left * weight / above for n, weight in weights.items()}
+        under = {name for name, weight in found.items() if weight < floor}
+        if not under:
+            return found
+        low |= under

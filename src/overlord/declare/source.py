@@ -1,0 +1,146 @@
+"""What a source is: units, rows, transforms and policies, as a user declares them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from overlord.declare.arguments import column_names
+from overlord.declare.policies import Log as Log
+from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest piece of a source that is read at once: a row group, a tar shard, a byte range of JSONL.
+
+    `detail` is whatever `Source.read` needs to read it without looking anything up again (a footer, a byte
+    range). It must pickle. `version` tells one content of the file from another (its modification time, its ETag):
+    a state that was saved over another version is refused. Empty: not compared.
+    """
+
+    path: str
+    index: int = 0
+    num_rows: int | None = None
+    num_bytes: int = 0
+    detail: Any = None
+    version: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}#{self.index}" if self.index else self.path
+
+
+@dataclass(frozen=True, slots=True)
+class BadRows:
+    """What to do with a row that cannot be read, transformed or decoded.
+
+    `fail` stops the run at the first one. `skip` drops it and counts it. `quarantine` drops it and writes a JSON
+    line with source, file, row and error to `path`. More than `budget` dropped rows in one source stop the run.
+    """
+
+    policy: Literal["fail", "skip", "quarantine"] = "fail"
+    budget: int = 1000
+    path: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("fail", "skip", "quarantine"):
+            raise SpecError(f"on_bad_row must be fail, skip or quarantine, not {self.policy!r}")
+        if self.budget < 0:
+            raise SpecError(f"a bad-row budget cannot be negative, got {self.budget}")
+        if self.policy == "quarantine" and not self.path:
+            raise SpecError("quarantine needs a file: BadRows('quarantine', path='bad_rows.jsonl')")
+        if self.path is not None:
+            object.__setattr__(self, "path", os.path.expanduser(os.fspath(self.path)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source of samples. Subclass it and write `units` and `read` to bring your own.
+
+    `units` lists the source once per run, in a stable order. `read` returns one unit's rows in file order and must
+    return the same rows each time it is called: Overlord may call it again, in another thread or process.
+    """
+
+    transform: Callable[..., pa.Table] | Sequence[Callable[..., pa.Table]] = ()
+    """Functions over an Arrow table, applied to each chunk in order; see `overlord.chunks.transforms`."""
+    decode: Any = None
+    """A deferred transform (`ol.DecodeImage`), run only for rows that a plan asks for."""
+    tokens: str | None = "tokens"
+    """The column with the token ids; None for a source without text."""
+    loss_mask: str | None = None
+    """A column of 0/1 per token: 0 means no loss on predicting that token."""
+    loss_weights: str | None = None
+    """A column of numbers per token, instead of `loss_mask`: what predicting that token counts in the loss. Batches then
+    have a field of that name, and `step.loss_tokens` is the sum of the step's weights."""
+    null_columns: Sequence[str] = ()
+    """Those of `Batch.columns` that this source does not have: they are null for its samples."""
+    repeat: bool | int = True
+    """True: endless. False: one epoch. A number: that many epochs."""
+    shuffle: bool = True
+    """Permute units each epoch, and rows inside a chunk."""
+    window: int = 1
+    """Units per chunk: rows are shuffled inside a chunk."""
+    buffer_bytes: int = 256 * MIB
+    """The most memory that decoded chunks of this source may take."""
+    loaders: int = 1
+    """How many Source Loaders share the source. Changes who reads, never what."""
+    on_bad_row: BadRows | Literal["fail", "skip"] = "fail"
+
+    def units(self) -> Sequence[Unit]:
+        raise NotImplementedError(f"{type(self).__name__} must define units()")
+
+    def read(self, unit: Unit) -> pa.Table:
+        raise NotImplementedError(f"{type(self).__name__} must define read(unit)")
+
+    def close(self) -> None:
+        """Called when a loader that read the source stops: let go of files that `read` left open. Another loader may still
+        be reading."""
+
+    def identity(self) -> str:
+        """What the stream of this source depends on, for the fingerprint of a saved state."""
+        return type(self).__name__
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise SpecError(f"window is a number of units, at least 1, got {self.window}")
+        if self.buffer_bytes < 1:
+            raise SpecError(f"buffer_bytes must be positive, got {self.buffer_bytes}")
+        if self.loaders < 1:
+            raise SpecError(f"loaders must be at least 1, got {self.loaders}")
+        if self.repeat is not True and self.repeat is not False and self.repeat < 1:
+            raise SpecError(f"repeat is True, False or a number of epochs, got {self.repeat}")
+        if self.loss_mask is not None and self.loss_weights is not None:
+            raise SpecError(
+                f"a source has loss_mask={self.loss_mask!r} or loss_weights={self.loss_weights!r}, not both: a weight of 0 "
+                "masks a token"
+            )
+        object.__setattr__(self, "null_columns", column_names(self.null_columns, "null_columns"))
+        if isinstance(self.on_bad_row, str):
+            object.__setattr__(self, "on_bad_row", BadRows(self.on_bad_row))
+
+    @property
+    def transforms(self) -> tuple[Callable[..., pa.Table], ...]:
+        return (self.transform,) if callable(self.transform) else tuple(self.transform)
+
+    @property
+    def bad_rows(self) -> BadRows:
+        return self.on_bad_row if isinstance(self.on_bad_row, BadRows) else BadRows(self.on_bad_row)
+
+    @property
+    def most_unit_bytes(self) -> int:
+        """What one unit may take while it is read, before transforms: more than the buffer, because they may leave little
+        of it, but bounded, because a small compressed file may hold any amount."""
+        return max(8 * self.buffer_bytes, 32 * MIB)
+
+    @property
+    def num_epochs(self) -> int | None:
+        """None when endless."""
+        return None if self.repeat is True else int(self.repeat) or 1

@@ -1,0 +1,113 @@
+"""The Autoscaler: gives sources more loaders before steps wait for them, and takes them back when they are idle.
+
+It looks, lets a pure function decide, and carries the decision out; every decision is logged by `overlord.scaling` with its
+reason. It changes who makes a chunk, and when, never what is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from overlord.declare.batch import Batch
+from overlord.declare.mixture import Mixture
+from overlord.errors import OverlordError, SpecError
+from overlord.loaders.autoscaling import (
+    Decision,
+    Observed,
+    Scaling,
+    ScalingPolicy,
+    ScalingState,
+    decide,
+)
+from overlord.loaders.fleet import Fleet
+from overlord.loaders.model import Budget, weights_ahead
+from overlord.roles.planner import Cursor
+
+_log = logging.getLogger("overlord.scaling")
+
+_RETRY_S = 60.0  # after a host could not be started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autoscale:
+    """That loaders are added and removed while a run goes on: within which budget, how soon, and how often it is looked."""
+
+    budget: Budget
+    policy: ScalingPolicy = field(default_factory=ScalingPolicy)
+    every_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.every_s <= 0:
+            raise SpecError(f"every_s is a positive number of seconds, got {self.every_s}")
+
+    def for_one_process(self) -> Autoscale:
+        """A host in the process that is there anyway is one more thread, and takes no memory by itself."""
+        return replace(self, budget=replace(self.budget, workers_per_host=1, host_bytes=0, num_hosts=None))
+
+
+class Autoscaler:
+    def __init__(
+        self,
+        fleet: Fleet,
+        autoscale: Autoscale,
+        batch: Batch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._autoscale = autoscale
+        self._batch = batch
+        self._clock = clock
+        self._state = ScalingState()
+        self._full_until: tuple[float, int] = (-math.inf, 0)  # when, and the most hosts until then
+
+    def look(self, observed: Observed, mixture: Mixture, oldest: int, cursors: Mapping[str, Cursor]) -> tuple[Decision, ...]:
+        """Decide, and act. `oldest` is the oldest step that may be asked for. Gives what was decided."""
+        policy = self._autoscale.policy
+        last = observed.step + math.ceil(policy.ahead_s / observed.step_s)
+        coming = _drawn(mixture, observed.step, last)
+        self._fleet.tidy(cursors, active=coming | _drawn(mixture, oldest, observed.step))
+        scaling = decide(observed, mixture, self._batch, self._fleet.partition, self._budget(), self._state, policy)
+        decisions = self._applied(scaling, cursors)
+        self._state = scaling.state
+        # What is drawn from already is prepared as it is drawn. What only comes later is begun before: it is measured so,
+        # and its first step does not wait for it.
+        for source in coming - _drawn(mixture, observed.step, observed.step):
+            self._fleet.warm(source, cursors[source])
+        return decisions
+
+    def _applied(self, scaling: Scaling, cursors: Mapping[str, Cursor]) -> tuple[Decision, ...]:
+        room = self._autoscale.budget.workers_per_host
+        num_shares = scaling.partition.num_shares()
+        ahead = {name: min(math.ceil(need), num_shares[name] * room) for name, need in scaling.workers.items()}
+        ahead = {name: max(count, num_shares[name]) for name, count in ahead.items()}
+        table = self._fleet.table
+        if scaling.partition == self._fleet.partition and all(table.num_ahead(name) == n for name, n in ahead.items()):
+            decisions = scaling.decisions
+        else:
+            try:
+                self._fleet.repartition(scaling.partition, cursors, ahead)
+                decisions = scaling.decisions
+            except OverlordError as error:
+                num_hosts = sum(1 for shares in self._fleet.partition.hosts if shares)
+                self._full_until = self._clock() + _RETRY_S, num_hosts
+                why = f"; a host could not be started: {error}"
+                decisions = tuple(replace(d, after=d.before, reason=d.reason + why) for d in scaling.decisions)
+        for decision in decisions:
+            _log.info("%s", decision)
+        return decisions
+
+    def _budget(self) -> Budget:
+        budget = self._autoscale.budget
+        until, num_hosts = self._full_until
+        if self._clock() >= until:
+            return budget
+        return replace(budget, num_hosts=max(min(num_hosts, budget.num_hosts or num_hosts), 1))
+
+
+def _drawn(mixture: Mixture, first: int, last: int) -> set[str]:
+    """The sources that steps from one to another draw from."""
+    return {name for _, weights in weights_ahead(mixture, first, max(first, last)) for name in weights}

@@ -1,0 +1,416 @@
+"""During a run: how many loaders each source should have now. One pure function, called every few seconds.
+
+Demand is the mixture's weights, now and in the schedule ahead, times the measured cost of a chunk, against the pace of the
+trainers. A source gets more at once, before it is needed; it gives back only when it has needed less for a while, and then
+only down to the most it needed in that time, so that demand that swings does not move loaders to and fro.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from overlord.declare.batch import Batch
+from overlord.declare.mixture import Mixture
+from overlord.errors import SpecError
+from overlord.loaders.model import (
+    CHUNKS_AT_HAND,
+    Budget,
+    Partition,
+    Profile,
+    chunks_per_step,
+    held_bytes,
+    loaders_for,
+    told_s,
+    weights_ahead,
+    workers_needed,
+)
+from overlord.loaders.rearranging import drained, moves, rearranged
+
+_BOOST = 1.5  # a source that is waited for is taken to be so much dearer
+_MOST_BOOST = 4.0  # waits that this does not end have another cause
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What is known of a run at a moment."""
+
+    step: int
+    """The first step that no trainer has taken."""
+    at_s: float
+    """The time, on any clock that only goes forward."""
+    step_s: float
+    """Seconds that trainers take for a step, waiting for data not counted: else a starved trainer looks like little
+    demand."""
+    profiles: Mapping[str, Profile]
+    """Of every source, as measured so far. One of which nothing was measured keeps the loaders it has."""
+    waited: Mapping[str, float] = field(default_factory=dict)
+    """The part of the time since the last look, from 0 to 1, that steps waited for a source."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step_s < math.inf:
+            raise SpecError(f"step_s is a positive number of seconds, got {self.step_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPolicy:
+    """How soon loaders are added and removed."""
+
+    ahead_s: float = 30.0
+    """How far ahead the schedule is looked at: longer than a host takes to start and fill its buffers."""
+    calm_s: float = 60.0
+    """A source must need less for so long before it gives loaders back."""
+    settle_s: float = 10.0
+    """Likewise when another source needs the memory."""
+    margin: float = 0.15
+    """Loaders are given back only if the rest would do for so much more than the need."""
+    tolerance: float = 0.02
+    """When steps wait for a source for more than this part of the time, it gets more than was computed."""
+
+    def __post_init__(self) -> None:
+        for name in ("ahead_s", "calm_s", "settle_s", "margin", "tolerance"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise SpecError(f"{name} of a scaling policy must be a number >= 0, got {getattr(self, name)}")
+        if self.settle_s > self.calm_s:
+            raise SpecError(f"settle_s must not be longer than calm_s, got {self.settle_s} and {self.calm_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A line of the log. `before` and `after` are loaders of the source; they are equal where a share only moves to another
+    host, or where the budget does not allow what is needed."""
+
+    step: int
+    source: str
+    before: int
+    after: int
+    reason: str
+
+    def __str__(self) -> str:
+        change = f"{self.before} -> {self.after} loaders" if self.before != self.after else f"{self.after} loaders stay"
+        return f"step {self.step:,}: source {self.source!r}: {change}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is remembered of one source."""
+
+    lower_since_s: float | None = None
+    """Since when it has needed fewer loaders than it has."""
+    most_needed: int = 0
+    """The most it needed in that time."""
+    boost: float = 1.0
+    """How much more it takes than was computed, as waits have shown."""
+    boosted_s: float | None = None
+    """When that was last changed."""
+    grown_s: float | None = None
+    """When it last got a loader."""
+    is_refused: bool = False
+    """Whether it was told already that it gets less than it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingState:
+    """What one look remembers for the next. `ScalingState()` to begin with."""
+
+    sources: Mapping[str, Watch] = field(default_factory=dict)
+    spare_since_s: float | None = None
+    """Since when one host fewer would have done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What should be, and why."""
+
+    partition: Partition
+    """Host i is host i of the partition before. One that is left without shares is empty, to be stopped, and may be filled
+    again later; new ones come at the end."""
+    decisions: tuple[Decision, ...]
+    state: ScalingState
+    workers: Mapping[str, float]
+    """What each source needs, and the budget allows."""
+    num_workers: int
+    """What they need together: for hosts that share one pool of threads."""
+
+
+def decide(
+    now: Observed,
+    mixture: Mixture,
+    batch: Batch,
+    current: Partition,
+    budget: Budget,
+    state: ScalingState,
+    policy: ScalingPolicy | None = None,
+) -> Scaling:
+    """What loaders there should be now, and the decisions that lead there from `current`."""
+    current.check_sources(now.profiles)
+    look = _Look.at(now, mixture, batch, current, budget, state, policy or ScalingPolicy())
+    wishes = {name: look.wish(name) for name in now.profiles}
+    granted, out_of_memory = look.within_memory(wishes)
+    refused = {name: why for name, wish in wishes.items() if (why := look.refusal(wish, name in out_of_memory))}
+    target = look.arranged(granted)
+    target, spare_since_s = look.without_spare_host(target, state.spare_since_s)
+    return Scaling(
+        partition=target,
+        decisions=(*look.changes(wishes, granted, refused), *look.moved(target)),
+        state=ScalingState(
+            {name: look.remembered(wish, granted[name], name in refused) for name, wish in wishes.items()}, spare_since_s
+        ),
+        workers=look.demand.workers,
+        num_workers=max(1, math.ceil(look.demand.together - _ROUNDING)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a source would have if it were alone."""
+
+    source: str
+    has: int
+    wants: int
+    could_do_with: int
+    """If another needs the memory."""
+    lower_since_s: float | None = None
+    most_needed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One look at a run."""
+
+    now: Observed
+    current: Partition
+    budget: Budget
+    policy: ScalingPolicy
+    watches: Mapping[str, Watch]
+    demand: Demand
+
+    @staticmethod
+    def at(
+        now: Observed,
+        mixture: Mixture,
+        batch: Batch,
+        current: Partition,
+        budget: Budget,
+        state: ScalingState,
+        policy: ScalingPolicy,
+    ) -> _Look:
+        watches = {name: _boosted(state.sources.get(name, Watch()), name, now, policy) for name in now.profiles}
+        costs = {name: _with_cost_times(p, watches[name].boost if p.num_chunks else 0.0) for name, p in now.profiles.items()}
+        last = now.step + math.ceil(policy.ahead_s / now.step_s)
+        demand = demand_ahead(costs, mixture, batch, budget, now.step, last, now.step_s)
+        return _Look(now, current, budget, policy, watches, demand)
+
+    def wish(self, name: str) -> _Wish:
+        watch, need, has = self.watches[name], self.demand.workers[name], len(self.current.hosts_of(name))
+        room, most = self.budget.workers_per_host, self.now.profiles[name].most_loaders
+        wants = int(min(loaders_for(need, room), most))
+        if self.now.profiles[name].num_chunks == 0:
+            return _Wish(name, has, has, has)
+        if wants > has:
+            return _Wish(name, has, wants, has)
+        keeps = int(min(loaders_for(need * (1 + self.policy.margin), room), most))
+        if keeps >= has:
+            return _Wish(name, has, has, has)
+        since_s = self.now.at_s if watch.lower_since_s is None else watch.lower_since_s
+        most_needed = max(watch.most_needed, keeps)
+        lower_s = self.now.at_s - since_s
+        return _Wish(
+            name,
+            has,
+            wants=most_needed if lower_s >= self.policy.calm_s else has,
+            could_do_with=most_needed if lower_s >= self.policy.settle_s else has,
+            lower_since_s=since_s,
+            most_needed=most_needed,
+        )
+
+    def within_memory(self, wishes: Mapping[str, _Wish]) -> tuple[dict[str, int], frozenset[str]]:
+        """The loaders that each source gets, and the sources that get fewer than they want since memory is short. What is
+        idle is given up first; then those wait that are nearest to what they need."""
+        granted = {name: wish.wants for name, wish in wishes.items()}
+        growing = {name for name, wish in wishes.items() if wish.wants > wish.has}
+        if not growing or self._fits(granted):
+            return granted, frozenset()
+        for wish in sorted(wishes.values(), key=lambda wish: (wish.could_do_with - wish.has, wish.source)):
+            if wish.could_do_with < granted[wish.source] and wish.source not in growing:
+                granted[wish.source] = wish.could_do_with
+                if self._fits(granted):
+                    return granted, frozenset()
+        refused: set[str] = set()
+        while growing and not self._fits(granted):
+            name = max(growing, key=lambda name: (granted[name] / self.demand.workers[name], name))
+            granted[name] -= 1
+            refused.add(name)
+            if granted[name] == wishes[name].has:
+                growing.remove(name)
+        return granted, frozenset(refused)
+
+    def arranged(self, loaders: Mapping[str, int]) -> Partition:
+        """These loaders in hosts; where memory allows no more hosts, some have more work than workers."""
+        budget = self.budget
+        if budget.host_bytes:
+            allowed = (budget.memory_bytes - self._held_bytes(loaders)) // budget.host_bytes
+            most = max(allowed, _num_used(self.current))
+            budget = replace(budget, num_hosts=most if budget.num_hosts is None else min(most, budget.num_hosts))
+        return rearranged(self.current, loaders, self.demand.workers, budget)
+
+    def _fits(self, loaders: Mapping[str, int]) -> bool:
+        hosts = _num_used(rearranged(self.current, loaders, self.demand.workers, self.budget))
+        return hosts * self.budget.host_bytes + self._held_bytes(loaders) <= self.budget.memory_bytes
+
+    def _held_bytes(self, loaders: Mapping[str, int]) -> int:
+        return sum(held_bytes(self.now.profiles[name], n, self.demand.workers[name]) for name, n in loaders.items())
+
+    def without_spare_host(self, target: Partition, since_s: float | None) -> tuple[Partition, float | None]:
+        """The target with one host fewer, when that would have done for a while; and since when it would."""
+        fewer = drained(target, self.demand.workers, self.budget, self.policy.margin)
+        if fewer is None or target != self.current:
+            return target, None
+        since_s = self.now.at_s if since_s is None else since_s
+        return (fewer, None) if self.now.at_s - since_s >= self.policy.calm_s else (target, since_s)
+
+    def refusal(self, wish: _Wish, is_out_of_memory: bool) -> str:
+        """Why a source gets less than it needs; empty where it does not."""
+        profile, wanted = self.now.profiles[wish.source], self.demand.wanted[wish.source]
+        num_wanted = loaders_for(wanted, self.budget.workers_per_host)
+        needs = f"it needs {num_wanted} for {wanted:.3g} workers, but "
+        if is_out_of_memory:
+            return f"{needs}the memory budget of {self.budget.memory_bytes:,} bytes has no room for more"
+        if num_wanted > profile.most_loaders:
+            return (
+                f"{needs}buffer_bytes of {profile.buffer_bytes:,} would not hold {CHUNKS_AT_HAND} chunks of "
+                f"{profile.chunk_bytes:,} bytes in each: raise it"
+            )
+        return f"{needs}{self.demand.shortage}" if self.demand.shortage and num_wanted > wish.wants else ""
+
+    def changes(self, wishes: Mapping[str, _Wish], granted: Mapping[str, int], refused: Mapping[str, str]) -> list[Decision]:
+        found = []
+        for name, wish in wishes.items():
+            after, why_no_more = granted[name], refused.get(name, "")
+            if after > wish.has:
+                reason = "; ".join(filter(None, [self._why_more(wish), why_no_more]))
+            elif after < wish.has:
+                reason = self._why_less(wish, after)
+            elif why_no_more and not self.watches[name].is_refused:
+                reason = why_no_more
+            else:
+                continue
+            found.append(Decision(self.now.step, name, wish.has, after, reason))
+        return found
+
+    def _why_more(self, wish: _Wish) -> str:
+        name, room = wish.source, self.budget.workers_per_host
+        step, boost = self.demand.step[name], self.watches[name].boost
+        when = (
+            "now"
+            if step <= self.now.step
+            else f"from step {step:,} on, in {told_s((step - self.now.step) * self.now.step_s)},"
+        )
+        waited = f", taken {boost:.3g} times since steps waited for it" if boost > 1 else ""
+        return (
+            f"{when} {self.demand.rate[name]:.3g} chunks/s of {told_s(self.now.profiles[name].chunk_s)}{waited} need "
+            f"{self.demand.wanted[name]:.3g} workers with headroom, and {wish.has} x {room} are there"
+        )
+
+    def _why_less(self, wish: _Wish, after: int) -> str:
+        lower_s = self.now.at_s - (wish.lower_since_s or 0.0)
+        early = "" if after == wish.wants else ", and others need the memory"
+        return f"for {told_s(lower_s)} it has needed no more (now {self.demand.workers[wish.source]:.3g} workers){early}"
+
+    def moved(self, target: Partition) -> list[Decision]:
+        """The shares that only change their host."""
+        num_shares, room = target.num_shares(), self.budget.workers_per_host
+        found = []
+        for share, before, after in moves(self.current, target):
+            if target.hosts[before]:
+                busy = sum(self.demand.workers[other.source] / other.of for other in self.current.hosts[before])
+                why = f"host {before} had work for {busy:.3g} workers and has {room}"
+            else:
+                why = f"host {before} had so little to do that others have room for it"
+            n = num_shares[share.source]
+            found.append(Decision(self.now.step, share.source, n, n, f"loader {share.index} to host {after}: {why}"))
+        return found
+
+    def remembered(self, wish: _Wish, after: int, is_refused: bool) -> Watch:
+        changed = after != wish.has
+        return replace(
+            self.watches[wish.source],
+            lower_since_s=None if changed else wish.lower_since_s,
+            most_needed=0 if changed else wish.most_needed,
+            grown_s=self.now.at_s if after > wish.has else self.watches[wish.source].grown_s,
+            is_refused=is_refused,
+        )
+
+
+def _boosted(watch: Watch, name: str, now: Observed, policy: ScalingPolicy) -> Watch:
+    """The watch of a source after a look at how long steps waited for it. What was just changed gets time to show."""
+    recently = max((at_s for at_s in (watch.boosted_s, watch.grown_s) if at_s is not None), default=-math.inf)
+    is_waited_for = now.waited.get(name, 0.0) > policy.tolerance
+    if is_waited_for and now.at_s - recently >= policy.settle_s:
+        return replace(watch, boost=min(watch.boost * _BOOST, _MOST_BOOST), boosted_s=now.at_s)
+    if not is_waited_for and watch.boost > 1 and now.at_s - recently >= policy.calm_s:
+        return replace(watch, boost=max(watch.boost / _BOOST, 1.0), boosted_s=now.at_s)
+    return watch
+
+
+def _with_cost_times(profile: Profile, factor: float) -> Profile:
+    return replace(profile, cpu_s=profile.cpu_s * factor, wait_s=profile.wait_s * factor)
+
+
+def _num_used(partition: Partition) -> int:
+    return sum(1 for host in partition.hosts if host)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What each source needs where a stretch of the schedule asks most of it."""
+
+    wanted: Mapping[str, float]
+    """Workers, with headroom."""
+    workers: Mapping[str, float]
+    """Likewise, but no more at any step than the processors and hosts of the budget can do; cut alike for all sources."""
+    step: Mapping[str, int]
+    """The step from which that is so."""
+    rate: Mapping[str, float]
+    """Chunks a second at that step."""
+    together: float
+    """The most workers that are busy at the same time."""
+    shortage: str
+    """What the budget lacks; empty if it suffices."""
+
+
+def demand_ahead(
+    profiles: Mapping[str, Profile], mixture: Mixture, batch: Batch, budget: Budget, first: int, last: int, step_s: float
+) -> Demand:
+    """The demand from step `first` to step `last`, each taking `step_s` seconds. Costs are as in `profiles`."""
+    wanted, workers, rate = (dict.fromkeys(profiles, 0.0) for _ in range(3))
+    since = dict.fromkeys(profiles, first)
+    together, most, shortage = 0.0, 0.0, ""
+    for step, weights in weights_ahead(mixture, first, last):
+        per_step = chunks_per_step(profiles, weights, batch, mixture.unit)
+        rates = {name: chunks / step_s for name, chunks in per_step.items()}
+        needs = workers_needed(profiles, rates, budget.headroom)
+        allowed, lacking = _allowed(profiles, needs, budget)
+        if lacking and sum(needs.values()) > most:
+            most, shortage = sum(needs.values()), f"from step {step:,} on {lacking}"
+        together = max(together, allowed * sum(needs.values()))
+        for name, need in needs.items():
+            if need > wanted[name]:
+                wanted[name], since[name], rate[name] = need, step, rates[name]
+            workers[name] = max(workers[name], allowed * need)
+    return Demand(wanted, workers, since, rate, together, shortage)
+
+
+def _allowed(profiles: Mapping[str, Profile], needs: Mapping[str, float], budget: Budget) -> tuple[float, str]:
+    """The part of the needs that the budget has processors and workers for, and what it lacks."""
+    cpus = sum(need * profiles[name].cpu_share for name, need in needs.items())
+    workers = sum(needs.values())
+    room = math.inf if budget.num_hosts is None else budget.num_hosts * budget.workers_per_host
+    allowed = min(1.0, budget.cpus / cpus if cpus else 1.0, room / workers if workers else 1.0)
+    if allowed == 1:
+        return 1.0, ""
+    if budget.cpus * workers <= room * cpus:
+        return allowed, f"the sources need {cpus:.3g} CPUs with headroom, and the budget has {budget.cpus:.3g}"
+    return allowed, f"the sources need {workers:.3g} workers, and {budget.num_hosts} hosts have {room}"

@@ -1,0 +1,221 @@
+"""Looks after the loaders of a run, from a thread of the process that started it: only that one can start roles.
+
+What it promises: nothing that trainers depend on. A look that fails, because a role is just being made anew, is told to the
+log and the next one goes on from what it finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from overlord.declare.job import Job
+from overlord.declare.source import Unit
+from overlord.errors import ClosedError, OverlordError, SpecError
+from overlord.loaders.autoscaler import Autoscale, Autoscaler
+from overlord.loaders.autoscaling import Decision, Observed
+from overlord.loaders.fleet import Fleet
+from overlord.loaders.model import Budget, Partition, Profile
+from overlord.loaders.shadows import ShadowChange, ShadowKeeper
+from overlord.roles.data_constructor import DataConstructor, Pace
+from overlord.roles.loader_host import Standing
+from overlord.roles.planner import Planner
+from overlord.roles.source_loader import Work
+from overlord.runtime.engine import Engine, Handle
+from overlord.steering.decisions import WEIGHTS
+from overlord.stream.weights import mixture_in_force
+
+C = TypeVar("C", bound=DataConstructor)
+
+_log = logging.getLogger("overlord.scaling")
+
+_EVERY_S = 0.5
+_ANSWER_S = 5.0
+_LONGEST_START_S = 30.0
+_REMEMBERED = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaders:
+    """How sources are spread over loaders, now and later; each part as `overlord.start` takes it."""
+
+    partition: Partition | None = None
+    autoscale: Autoscale | None = None
+    shadows: Budget | None = None
+
+    @staticmethod
+    def given(partition: Partition | None, autoscale: Autoscale | Budget | None, shadows: Budget | None) -> Loaders:
+        if isinstance(autoscale, Budget):
+            autoscale = Autoscale(budget=autoscale)
+        return Loaders(partition=partition, autoscale=autoscale, shadows=shadows)
+
+    def on(self, engine: Engine, job: Job) -> Loaders:
+        """As they can be on an engine."""
+        if (self.autoscale or self.shadows) and job.num_workers == 0:
+            raise SpecError("num_workers=0 makes every chunk when it is asked for; autoscale and shadows need threads")
+        if engine.num_hosts is not None:
+            return self
+        if self.shadows is not None:
+            raise SpecError(
+                "shadows take over from loaders that die by themselves; on the embedded engine all live in one process and "
+                "end with it: leave shadows out, or run the job with engine=ol.Ray()"
+            )
+        return self if self.autoscale is None else replace(self, autoscale=self.autoscale.for_one_process())
+
+    def fleet(self, engine: Engine, job: Job, units: Mapping[str, Sequence[Unit]], partition: Partition) -> Fleet:
+        if self.autoscale is None:
+            return Fleet(engine, job, units, partition, longest_start_s=_LONGEST_START_S)
+        num_threads = self.autoscale.budget.workers_per_host
+        own_threads = None if engine.num_hosts is None else num_threads
+        return Fleet(engine, job, units, partition, own_threads, num_threads, _LONGEST_START_S)
+
+
+class Upkeep:
+    """See the module's docstring. `history` has what was changed, the newest last."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        job: Job,
+        units: Mapping[str, Sequence[Unit]],
+        fleet: Fleet,
+        loaders: Loaders,
+        planner: Handle[Planner],
+        constructors: Sequence[Handle[C]],
+    ) -> None:
+        """`constructors` may change while the run goes on."""
+        self.history: deque[Decision | ShadowChange] = deque(maxlen=_REMEMBERED)
+        self._fleet = fleet
+        self._planner = planner
+        self._constructors = constructors
+        self._meter = Meter(job, units)
+        self._mixture = job.mix
+        self._autoscaler = self._shadows = None
+        self._every_s = _EVERY_S
+        if loaders.autoscale is not None:
+            self._autoscaler = Autoscaler(fleet, loaders.autoscale, job.batch)
+            self._every_s = loaders.autoscale.every_s
+        if loaders.shadows is not None:
+            self._shadows = ShadowKeeper(engine, fleet, loaders.shadows, job.batch, job.prefetch)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="overlord-upkeep", daemon=True)
+
+    def start(self) -> None:
+        if self._autoscaler is not None or self._shadows is not None:
+            self._thread.start()
+
+    def look(self) -> None:
+        """One look at the run, and what follows from it."""
+        hosts = self._fleet.standing()
+        asked = [constructor.ask(DataConstructor.pace) for constructor in list(self._constructors)]
+        status = self._planner.ask(Planner.status).result(_ANSWER_S)
+        cursors = self._planner.ask(Planner.cursors).result(_ANSWER_S)
+        decided = self._planner.ask(Planner.decisions).result(_ANSWER_S)
+        mixture = mixture_in_force(self._mixture, [(d.step, d.value["weights"]) for d in decided if d.name == WEIGHTS])
+        observed = self._meter.look(status.taken_to, hosts, [pace.result(_ANSWER_S) for pace in asked])
+        if self._shadows is not None:
+            self.history += self._shadows.look(status.taken_to, hosts, observed, mixture)
+        if self._autoscaler is not None and observed is not None:
+            self.history += self._autoscaler.look(observed, mixture, status.oldest_needed, cursors)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(_ANSWER_S)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every_s):
+            try:
+                self.look()
+            except ClosedError:
+                if not self._closed.is_set():
+                    _log.info("a role was closed while loaders were looked after")
+            except OverlordError as error:
+                _log.warning("loaders could not be looked after this time: %s", error)
+
+
+_LEAST_STEP_S = 1e-3  # of a trainer that only reads
+_SLOW_CHANGE = 0.3  # what the newest look counts for in the time of a step
+_BYTES_PER_TOKEN = 4
+
+
+class Meter:
+    """Looked through now and then; each look tells what happened since the one before."""
+
+    def __init__(self, job: Job, units: Mapping[str, Sequence[Unit]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._profiles = {name: _guess(name, units[name], source.window) for name, source in job.sources.items()}
+        self._work: dict[tuple[str, str], dict[str, Work]] = {}
+        self._paces: list[Pace] = []
+        self._step_s: float | None = None
+
+    def look(self, step: int, hosts: Mapping[str, Standing], paces: Sequence[Pace]) -> Observed | None:
+        """None until a trainer has taken a step."""
+        done = self._done(hosts)
+        for name, work in done.items():
+            if work.num_chunks and work.rows:
+                self._profiles[name] = self._profiles[name].learned(_profile(name, work))
+        waiting = self._waiting(paces)
+        if self._step_s is None:
+            return None
+        waited_s = sum(work.waited_s for work in done.values())
+        waited = {name: waiting * work.waited_s / waited_s for name, work in done.items()} if waited_s else {}
+        return Observed(step=step, at_s=self._clock(), step_s=self._step_s, profiles=dict(self._profiles), waited=waited)
+
+    def _done(self, hosts: Mapping[str, Standing]) -> dict[str, Work]:
+        """What was done for each source since the last look, over all hosts. One that was made anew begins at nothing."""
+        before, self._work = self._work, {(name, host.instance): host.work for name, host in hosts.items()}
+        done: dict[str, Work] = {}
+        for key, work_of in self._work.items():
+            for source, work in work_of.items():
+                new = work.minus(before.get(key, {}).get(source, Work()))
+                done[source] = done.get(source, Work()).plus(new)
+        return done
+
+    def _waiting(self, paces: Sequence[Pace]) -> float:
+        """The part of the time that the ranks of the group that waits most spent waiting for a step."""
+        known = self._paces if len(self._paces) == len(paces) else [Pace()] * len(paces)
+        # A constructor that was made anew has counted less than before.
+        new = [now.minus(was) if now.num_waits >= was.num_waits else now for now, was in zip(paces, known, strict=True)]
+        self._paces = list(paces)
+        # Trainers wait for each other: the group that is busy for the shortest time waits for nobody.
+        busy = [pace.busy_s / pace.num_steps for pace in new if pace.num_steps]
+        if busy:
+            step_s = max(min(busy), _LEAST_STEP_S)
+            self._step_s = step_s if self._step_s is None else self._step_s + _SLOW_CHANGE * (step_s - self._step_s)
+        totals = [(pace.waited_s, pace.waited_s + pace.busy_s) for pace in new]
+        return max((waited / total for waited, total in totals if total > 0), default=0.0)
+
+
+def _profile(source: str, work: Work) -> Profile:
+    n = work.num_chunks
+    return Profile(
+        source=source,
+        cpu_s=work.cpu_s / n,
+        wait_s=work.wait_s / n,
+        rows=work.rows / n,
+        tokens=work.tokens / n,
+        chunk_bytes=math.ceil(work.num_bytes / n),
+        num_chunks=n,
+    )
+
+
+def _guess(source: str, units: Sequence[Unit], window: int) -> Profile:
+    """What the list of units promises, until a chunk was made."""
+    num_chunks = max(math.ceil(len(units) / window), 1)
+    num_bytes = sum(unit.num_bytes for unit in units) / num_chunks
+    rows = max(sum(unit.num_rows or 0 for unit in units) / num_chunks, 1.0)
+    return Profile(
+        source=source,
+        cpu_s=0.0,
+        wait_s=0.0,
+        rows=rows,
+        tokens=max(num_bytes / _BYTES_PER_TOKEN, rows),
+        chunk_bytes=math.ceil(num_bytes),
+    )

@@ -1,0 +1,248 @@
+"""The loader hosts of a run, and how they change while it runs: hosts come and go, shares move, shadows take over.
+
+What it promises: every change publishes a routing table under which each chunk is in a host that runs. Nobody has to be
+told: an older table is right too, only slower. A host is stopped when no step can name a chunk of it any more; its buffers
+(on a cluster, its process) go with it. Changes are made one at a time, by whoever calls; what to change is decided
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from overlord.chunks.bad_rows import BadRow
+from overlord.declare.job import Job
+from overlord.declare.source import Unit
+from overlord.errors import OverlordError, WaitTimeoutError, WorkerDiedError
+from overlord.loaders.model import Partition, Share
+from overlord.loaders.routes import TABLE
+from overlord.loaders.routing import RoutingTable
+from overlord.roles.assembly import make_loader_host, publish_units
+from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.roles.planner import Cursor
+from overlord.roles.source_loader import BufferUse
+from overlord.runtime.engine import Answer, Engine, Handle
+
+T = TypeVar("T")
+
+_START_S = 3.0  # of a host on a cluster, before one was started and timed
+_ANSWER_S = 2.0  # who does not answer for so long is asked again at the next look
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What a host is made of."""
+
+    shares: tuple[Share, ...]
+    num_threads: int | None
+
+
+class Fleet:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        job: Job,
+        units: Mapping[str, Sequence[Unit]],
+        partition: Partition,
+        num_threads: int | None = None,
+        num_added_threads: int | None = None,
+        longest_start_s: float | None = None,
+    ) -> None:
+        """Hosts have `num_threads` threads for themselves, those added later `num_added_threads`; None: those of their
+        process. One that is added must start within `longest_start_s`."""
+        self._engine = engine
+        self._job = job
+        self._num_added_threads = num_added_threads
+        self._longest_start_s = longest_start_s
+        self._start_s = 0.0 if engine.num_hosts is None else _START_S
+        self._lock = threading.RLock()
+        self._num_spawned = 0
+        self._hosts: dict[str, _Host] = {}
+        self._past_bad_rows: dict[str, frozenset[BadRow]] = {}
+        publish_units(engine, units)
+        self._partition = partition
+        self._names: list[str] = [self._spawned(_Host(shares, num_threads)) for shares in partition.hosts]
+        self._publish(RoutingTable.of(partition, self._names))
+
+    @property
+    def table(self) -> RoutingTable:
+        return self._table
+
+    @property
+    def start_s(self) -> float:
+        """What starting a host takes: as the last one took."""
+        return self._start_s
+
+    @property
+    def partition(self) -> Partition:
+        """How sources are dealt from now on."""
+        return self._partition
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The host of each entry of the partition; "" where it is empty and was stopped."""
+        return tuple(self._names)
+
+    @property
+    def hosts(self) -> list[Handle[LoaderHost]]:
+        """Every host that runs, shadows too."""
+        return [Handle(self._engine, name) for name in list(self._hosts)]
+
+    def repartition(self, to: Partition, cursors: Mapping[str, Cursor], ahead: Mapping[str, int]) -> None:
+        """Deal sources anew. Host i of a partition is host i of the one before; `ahead` are the chunks to prepare ahead of
+        each source. Raises, with nothing changed, when a host cannot be started."""
+        with self._lock:
+            names = [self._names[i] if i < len(self._names) else "" for i in range(len(to.hosts))]
+            added = [i for i, shares in enumerate(to.hosts) if shares and not names[i]]
+            for i in added:
+                names[i] = self._spawned(_Host(to.hosts[i], self._num_added_threads))
+            self._await([names[i] for i in added])
+            table = self._table
+            for source in self._job.sources:
+                hosts = [names[i] for i in to.hosts_of(source)]
+                if hosts != list(table.stretches[source][-1].hosts) or ahead.get(source, 1) != table.num_ahead(source):
+                    # What was told to be prepared stays where it is.
+                    first = cursors[source].next + table.num_ahead(source) + 1
+                    table = table.dealt(source, hosts, first, ahead.get(source, 1))
+            self._partition = to
+            self._names = [name if shares else "" for name, shares in zip(names, to.hosts, strict=True)]
+            if table is not self._table:
+                self._publish(table)
+
+    def tidy(self, cursors: Mapping[str, Cursor], active: Collection[str] | None = None) -> list[str]:
+        """Stop hosts, and close sources in hosts, that no step can ask for any more; of sources that are not `active` give
+        the buffers back too. Gives the hosts that were stopped."""
+        with self._lock:
+            needed = {source: cursor.needed for source, cursor in cursors.items()}
+            if active is not None:  # the place of a source that nobody draws from stays where it is, for ever maybe
+                needed |= {source: sys.maxsize for source in cursors if source not in active}
+            table = self._table.since(needed)
+            unused = set(self._hosts) - set(table.hosts) - set(table.shadows.values())
+            for host in unused & set(table.shadows):
+                unused.add(table.shadows[host])
+                table = table.shadowed(host, None)
+            if table is not self._table:
+                self._publish(table)
+            for name in unused:
+                self._stop(name)
+            for host in table.hosts:
+                kept = [name for name in table.sources_of(host) if active is None or name in active]
+                # Not waited for: a host that does not answer keeps its memory until it is made anew.
+                Handle[LoaderHost](self._engine, host).ask(LoaderHost.keep, kept)
+            return sorted(unused)
+
+    def warm(self, source: str, cursor: Cursor) -> None:
+        """Let the next chunks of a source that nobody draws from yet be prepared."""
+        table = self._table
+        last = cursor.next + table.num_ahead(source)
+        for chunk in range(cursor.next, last if cursor.end is None else min(last, cursor.end)):
+            Handle[LoaderHost](self._engine, table.host_of(source, chunk)).ask(LoaderHost.prefetch, source, [chunk])
+
+    def add_shadow(self, host: str) -> str:
+        """Start a shadow for a host; gives its name."""
+        with self._lock:
+            shadow = self._spawned(self._hosts[host])
+            self._await([shadow])
+            self._publish(self._table.shadowed(host, shadow))
+            return shadow
+
+    def remove_shadow(self, host: str) -> None:
+        with self._lock:
+            shadow = self._table.shadows.get(host)
+            if shadow is not None:
+                self._publish(self._table.shadowed(host, None))
+                self._stop(shadow)
+
+    def exchange(self, host: str) -> bool:
+        """Let a host and its shadow change places; False when it has none. For a host that was lost and made anew, and so
+        is empty: it becomes the shadow, and no other has to be started."""
+        with self._lock:
+            shadow = self._table.shadows.get(host)
+            if shadow is None:
+                return False
+            self._names = [shadow if name == host else name for name in self._names]
+            self._publish(self._table.exchanged(host))
+            return True
+
+    def promote(self, host: str) -> bool:
+        """Let the shadow of a host take over its name, and end the host; False when it has none."""
+        with self._lock:
+            shadow = self._table.shadows.get(host)
+            if shadow is None:
+                return False
+            self._engine.rebind(host, shadow)
+            del self._hosts[shadow]
+            self._publish(self._table.shadowed(host, None))
+            return True
+
+    def standing(self) -> dict[str, Standing]:
+        """How each host stands that answers in time."""
+        return _in_time({host.name: host.ask(LoaderHost.standing) for host in self.hosts})
+
+    def buffer_use(self) -> dict[str, BufferUse]:
+        """Of each source over all its loaders; shadows are not counted, nor is a host that does not answer."""
+        found: dict[str, BufferUse] = {}
+        table = self._table
+        asked = {h: Handle[LoaderHost](self._engine, h).ask(LoaderHost.buffer_use, table.sources_of(h)) for h in table.hosts}
+        for uses in _in_time(asked).values():
+            for name, use in uses.items():
+                found[name] = found[name].plus(use) if name in found else use
+        return {name: found[name] for name in self._job.sources if name in found}
+
+    def num_bad_rows(self) -> dict[str, int]:
+        """How many rows of each source were dropped; one that several hosts came upon counts once."""
+        found = {name: set(self._past_bad_rows.get(name, ())) for name in self._job.sources}
+        for dropped in _in_time({host.name: host.ask(LoaderHost.bad_rows) for host in self.hosts}).values():
+            for name, rows in dropped.items():
+                found[name] |= rows
+        return {name: len(rows) for name, rows in found.items()}
+
+    def _spawned(self, host: _Host) -> str:
+        name = f"loaders/{self._num_spawned}"
+        self._num_spawned += 1
+        self._engine.spawn(name, partial(make_loader_host, self._job, self._engine, host.shares, host.num_threads))
+        self._hosts[name] = host
+        return name
+
+    def _await(self, names: Sequence[str]) -> None:
+        began = time.monotonic()
+        try:
+            self._engine.started(names, self._longest_start_s)
+        except OverlordError:
+            for name in names:
+                del self._hosts[name]
+                self._engine.stop(name)
+            raise
+        if names:
+            self._start_s = time.monotonic() - began
+
+    def _publish(self, table: RoutingTable) -> None:
+        self._table = table
+        self._engine.publish(TABLE, table)
+
+    def _stop(self, name: str) -> None:
+        asked = {name: Handle[LoaderHost](self._engine, name).ask(LoaderHost.bad_rows)}
+        for source, rows in _in_time(asked).get(name, {}).items():
+            self._past_bad_rows[source] = self._past_bad_rows.get(source, frozenset()) | rows
+        del self._hosts[name]
+        self._engine.stop(name)
+
+
+def _in_time(asked: Mapping[str, Answer[T]]) -> dict[str, T]:
+    """The answers that come in time, waiting once for all of them."""
+    deadline = time.monotonic() + _ANSWER_S
+    found = {}
+    for name, answer in asked.items():
+        try:
+            found[name] = answer.result(max(deadline - time.monotonic(), 0.0))
+        except (WaitTimeoutError, WorkerDiedError):
+            continue
+    return found

@@ -1,0 +1,254 @@
+"""How sources are spread over loader hosts, and what is known when that is decided: what a chunk of a source costs, how many
+chunks a step takes, and what loaders may use. Changes who reads a chunk, never what is in it.
+
+A *loader* is one share of one source. A *loader host* is a process that holds shares of many sources. A *worker* makes one
+chunk at a time; what a source needs is told in workers: chunks a second times the seconds that making one takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from overlord.declare.batch import Batch
+from overlord.declare.mixture import Mixture
+from overlord.declare.source import MIB
+from overlord.errors import SpecError
+
+_REMEMBERED_CHUNKS = 16  # a profile forgets what it learned before about so many chunks
+_WORKERS_PER_CPU = 8  # more waiting at once seldom makes storage answer sooner
+CHUNKS_AT_HAND = 2  # the one that is drawn from and the next
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Share:
+    """Part `index` of the `of` parts of a source: its chunks k with k mod `of` = `index`."""
+
+    source: str
+    index: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.of:
+            raise SpecError(f"source {self.source!r} in {self.of} shares has shares 0 to {self.of - 1}, not {self.index}")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Which shares of which sources live in which loader host: every share in exactly one."""
+
+    hosts: tuple[tuple[Share, ...], ...]
+
+    def __post_init__(self) -> None:
+        found: dict[str, list[Share]] = {}
+        for share in (share for host in self.hosts for share in host):
+            found.setdefault(share.source, []).append(share)
+        for name, shares in found.items():
+            if sorted(shares) != [Share(name, index, shares[0].of) for index in range(shares[0].of)]:
+                held = ", ".join(f"{share.index} of {share.of}" for share in sorted(shares))
+                raise SpecError(f"every share of source {name!r} must live in one loader host; the hosts have {held}")
+
+    def hosts_of(self, source: str) -> tuple[int, ...]:
+        """The host of each share of a source, in the order of the shares."""
+        held = {share.index: at for at, host in enumerate(self.hosts) for share in host if share.source == source}
+        if not held:
+            raise SpecError(f"no loader host holds source {source!r}")
+        return tuple(held[index] for index in range(len(held)))
+
+    def num_shares(self) -> dict[str, int]:
+        """Loaders of each source."""
+        return {share.source: share.of for host in self.hosts for share in host}
+
+    def check_sources(self, sources: Collection[str]) -> None:
+        """Refuse to be the partition of a job with other sources."""
+        held = self.num_shares()
+        missing = [name for name in sources if name not in held]
+        if missing:
+            raise SpecError(f"a partition holds every source of its job; this one lacks {', '.join(map(repr, missing))}")
+        foreign = [name for name in held if name not in sources]
+        if foreign:
+            raise SpecError(f"the partition has shares of {', '.join(map(repr, foreign))}, which the job does not have")
+
+
+def by_share(num_shares: Mapping[str, int]) -> Partition:
+    """Share i of every source in host i: for hosts that stand in one process anyway."""
+    indexes = range(max(num_shares.values(), default=0))
+    return Partition(tuple(tuple(Share(name, i, n) for name, n in num_shares.items() if i < n) for i in indexes))
+
+
+def evenly(num_shares: Mapping[str, int], loads: Mapping[str, float], num_hosts: int) -> Partition:
+    """The shares over at most `num_hosts` hosts, so that their loads are nearly even: the heaviest first, each to the
+    host that has least. Hosts that have a share of a source already come last for another of it."""
+    shares = [Share(name, index, n) for name, n in num_shares.items() for index in range(n)]
+    if num_hosts < 1:
+        raise SpecError(f"sources need at least 1 loader host, got {num_hosts}")
+    hosts: list[list[Share]] = [[] for _ in range(min(num_hosts, len(shares)))]
+    carried = [0.0] * len(hosts)
+    for share in sorted(shares, key=lambda share: (-loads[share.source] / share.of, share)):
+        has_some = [any(other.source == share.source for other in host) for host in hosts]
+        at = min(range(len(hosts)), key=lambda host: (has_some[host], carried[host], len(hosts[host]), host))
+        hosts[at].append(share)
+        carried[at] += loads[share.source] / share.of
+    return Partition(tuple(tuple(sorted(host)) for host in hosts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What one chunk of a source costs on average."""
+
+    source: str
+    cpu_s: float
+    """Seconds of processor time."""
+    wait_s: float
+    """Seconds of waiting, for storage mostly."""
+    rows: float
+    tokens: float
+    chunk_bytes: int
+    """In memory, decoded; the largest expected, since buffers must hold it."""
+    open_bytes: int = 0
+    """Memory that one loader takes to hold the source open, beside its chunks."""
+    open_s: float = 0.0
+    """Until a fresh loader can begin its first chunk: opening files, loading a tokeniser."""
+    buffer_bytes: int = 0
+    """The job's limit for its buffers; 0: none."""
+    num_chunks: int = 0
+    """How many were measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_s", "wait_s", "tokens", "chunk_bytes", "open_bytes", "open_s", "buffer_bytes", "num_chunks"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise SpecError(f"{name} of source {self.source!r} must be a number >= 0, got {getattr(self, name)}")
+        if not 0 < self.rows < math.inf:
+            raise SpecError(f"a chunk of source {self.source!r} must have rows to be profiled, got {self.rows}")
+
+    @property
+    def chunk_s(self) -> float:
+        """Seconds that one worker takes to make a chunk."""
+        return self.cpu_s + self.wait_s
+
+    @property
+    def cpu_share(self) -> float:
+        """The part of a worker's time that it keeps a processor busy."""
+        return self.cpu_s / self.chunk_s if self.chunk_s else 0.0
+
+    @property
+    def most_loaders(self) -> float:
+        """With more, the buffer of one would not hold the chunks at hand."""
+        if not self.buffer_bytes or not self.chunk_bytes:
+            return math.inf
+        return max(1, self.buffer_bytes // (CHUNKS_AT_HAND * self.chunk_bytes))
+
+    def learned(self, measured: Profile) -> Profile:
+        """This profile after a run has measured more chunks: a moving mean. What opening takes stays unless measured."""
+        if measured.num_chunks == 0:
+            return self
+        known = min(self.num_chunks, _REMEMBERED_CHUNKS)
+        new = measured.num_chunks / (known + measured.num_chunks)
+
+        def mean(name: str) -> float:
+            return (1 - new) * getattr(self, name) + new * getattr(measured, name)
+
+        return replace(
+            self,
+            **{name: mean(name) for name in ("cpu_s", "wait_s", "rows", "tokens")},
+            chunk_bytes=max(self.chunk_bytes, measured.chunk_bytes),
+            open_bytes=measured.open_bytes or self.open_bytes,
+            open_s=measured.open_s or self.open_s,
+            num_chunks=self.num_chunks + measured.num_chunks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What loaders may use, all together."""
+
+    cpus: float
+    memory_bytes: int
+    num_hosts: int | None = None
+    """At most so many loader hosts; as many as pay unless given."""
+    workers_per_host: int = 4
+    """Chunks that one host makes side by side."""
+    host_bytes: int = 128 * MIB
+    """What a host's process takes before it holds anything; 0 where hosts stand in one process anyway."""
+    headroom: float = 1.25
+    """Workers for so many times the mean demand: chunks differ, and steps do not ask evenly."""
+
+    @staticmethod
+    def in_one_process(*, cpus: float, memory_bytes: int) -> Budget:
+        """For the embedded engine: one host with as many workers as pay, most of which may be waiting."""
+        return Budget(
+            cpus=cpus,
+            memory_bytes=memory_bytes,
+            num_hosts=1,
+            workers_per_host=_WORKERS_PER_CPU * math.ceil(cpus),
+            host_bytes=0,
+        )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cpus < math.inf:
+            raise SpecError(f"a budget needs some processors, got cpus={self.cpus}")
+        if self.memory_bytes < 1:
+            raise SpecError(f"a budget needs some memory, got memory_bytes={self.memory_bytes}")
+        if self.num_hosts is not None and self.num_hosts < 1:
+            raise SpecError(f"sources need at least 1 loader host, got num_hosts={self.num_hosts}")
+        if self.workers_per_host < 1:
+            raise SpecError(f"a loader host needs at least 1 worker, got workers_per_host={self.workers_per_host}")
+        if self.host_bytes < 0:
+            raise SpecError(f"host_bytes cannot be negative, got {self.host_bytes}")
+        if not 1 <= self.headroom < math.inf:
+            raise SpecError(f"headroom is a factor of at least 1, got {self.headroom}")
+
+
+def chunks_per_step(
+    profiles: Mapping[str, Profile], weights: Mapping[str, float], batch: Batch, unit: Literal["samples", "tokens"]
+) -> dict[str, float]:
+    """How many chunks of each source a step takes on average under these weights, which share out samples or tokens."""
+    drawn = {name: weight for name, weight in weights.items() if weight > 0}
+    if batch.tokens is not None or unit == "tokens":
+        for name in drawn:
+            if profiles[name].tokens == 0:
+                raise SpecError(f"steps are counted in tokens, but the chunks of source {name!r} have none")
+    lengths = {name: profiles[name].tokens / profiles[name].rows for name in drawn}
+    # Samples of each source, up to a factor: weights share out samples, or tokens of so many a sample.
+    samples = drawn if unit == "samples" else {name: weight / lengths[name] for name, weight in drawn.items()}
+    if batch.samples is not None:
+        factor = batch.samples / sum(samples.values())
+    else:
+        factor = (batch.tokens or 0) / sum(samples[name] * lengths[name] for name in samples)
+    return {name: factor * samples[name] / profiles[name].rows if name in samples else 0.0 for name in profiles}
+
+
+def chunks_held(loaders: int, workers: float) -> int:
+    """Chunks of a source in memory: those at hand and one for each worker, or those at hand in each loader; none where none
+    is ever asked for."""
+    return max(CHUNKS_AT_HAND + math.ceil(workers), CHUNKS_AT_HAND * loaders) if workers > 0 else 0
+
+
+def held_bytes(profile: Profile, loaders: int, workers: float) -> int:
+    """What a source takes in memory: held open in each loader, and its chunks."""
+    return loaders * profile.open_bytes + chunks_held(loaders, workers) * profile.chunk_bytes
+
+
+def workers_needed(profiles: Mapping[str, Profile], rates: Mapping[str, float], headroom: float) -> dict[str, float]:
+    """Workers that keep up with so many chunks a second of each source."""
+    return {name: headroom * rates.get(name, 0.0) * profile.chunk_s for name, profile in profiles.items()}
+
+
+def loaders_for(workers: float, workers_per_host: int) -> int:
+    """Loaders that together have so many workers, each in a host of its own. The tolerance is for rounding only."""
+    return max(1, math.ceil(workers / workers_per_host - 1e-9))
+
+
+def weights_ahead(mixture: Mixture, first: int, last: int) -> list[tuple[int, dict[str, float]]]:
+    """(step, weights) where a schedule asks most of any source, from one step to another. Between two of its entries weights
+    stay or move in a straight line, so that they are largest at one of the ends."""
+    changes = [step for step, _ in mixture.schedule if first < step <= last]
+    ends = [last] if mixture.ramp == "linear" and last > first and last not in changes else []
+    return [(step, mixture.at(step)) for step in (first, *changes, *ends)]
+
+
+def told_s(seconds: float) -> str:
+    """A duration for people."""
+    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"

@@ -1,0 +1,244 @@
+"""Before a run: loaders and workers for each source under a budget, and the hosts they live in. Each choice has a reason."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from overlord.declare.job import Job
+from overlord.errors import SpecError
+from overlord.loaders.model import (
+    Budget,
+    Partition,
+    Profile,
+    chunks_held,
+    evenly,
+    loaders_for,
+    told_s,
+    workers_needed,
+)
+
+_NAMED_AT_MOST = 5  # sources in a message
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """What one source gets, and why."""
+
+    source: str
+    loaders: int
+    workers: float
+    """Where the schedule asks most of the source; parts of a worker where it shares one with others."""
+    cpus: float
+    needed_bytes: int
+    """Memory for its chunks, and for holding it open in each of its loaders."""
+    buffer_bytes: int
+    """What its chunks may take."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioning:
+    """A partition, what each source gets of the budget, and the reasons."""
+
+    partition: Partition
+    sources: Mapping[str, Allotment]
+    num_workers: int
+    """At most so many chunks are being made in one host at any moment."""
+    cpus: float
+    """Where the schedule asks most."""
+    needed_bytes: int
+    """Of memory, to keep up."""
+    memory_bytes: int
+    """What may be taken: buffers get what is left of the budget."""
+    reasons: tuple[str, ...]
+    """Of what concerns more than one source: the number of hosts, and how the budget is used."""
+
+    def applied_to(self, job: Job) -> Job:
+        """The job with the loaders and buffers that its sources get, and a host's workers. The stream stays the same."""
+        self.partition.check_sources(job.sources)
+        sources = {}
+        for name, source in job.sources.items():
+            given = self.sources[name]
+            # A copy, not a new one: a user's source may be made in its own way.
+            sources[name] = copy.copy(source)
+            object.__setattr__(sources[name], "loaders", given.loaders)
+            object.__setattr__(sources[name], "buffer_bytes", given.buffer_bytes or source.buffer_bytes)
+        return replace(job, sources=sources, num_workers=self.num_workers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a source needs where the schedule asks most of it."""
+
+    profile: Profile
+    rate: float
+    """Chunks a second."""
+    workers: float
+    loaders: int
+
+    @property
+    def num_chunks(self) -> int:
+        return chunks_held(self.loaders, self.workers)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.num_chunks * self.profile.chunk_bytes
+
+    @property
+    def open_bytes(self) -> int:
+        return self.loaders * self.profile.open_bytes
+
+
+def partition(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, float]], budget: Budget) -> Partitioning:
+    """Loaders, workers and hosts for every source in `profiles`.
+
+    `phases` are the chunks a second that each part of the schedule asks of each source: loaders and memory are for the
+    most that is asked of a source at any time, processors for the most that is asked of all at the same time. A budget that
+    does not suffice is an error that says what is needed, and by whom.
+    """
+    if not profiles or not phases:
+        raise SpecError("a partition needs the profile of at least one source, and what at least one step asks of it")
+    cpus = _checked_cpus(profiles, phases, budget)
+    busy = [workers_needed(profiles, rates, budget.headroom) for rates in phases]
+    needs = {}
+    for name, profile in profiles.items():
+        workers = max(in_phase[name] for in_phase in busy)
+        rate = max(rates.get(name, 0.0) for rates in phases)
+        needs[name] = _Need(profile, rate, workers, loaders_for(workers, budget.workers_per_host))
+        _check_buffer(needs[name])
+    layout, fullest = _hosted(needs, busy, budget)
+    needed_bytes = _checked_memory(needs, len(layout.hosts), budget)
+    chunks = sum(need.chunk_bytes for need in needs.values())
+    factor = 1 + (budget.memory_bytes - needed_bytes) / chunks if chunks else 1.0  # what is left goes to the buffers
+    allotments = {name: _allotment(need, factor, layout, budget) for name, need in needs.items()}
+    return Partitioning(
+        partition=layout,
+        sources=allotments,
+        num_workers=max(1, math.ceil(fullest - _ROUNDING)),
+        cpus=cpus,
+        needed_bytes=needed_bytes,
+        memory_bytes=needed_bytes - chunks + sum(given.buffer_bytes for given in allotments.values()),
+        reasons=_reasons(layout, fullest, cpus, needed_bytes, budget),
+    )
+
+
+def _checked_cpus(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, float]], budget: Budget) -> float:
+    """Processors that are busy where the schedule asks most."""
+    used = [{name: rates.get(name, 0.0) * profile.cpu_s for name, profile in profiles.items()} for rates in phases]
+    most = max(used, key=lambda by_source: sum(by_source.values()))
+    cpus = sum(most.values())
+    if cpus > budget.cpus * (1 + _ROUNDING):
+        raise SpecError(
+            f"the sources need {cpus:.3g} CPUs where the schedule asks most, the budget has {budget.cpus:.3g}: "
+            f"{_largest(most, '.3g')}; give at least {cpus:.3g} CPUs, let steps come {budget.cpus / cpus:.2g} times as "
+            "fast, or make the transforms of these sources cheaper"
+        )
+    return cpus
+
+
+def _check_buffer(need: _Need) -> None:
+    profile = need.profile
+    if profile.buffer_bytes and need.chunk_bytes > profile.buffer_bytes:
+        raise SpecError(
+            f"source {profile.source!r} needs buffer_bytes of at least {need.chunk_bytes:,}: {need.num_chunks} chunks of up "
+            f"to {profile.chunk_bytes:,} bytes, for {need.workers:.3g} workers in {need.loaders} loader(s); it has "
+            f"{profile.buffer_bytes:,}; raise it, or write the data in smaller units"
+        )
+
+
+def _hosted(needs: Mapping[str, _Need], busy: Sequence[Mapping[str, float]], budget: Budget) -> tuple[Partition, float]:
+    """The fewest hosts whose workers suffice in every phase, and the workers that are busy in the fullest."""
+    loaders = {name: need.loaders for name, need in needs.items()}
+    workers = {name: need.workers for name, need in needs.items()}
+    room = budget.workers_per_host
+    together = max(sum(in_phase.values()) for in_phase in busy)
+    least = max(math.ceil(together / room - _ROUNDING), max(loaders.values()))
+    most = sum(loaders.values())
+    if budget.num_hosts is not None:
+        if least > budget.num_hosts:
+            raise SpecError(
+                f"the sources need {together:.3g} workers at the same time, {budget.num_hosts} loader host(s) have "
+                f"{budget.num_hosts * room}: {_largest(workers, '.3g')}; allow {least} hosts, or "
+                f"{math.ceil(together / budget.num_hosts)} workers in each"
+            )
+        most = min(most, budget.num_hosts)
+    num_hosts = min(least, most)
+    while True:
+        layout = evenly(loaders, workers, num_hosts)
+        fullest = max(sum(in_phase[share.source] / share.of for share in host) for host in layout.hosts for in_phase in busy)
+        if fullest <= room + _ROUNDING or num_hosts == most:
+            return layout, fullest
+        num_hosts += 1
+
+
+def _checked_memory(needs: Mapping[str, _Need], num_hosts: int, budget: Budget) -> int:
+    """The memory that is needed."""
+    processes = num_hosts * budget.host_bytes
+    needed = {name: need.chunk_bytes + need.open_bytes for name, need in needs.items()}
+    total = processes + sum(needed.values())
+    if total > budget.memory_bytes:
+        raise SpecError(
+            f"the loaders need {total:,} bytes of memory, the budget has {budget.memory_bytes:,}: {num_hosts} host(s) take "
+            f"{processes:,} as processes, the sources {_largest(needed, ',')}; give more memory, write heavy sources in "
+            "smaller units, or allow more workers_per_host, which makes hosts fewer"
+        )
+    return total
+
+
+def _allotment(need: _Need, factor: float, layout: Partition, budget: Budget) -> Allotment:
+    profile = need.profile
+    room = int(factor * need.chunk_bytes)
+    buffer = min(room, profile.buffer_bytes) if profile.buffer_bytes else room
+    return Allotment(
+        source=profile.source,
+        loaders=need.loaders,
+        workers=need.workers,
+        cpus=need.rate * profile.cpu_s,
+        needed_bytes=need.chunk_bytes + need.open_bytes,
+        buffer_bytes=buffer,
+        reason=_reason(need, layout, budget),
+    )
+
+
+def _largest(values: Mapping[str, float], spec: str) -> str:
+    """'a' 3, 'b' 2, and 7 more: whoever needs most."""
+    names = sorted((name for name in values if values[name] > 0), key=lambda name: (-values[name], name))
+    more = len(names) - _NAMED_AT_MOST
+    listed = ", ".join(f"{name!r} {values[name]:{spec}}" for name in names[:_NAMED_AT_MOST])
+    return f"{listed}, and {more} more" if more > 0 else listed
+
+
+def _reason(need: _Need, layout: Partition, budget: Budget) -> str:
+    profile = need.profile
+    if need.workers == 0:
+        return "no step asks for it: it is only held open"
+    asked = (
+        f"{need.rate:.3g} chunks/s of {told_s(profile.chunk_s)} each ({told_s(profile.cpu_s)} CPU, {told_s(profile.wait_s)} "
+        f"waiting) need {need.workers:.3g} workers with headroom {budget.headroom:g}"
+    )
+    if need.loaders > 1:
+        return (
+            f"{asked}: more than the {budget.workers_per_host} of one host, so {need.loaders} loaders, each in another host"
+        )
+    (host,) = layout.hosts_of(profile.source)
+    others = len({share.source for share in layout.hosts[host]}) - 1
+    return f"{asked}: one loader, " + (
+        f"in host {host} with {others} other source(s)" if others else f"alone in host {host}"
+    )
+
+
+def _reasons(layout: Partition, fullest: float, cpus: float, needed_bytes: int, budget: Budget) -> tuple[str, ...]:
+    num_hosts = len(layout.hosts)
+    is_crowded = fullest > budget.workers_per_host + _ROUNDING
+    return (
+        f"{num_hosts} loader host(s) of {budget.workers_per_host} workers: in the fullest {fullest:.3g} are busy where the "
+        "schedule asks most" + (", more than it has: num_hosts allows no better" if is_crowded else ""),
+        f"{cpus:.3g} of {budget.cpus:.3g} CPUs are busy where the schedule asks most"
+        + (f": less than headroom {budget.headroom:g} is left" if cpus * budget.headroom > budget.cpus else ""),
+        f"{needed_bytes:,} of {budget.memory_bytes:,} bytes of memory are needed, {num_hosts * budget.host_bytes:,} of them "
+        "for the processes of the hosts; buffers may take the rest, within the job's buffer_bytes",
+    )

@@ -1,0 +1,199 @@
+"""What a chunk of each source costs, found by making a few for real: bounded in time and bytes, one source after the other.
+
+A source that fails is reported with its error and does not stop the others.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import pyarrow as pa
+
+from overlord.chunks.bad_rows import BadRowLog
+from overlord.chunks.chunk import Chunk
+from overlord.chunks.chunk_maker import ChunkMaker
+from overlord.declare.job import Job
+from overlord.declare.source import Source, Unit
+from overlord.errors import DataError, SpecError, WaitTimeoutError
+from overlord.loaders.model import Profile
+from overlord.runtime.memory import rss_bytes
+from overlord.runtime.threads import Threads
+from overlord.stream.chunk_order import chunks_per_epoch
+
+_ROWS_DECODED = 16  # enough to tell what decoding the images of a chunk takes
+_SLOW_START = 2.0  # a first chunk so many times slower than any later one had something to open
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much of a source is profiled: whichever of these is reached first."""
+
+    num_chunks: int = 3
+    seconds: float = 10.0
+    """A source that has no chunk by then has failed."""
+    num_bytes: int = 1 << 30
+    """Decoded."""
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 1:
+            raise SpecError(f"a profile needs at least 1 chunk, got num_chunks={self.num_chunks}")
+        if not self.seconds > 0:
+            raise SpecError(f"profiling needs some time, got seconds={self.seconds}")
+        if self.num_bytes < 1:
+            raise SpecError(f"profiling needs some bytes, got num_bytes={self.num_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The profiles of the sources that could be profiled, and what was wrong with the others."""
+
+    profiles: Mapping[str, Profile]
+    failed: Mapping[str, Exception]
+
+
+def profiled(
+    job: Job,
+    units: Mapping[str, Sequence[Unit]],
+    effort: Effort | None = None,
+    begin: Callable[[str], None] | None = None,
+) -> Profiled:
+    """Make the first chunks of each source in `units`. `begin` is told the name of each when its turn comes."""
+    profiles: dict[str, Profile] = {}
+    failed: dict[str, Exception] = {}
+    for name, listed in units.items():
+        if begin is not None:
+            begin(name)
+        try:
+            profiles[name] = _profile(name, job, listed, effort or Effort())
+        except Exception as error:  # noqa: BLE001 - a user's source and transforms may raise anything
+            failed[name] = error
+    return Profiled(profiles, failed)
+
+
+def _profile(name: str, job: Job, units: Sequence[Unit], effort: Effort) -> Profile:
+    source = job.sources[name]
+    maker = _maker(name, job, units)
+    made: list[_Made] = []
+    # A thread of its own: storage that does not answer must not hold up the others. It cannot be stopped, only left.
+    thread = Threads(1, f"overlord-profile-{name}")
+    ends = time.monotonic() + effort.seconds
+    try:
+        for number in range(chunks_per_epoch(len(units), source.window)):
+            future = thread.submit(_made, maker, number, source)
+            found = _within(future, ends - time.monotonic())
+            if found is None:
+                break
+            made.append(found)
+            # More than that only where filters left nothing of those: there is nothing to tell from them.
+            if len(made) >= effort.num_chunks and any(chunk.rows for chunk in made):
+                break
+            if sum(chunk.num_bytes for chunk in made) >= effort.num_bytes or time.monotonic() >= ends:
+                break
+    finally:
+        thread.shutdown(wait=False)
+    if not made:
+        raise WaitTimeoutError(
+            f"source {name!r} made no chunk within {effort.seconds:g} s; give profiling more time, or write smaller units"
+        )
+    if not sum(chunk.rows for chunk in made):
+        raise DataError(f"the first {len(made)} chunk(s) of source {name!r} have no usable row")
+    return _summed(name, source, units, made)
+
+
+def _maker(name: str, job: Job, units: Sequence[Unit]) -> ChunkMaker:
+    source = job.sources[name]
+    policy = source.bad_rows
+    if policy.policy == "quarantine":
+        policy = replace(policy, policy="skip", path=None)  # what is only looked at is not put aside
+    # Without worker processes: their transforms run here, where their time can be measured.
+    return ChunkMaker(name, source, units, job.seed, job.batch, BadRowLog(name, policy))
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What making one chunk took."""
+
+    seconds: float
+    cpu_s: float
+    rows: int
+    tokens: int
+    num_bytes: int
+    expected_bytes: int
+    grown_bytes: int
+    """By which the process grew, the chunk itself not counted."""
+
+
+def _made(maker: ChunkMaker, number: int, source: Source) -> _Made:
+    pa.default_memory_pool().release_unused()
+    rss = rss_bytes()
+    began, began_cpu = time.monotonic(), time.thread_time()
+    chunk = maker.make(number)
+    seconds, cpu_s = time.monotonic() - began, time.thread_time() - began_cpu
+    pa.default_memory_pool().release_unused()
+    grown = rss_bytes() - rss - chunk.num_bytes
+    decoding_s = _decoding_s(chunk, source)
+    return _Made(
+        seconds=seconds + decoding_s,
+        cpu_s=cpu_s + decoding_s,
+        rows=chunk.facts.num_rows,
+        tokens=int(chunk.facts.tokens.sum()),
+        num_bytes=chunk.num_bytes,
+        expected_bytes=maker.expected_bytes(number),
+        grown_bytes=max(grown, 0),
+    )
+
+
+def _decoding_s(chunk: Chunk, source: Source) -> float:
+    """What decoding all rows of a chunk would take, by a few of them; plans will ask for each once."""
+    rows = chunk.table_row[:_ROWS_DECODED].tolist()
+    if source.decode is None or not rows:
+        return 0.0
+    column = chunk.table.column(source.decode.column)
+    began = time.thread_time()
+    for row in rows:
+        try:
+            source.decode.decode_row(column, row)
+        except DataError:
+            continue  # a run would deliver a blank picture and count it
+    return (time.thread_time() - began) / len(rows) * chunk.facts.num_rows
+
+
+def _within(future: Future[_Made], seconds: float) -> _Made | None:
+    """The result, if it comes in time."""
+    try:
+        return future.result(max(seconds, 0.0))
+    except TimeoutError:
+        return future.result() if future.done() else None  # done: the time-out is the source's own
+
+
+def _summed(name: str, source: Source, units: Sequence[Unit], made: Sequence[_Made]) -> Profile:
+    """Means over chunks. The first may have had to open things, so it counts only where it is alone; and what was read is
+    scaled to the mean chunk, as far as the list of units tells."""
+    first, later = made[0], made[1:] or made
+    expected = fmean(chunk.expected_bytes for chunk in later)
+    scale = _mean_chunk_bytes(source, units) / expected if expected else 1.0
+    open_s = first.seconds - fmean(chunk.seconds for chunk in later)
+    was_slow = first.seconds > _SLOW_START * max(chunk.seconds for chunk in later)
+    ratio = max(chunk.num_bytes / chunk.expected_bytes if chunk.expected_bytes else 0.0 for chunk in made)
+    largest = sum(sorted((unit.num_bytes for unit in units), reverse=True)[: source.window])
+    return Profile(
+        source=name,
+        cpu_s=scale * fmean(chunk.cpu_s for chunk in later),
+        wait_s=scale * fmean(max(chunk.seconds - chunk.cpu_s, 0.0) for chunk in later),
+        rows=scale * (fmean(chunk.rows for chunk in later) or fmean(chunk.rows for chunk in made)),
+        tokens=scale * fmean(chunk.tokens for chunk in later),
+        chunk_bytes=max(int(ratio * largest), *(chunk.num_bytes for chunk in made)),
+        open_bytes=len(pickle.dumps(units)) + first.grown_bytes,
+        open_s=open_s if was_slow else 0.0,
+        buffer_bytes=source.buffer_bytes,
+        num_chunks=len(made),
+    )
+
+
+def _mean_chunk_bytes(source: Source, units: Sequence[Unit]) -> float:
+    return sum(unit.num_bytes for unit in units) / chunks_per_epoch(len(units), source.window)

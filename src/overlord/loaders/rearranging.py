@@ -1,0 +1,126 @@
+"""From one partition to the next: as few shares as possible change their host, since whoever takes one over starts cold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from overlord.loaders.model import Budget, Partition, Share
+
+_ROUNDING = 1e-9
+
+
+def rearranged(current: Partition, loaders: Mapping[str, int], workers: Mapping[str, float], budget: Budget) -> Partition:
+    """`current` with other numbers of loaders of its sources, no host with more work than it has workers, if that can be.
+
+    Host i stays host i; one that is left without shares is empty, and may be filled again. `workers` are what each source
+    needs over all its loaders.
+    """
+    hosts = _Hosts(current, loaders, workers, budget)
+    before = current.num_shares()
+    added = [Share(name, index, n) for name, n in loaders.items() for index in range(before[name], n)]
+    for share in sorted(added, key=lambda share: (-hosts.load(share), share)):
+        hosts.put(share, hosts.place_for(share))
+    for at in range(len(hosts.shares)):
+        hosts.relieve(at)
+    return hosts.partition()
+
+
+def drained(current: Partition, workers: Mapping[str, float], budget: Budget, margin: float) -> Partition | None:
+    """`current` with the host that has least to do emptied into others, which keep `margin` of their workers free. None when
+    they have no room for it."""
+    hosts = _Hosts(current, current.num_shares(), workers, budget)
+    used = [at for at, shares in enumerate(hosts.shares) if shares]
+    if len(used) < 2:
+        return None
+    emptied = min(used, key=lambda at: (hosts.busy(at), -at))
+    for share in sorted(hosts.shares[emptied], key=lambda share: (-hosts.load(share), share)):
+        room = budget.workers_per_host / (1 + margin)
+        there = [at for at in used if at != emptied and hosts.can_take(at, share, room)]
+        if not there:
+            return None
+        hosts.shares[emptied].remove(share)
+        hosts.put(share, max(there, key=lambda at: (hosts.busy(at), -at)))
+    return hosts.partition()
+
+
+def moves(before: Partition, after: Partition) -> list[tuple[Share, int, int]]:
+    """(share, its host before, its host after) of the shares that changed their host and nothing else."""
+    at = {share: host for host, shares in enumerate(before.hosts) for share in shares}
+    return [
+        (share, at[share], host)
+        for host, shares in enumerate(after.hosts)
+        for share in shares
+        if at.get(share, host) != host
+    ]
+
+
+class _Hosts:
+    """A partition that is being changed."""
+
+    def __init__(self, current: Partition, loaders: Mapping[str, int], workers: Mapping[str, float], budget: Budget) -> None:
+        self._workers = workers
+        self._budget = budget
+        self.shares: list[list[Share]] = [
+            [
+                Share(share.source, share.index, loaders[share.source])
+                for share in host
+                if share.index < loaders[share.source]
+            ]
+            for host in current.hosts
+        ]
+
+    def load(self, share: Share) -> float:
+        return self._workers[share.source] / share.of
+
+    def busy(self, at: int) -> float:
+        return sum(self.load(share) for share in self.shares[at])
+
+    def put(self, share: Share, at: int) -> None:
+        if at == len(self.shares):
+            self.shares.append([])
+        self.shares[at].append(share)
+
+    def can_take(self, at: int, share: Share, room: float) -> bool:
+        return not self._has(at, share.source) and self.busy(at) + self.load(share) <= room + _ROUNDING
+
+    def place_for(self, share: Share) -> int:
+        """The fullest host that has room; otherwise one that is empty or new; if there may be none, the least busy."""
+        used = [at for at, shares in enumerate(self.shares) if shares]
+        there = [at for at in used if self.can_take(at, share, self._budget.workers_per_host)]
+        if there:
+            return max(there, key=lambda at: (self.busy(at), -at))
+        if self._budget.num_hosts is None or len(used) < self._budget.num_hosts:
+            return next((at for at, shares in enumerate(self.shares) if not shares), len(self.shares))
+        return min(used, key=lambda at: (self._has(at, share.source), self.busy(at), at))
+
+    def relieve(self, at: int) -> None:
+        """Move shares out of a host that has more work than workers, for as long as some place has room for them."""
+        room = self._budget.workers_per_host
+        while len(self.shares[at]) > 1 and (excess := self.busy(at) - room) > _ROUNDING:
+            by_load = sorted(self.shares[at], key=lambda share: (self.load(share), share))
+            # The smallest that is enough alone, before larger ones, before the largest of those that are not enough.
+            enough = [share for share in by_load if self.load(share) >= excess]
+            share = next((share for share in [*enough, *_falling(by_load, enough)] if self._can_leave(share, at)), None)
+            if share is None:
+                return
+            self.shares[at].remove(share)
+            self.put(share, self.place_for(share))
+
+    def partition(self) -> Partition:
+        return Partition(tuple(tuple(sorted(host)) for host in self.shares))
+
+    def _can_leave(self, share: Share, at: int) -> bool:
+        """Whether another host has room for it, or there may be one more."""
+        if self.load(share) == 0:
+            return False
+        used = [other for other, shares in enumerate(self.shares) if shares]
+        if self._budget.num_hosts is None or len(used) < self._budget.num_hosts:
+            return True
+        return any(other != at and self.can_take(other, share, self._budget.workers_per_host) for other in used)
+
+    def _has(self, at: int, source: str) -> bool:
+        return any(share.source == source for share in self.shares[at])
+
+
+def _falling(by_load: Sequence[Share], without: Sequence[Share]) -> list[Share]:
+    return [share for share in reversed(by_load) if share not in without]

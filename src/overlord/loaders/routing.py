@@ -1,0 +1,102 @@
+"""Which loader host is asked for which chunk: a table that is never changed, only replaced by a newer one.
+
+A chunk is a function of its number, so any host can make any chunk: a table that is out of date is right, only slower. A
+source that is dealt to other hosts keeps the old ones for the chunks that they hold or make already, so that nothing is
+made twice; they are let go of when no step can name those chunks any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from overlord.errors import SpecError
+from overlord.loaders.model import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """From chunk `first` on, up to the next stretch, chunk k of a source is in host k mod n of its n `hosts`."""
+
+    first: int
+    hosts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or not self.hosts:
+            raise SpecError(f"a stretch begins at a chunk >= 0 and has a host, got {self.first} and {self.hosts}")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTable:
+    """The stretches of each source, the first from chunk 0; how many chunks to prepare ahead of the one that is drawn from
+    (one for each host unless given); and which hosts have a shadow, by name."""
+
+    stretches: Mapping[str, tuple[Stretch, ...]]
+    ahead: Mapping[str, int] = field(default_factory=dict)
+    shadows: Mapping[str, str] = field(default_factory=dict)
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        for source, stretches in self.stretches.items():
+            firsts = [stretch.first for stretch in stretches]
+            if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)):
+                raise SpecError(f"the stretches of source {source!r} must begin at 0 and follow each other, got {firsts}")
+
+    @staticmethod
+    def of(partition: Partition, names: Sequence[str]) -> RoutingTable:
+        """The table of a partition whose hosts have these names."""
+        sources = dict.fromkeys(share.source for host in partition.hosts for share in host)
+        hosts = {source: tuple(names[host] for host in partition.hosts_of(source)) for source in sources}
+        return RoutingTable({source: (Stretch(0, found),) for source, found in hosts.items()})
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Every host that some chunk is in."""
+        every = (host for stretches in self.stretches.values() for stretch in stretches for host in stretch.hosts)
+        return tuple(dict.fromkeys(every))
+
+    def host_of(self, source: str, chunk: int) -> str:
+        stretch = next(s for s in reversed(self.stretches[source]) if s.first <= chunk)
+        return stretch.hosts[chunk % len(stretch.hosts)]
+
+    def sources_of(self, host: str) -> tuple[str, ...]:
+        """The sources that a host has chunks of."""
+        return tuple(name for name, found in self.stretches.items() if any(host in stretch.hosts for stretch in found))
+
+    def num_ahead(self, source: str) -> int:
+        return max(self.ahead.get(source, 1), len(self.stretches[source][-1].hosts))
+
+    def dealt(self, source: str, hosts: Sequence[str], first: int, ahead: int = 1) -> RoutingTable:
+        """With the chunks of a source from `first` on in other hosts."""
+        before = tuple(stretch for stretch in self.stretches[source] if stretch.first < first)
+        if not before or before[-1].hosts != tuple(hosts):
+            before = (*before, Stretch(first if before else 0, tuple(hosts)))
+        return self._newer(stretches={**self.stretches, source: before}, ahead={**self.ahead, source: ahead})
+
+    def since(self, needed: Mapping[str, int]) -> RoutingTable:
+        """Without stretches that lie wholly before the first chunk that is still needed of each source."""
+        kept: dict[str, tuple[Stretch, ...]] = {}
+        for source, stretches in self.stretches.items():
+            at = max(i for i, stretch in enumerate(stretches) if i == 0 or stretch.first <= needed.get(source, 0))
+            kept[source] = (replace(stretches[at], first=0), *stretches[at + 1 :])
+        return self if kept == dict(self.stretches) else self._newer(stretches=kept)
+
+    def shadowed(self, host: str, shadow: str | None) -> RoutingTable:
+        """With a shadow for a host, or without."""
+        others = {name: found for name, found in self.shadows.items() if name != host}
+        return self._newer(shadows=others if shadow is None else {**others, host: shadow})
+
+    def exchanged(self, host: str) -> RoutingTable:
+        """With a host and its shadow in each other's place."""
+        shadow = self.shadows[host]
+
+        def other(stretch: Stretch) -> Stretch:
+            return replace(stretch, hosts=tuple(shadow if name == host else name for name in stretch.hosts))
+
+        shadows = {name: found for name, found in self.shadows.items() if name != host} | {shadow: host}
+        stretches = {source: tuple(map(other, found)) for source, found in self.stretches.items()}
+        return self._newer(stretches=stretches, shadows=shadows)
+
+    def _newer(self, **changed: Any) -> RoutingTable:
+        return replace(self, version=self.version + 1, **changed)

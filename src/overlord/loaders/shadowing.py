@@ -1,0 +1,138 @@
+"""Which loader hosts get a shadow: a second host kept warm on the chunks that the first is about to be asked for.
+
+A host that dies is made again. Until it has made the chunks at hand once more, steps that name them wait; trainers do not
+notice while the steps that are ready last. So a host needs a shadow when refilling takes longer than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from overlord.errors import SpecError
+from overlord.loaders.model import (
+    Budget,
+    Partition,
+    Profile,
+    Share,
+    told_s,
+)
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """Whether a host gets a shadow, and why."""
+
+    host: int
+    is_kept: bool
+    refill_s: float
+    """From the host's death until a fresh one has made the chunks at hand."""
+    slack_s: float
+    """How long trainers go on without it: the steps that are kept ready."""
+    memory_bytes: int
+    """What its shadow takes, or would take."""
+    cpus: float
+    """Likewise: a shadow makes every chunk that its host makes."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shadowing:
+    """One entry for each host of a partition, in its order."""
+
+    hosts: tuple[Shadow, ...]
+    partition: Partition
+
+    @property
+    def shadowed(self) -> tuple[int, ...]:
+        """The hosts that get a shadow, the most endangered first."""
+        kept = [shadow for shadow in self.hosts if shadow.is_kept]
+        return tuple(s.host for s in sorted(kept, key=lambda s: (s.slack_s - s.refill_s, s.host)))
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """The sources all of whose loaders have a shadow."""
+        kept = set(self.shadowed)
+        names = {share.source for host in self.partition.hosts for share in host}
+        return frozenset(name for name in names if kept.issuperset(self.partition.hosts_of(name)))
+
+
+def shadows(
+    partition: Partition,
+    profiles: Mapping[str, Profile],
+    per_step: Mapping[str, float],
+    *,
+    step_s: float,
+    prefetch: int,
+    spare: Budget,
+    start_s: float = 0.0,
+) -> Shadowing:
+    """Shadows for the hosts that would stall trainers, the longest stall first, as far as `spare` (what shadows may use
+    beside the loaders) allows. `per_step` are the chunks of each source that a step takes, `prefetch` the steps of `step_s`
+    seconds that are kept ready, `start_s` the seconds that the engine takes to start a host.
+    """
+    if not step_s > 0 or prefetch < 0 or start_s < 0:
+        raise SpecError(
+            "shadows need step_s above 0, and prefetch and start_s of at least 0, got "
+            f"step_s={step_s}, prefetch={prefetch}, start_s={start_s}"
+        )
+    partition.check_sources(profiles)
+    slack_s = prefetch * step_s
+    wanted = [_Wanted.of(host, profiles, per_step, step_s, start_s, spare) for host in partition.hosts]
+    found: dict[int, Shadow] = {}
+    left_bytes, left_cpus = spare.memory_bytes, spare.cpus
+    for at in sorted(range(len(wanted)), key=lambda at: (-wanted[at].refill_s, at)):
+        want = wanted[at]
+        is_kept, why = False, "the steps that are ready outlast that"
+        if want.refill_s > slack_s:
+            is_kept = want.memory_bytes <= left_bytes and want.cpus <= left_cpus * (1 + _ROUNDING)
+            why = f"trainers would wait {told_s(want.refill_s - slack_s)}" + (
+                ""
+                if is_kept
+                else f"; a shadow takes {want.memory_bytes:,} bytes and {want.cpus:.3g} CPUs, and only {left_bytes:,} bytes "
+                f"and {left_cpus:.3g} CPUs are left for shadows"
+            )
+        if is_kept:
+            left_bytes, left_cpus = left_bytes - want.memory_bytes, left_cpus - want.cpus
+        reason = f"{want.refilling}, {prefetch} steps of {told_s(step_s)} are ready: {why}"
+        found[at] = Shadow(at, is_kept, want.refill_s, slack_s, want.memory_bytes, want.cpus, reason)
+    return Shadowing(tuple(found[at] for at in range(len(wanted))), partition)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What losing a host would mean, and what its shadow takes."""
+
+    refill_s: float
+    refilling: str
+    memory_bytes: int
+    cpus: float
+
+    @staticmethod
+    def of(
+        host: Sequence[Share],
+        profiles: Mapping[str, Profile],
+        per_step: Mapping[str, float],
+        step_s: float,
+        start_s: float,
+        budget: Budget,
+    ) -> _Wanted:
+        read = [(profiles[share.source], share) for share in host if per_step.get(share.source, 0.0) > 0]
+        if not read:
+            return _Wanted(0.0, "no step asks it for anything", 0, 0.0)
+        # A step names parts of so many chunks, and begins and ends inside one.
+        chunks = [math.ceil(per_step[profile.source] / share.of) + 1 for profile, share in read]
+        work_s = sum(number * profile.chunk_s for number, (profile, _) in zip(chunks, read, strict=True))
+        longest_s = max(profile.chunk_s for profile, _ in read)
+        open_s = max(profile.open_s for profile, _ in read)
+        making_s = max(work_s / min(budget.workers_per_host, sum(chunks)), longest_s)
+        return _Wanted(
+            refill_s=start_s + open_s + making_s,
+            refilling=f"starting takes {told_s(start_s)}, opening {told_s(open_s)}, {sum(chunks)} chunks {told_s(making_s)}",
+            memory_bytes=budget.host_bytes
+            + sum(p.open_bytes + n * p.chunk_bytes for n, (p, _) in zip(chunks, read, strict=True)),
+            cpus=sum(per_step[profile.source] / share.of * profile.cpu_s / step_s for profile, share in read),
+        )

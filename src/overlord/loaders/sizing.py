@@ -1,0 +1,90 @@
+"""How many loaders a job needs: profile its sources, and choose loaders, hosts and shadows under a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from overlord.declare.job import Job
+from overlord.declare.source import Unit
+from overlord.errors import SourceError, SpecError
+from overlord.loaders.model import Budget, Profile, chunks_per_step
+from overlord.loaders.partition import Partitioning
+from overlord.loaders.partition import partition as partition_of
+from overlord.loaders.profile import Effort, Profiled, profiled
+from overlord.loaders.shadowing import Shadowing, shadows
+from overlord.roles.assembly import list_units
+
+_HOST_START_S = 1.0  # what a cluster takes to notice that a process died and to start another
+_NOTHING = 1e-9  # a budget is never nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """What a job needs, and what that was computed from."""
+
+    partitioning: Partitioning
+    shadowing: Shadowing | None
+    """None where all hosts are one process, which is lost as a whole."""
+    profiles: Mapping[str, Profile]
+    rates: Mapping[str, float]
+    """Chunks a second, where the schedule asks most of a source."""
+
+
+def partition(job: Job, budget: Budget, *, step_s: float, most_s: float = 10.0) -> Partitioning:
+    """Loaders, workers and hosts for the sources of a job whose trainers take `step_s` seconds for a step.
+
+    Makes a few chunks of each source, to see what they cost, for no longer than `most_s` seconds a source. A source that
+    cannot be read, or a budget that does not suffice, is an error.
+    """
+    found = profiles_of(job, Effort(seconds=most_s))
+    if found.failed:
+        lines = "; ".join(f"source {name!r}: {type(error).__name__}: {error}" for name, error in found.failed.items())
+        raise SourceError(f"not every source can be profiled: {lines}") from next(iter(found.failed.values()))
+    return sized(job, found.profiles, budget, step_s).partitioning
+
+
+def profiles_of(job: Job, effort: Effort | None = None, begin: Callable[[str], None] | None = None) -> Profiled:
+    """The profiles of a job's sources, and what is wrong with those that cannot be listed or read: all of them."""
+    units: dict[str, Sequence[Unit]] = {}
+    failed: dict[str, Exception] = {}
+    for name, source in job.sources.items():
+        try:
+            units |= list_units({name: source})
+        except Exception as error:  # noqa: BLE001 - a user's source may raise anything
+            failed[name] = error
+    found = profiled(job, units, effort, begin)
+    return Profiled(found.profiles, failed | dict(found.failed))
+
+
+def sized(job: Job, profiles: Mapping[str, Profile], budget: Budget, step_s: float) -> Sizing:
+    """The sizing of a job whose sources have these profiles. What shadows take is not given to buffers."""
+    if not step_s > 0:
+        raise SpecError(f"step_s is a positive number of seconds, got {step_s}")
+    steps = [step for step, _ in job.mix.schedule]
+    per_step = [chunks_per_step(profiles, job.mix.at(step), job.batch, job.mix.unit) for step in steps]
+    phases = [{name: chunks / step_s for name, chunks in phase.items()} for phase in per_step]
+    rates = {name: max(phase[name] for phase in phases) for name in profiles}
+    found = partition_of(profiles, phases, budget)
+    spare_cpus, spare_bytes = budget.cpus - found.cpus, budget.memory_bytes - found.needed_bytes
+    if budget.host_bytes == 0:
+        return Sizing(found, None, profiles, rates)
+    shadowing = shadows(
+        found.partition,
+        profiles,
+        {name: rate * step_s for name, rate in rates.items()},
+        step_s=step_s,
+        prefetch=job.prefetch,
+        spare=replace(budget, cpus=max(spare_cpus, _NOTHING), memory_bytes=max(spare_bytes, 1)),
+        start_s=_HOST_START_S,
+    )
+    kept = [shadow for shadow in shadowing.hosts if shadow.is_kept]
+    if kept:
+        taken = sum(shadow.memory_bytes for shadow in kept)
+        found = partition_of(profiles, phases, replace(budget, memory_bytes=budget.memory_bytes - taken))
+        beside = (
+            f"{len(kept)} shadow(s) take {taken:,} of the {budget.memory_bytes:,} bytes of memory and "
+            f"{sum(shadow.cpus for shadow in kept):.3g} CPUs beside the loaders"
+        )
+        found = replace(found, reasons=(*found.reasons, beside))
+    return Sizing(found, shadowing, profiles, rates)

@@ -1,0 +1,127 @@
+"""What crosses a border between roles or processes: steps, reports, and answers that are not ready yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlord.errors import SpecError
+from overlord.records import record
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One rank's report of one step. Numbers are taken as they come: whoever uses them leaves out what makes no sense."""
+
+    step: int
+    rank: int
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """The mean loss of each source on this rank."""
+    tokens: Mapping[str, float] = field(default_factory=dict)
+    """How many tokens each of them is the mean over; 1 where none is given."""
+    seconds: tuple[float, ...] = ()
+    """How long the rank worked: on the whole step, or on each of its microbatches."""
+
+    @staticmethod
+    def of(
+        step: int,
+        rank: int,
+        losses: Mapping[str, float] | None,
+        tokens: Mapping[str, float] | None,
+        seconds: float | Sequence[float] | None,
+    ) -> StepReport:
+        """A report from whatever numbers a trainer has: floats, numpy numbers, tensors with one entry."""
+        if seconds is None:
+            times: tuple[float, ...] = ()
+        elif isinstance(seconds, Sequence):
+            times = tuple(_number("seconds", value) for value in seconds)
+        else:
+            times = (_number("seconds", seconds),)
+        return StepReport(step, rank, _numbers("losses", losses), _numbers("tokens", tokens), times)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChange:
+    """Weights to draw by from a step on, the first possible unless one is given; None for those that the job declares."""
+
+    weights: Mapping[str, float] | None
+    from_step: int | None
+    id: str
+    """The same when it is asked for again, so that it is carried out once."""
+
+    def check(self, sources: Sequence[str]) -> None:
+        if self.from_step is not None and self.from_step < 0:
+            raise SpecError(f"from_step is a step from 0 on, got {self.from_step}")
+        if self.weights is None:
+            return
+        unknown = [name for name in self.weights if name not in sources]
+        if unknown:
+            listed = ", ".join(map(repr, sources))
+            raise SpecError(f"there is no source {', '.join(map(repr, unknown))}; the job's sources are {listed}")
+        for name, weight in self.weights.items():
+            if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+                raise SpecError(f"the weight of {name!r} must be a number >= 0, got {weight!r}")
+        if not any(self.weights.values()):
+            raise SpecError("every weight is 0: nothing to train on; give at least one source a weight above 0")
+
+
+def _numbers(what: str, given: Mapping[str, float] | None) -> dict[str, float]:
+    return {} if given is None else {str(name): _number(f"{what}[{name!r}]", value) for name, value in given.items()}
+
+
+def _number(what: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type] - that is what is tried
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{what} must be a number, got {value!r}") from error
+
+
+Fields = dict[str, Any]
+"""The arrays of a microbatch, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """An answer that is not ready, and why: the asker is ahead of someone."""
+
+    reason: str
+
+
+@record
+class Delivery:
+    """One rank's part of a step."""
+
+    step: int
+    loss_tokens: int | float
+    microbatches: tuple[Fields, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One rank's part of one global step: iterate over its microbatches, each a dict of arrays.
+
+    `loss_tokens` counts the loss tokens of the whole step over all ranks: sum the token losses and divide by it, and
+    the gradient is right however the step was arranged. Where a source has loss weights it is the sum of the weights of
+    these tokens, to divide the weighted sum by.
+    """
+
+    number: int
+    loss_tokens: int | float
+    microbatches: tuple[dict[str, Any], ...]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.microbatches)
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def __getitem__(self, name: str) -> Any:
+        """A field of the only microbatch, for steps that have just one."""
+        if len(self.microbatches) != 1:
+            raise SpecError(
+                f"step {self.number} has {len(self.microbatches)} microbatches on this rank: "
+                f"iterate over them (`for micro in step: micro[{name!r}]`)"
+            )
+        return self.microbatches[0][name]

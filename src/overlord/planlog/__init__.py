@@ -1,0 +1,1 @@
+"""The planner's log: records, an append-only log, and the segments it lies in."""

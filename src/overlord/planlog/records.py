@@ -1,0 +1,271 @@
+"""What a plan log says, and how a planner that was lost is put together from it. Plain values only.
+
+A segment of the log is a header, a snapshot, and records that follow from it one by one:
+
+    header     {"kind": "header", "version": 1, "job": ..., "era": 0, "unit": "tokens", "fingerprint": {...}}
+    snapshot   {"kind": "snapshot", "progress": {...}, "needed": 40, "decisions": [[step, name, value], ...]}
+    step       {"kind": "step", "step": 43, "needed": 41, "moved": {"sources": [0, 2], "row": [5, -9], ...}, ...}
+    needed     {"kind": "needed", "step": 42}: every step before it was taken by all who read
+    readers    {"kind": "readers", "groups": [0, 1]}: the data-parallel groups that somebody reads, or is expected to
+    decision   {"kind": "decision", "step": 44, "name": "...", "value": ...}: what holds from that step on
+    withdrawn  {"kind": "withdrawn", "step": 44, "name": "..."}: the last such decision was refused, and nobody followed it
+    report     {"kind": "report", "step": 41, "rank": 0, "sums": {...}}: losses that a decision may follow from
+
+A snapshot may have, as "behind", an older progress too: that before the oldest step that a rank who is late may ask for.
+What lies between the two is drawn again when it is asked for.
+
+A step's record says how the progress moved; the samples of a step follow from the progress before it, and its arrangement
+from the samples and the decisions in force. So a record that is lost costs time and nothing else: the step is drawn again,
+the same. Only decisions cannot be derived; they must be on storage before anything follows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import StateError
+from overlord.steering.decisions import WEIGHTS, Decision, remembered
+from overlord.steering.feedback import Heard, plain_sums, sums_from_plain
+from overlord.stream.plain import (
+    MOST,
+    DamagedError,
+    keyed,
+    listed,
+    mapping,
+    shown,
+    text,
+    whole,
+)
+from overlord.stream.progress import COLUMNS, Progress, plain_samples
+
+VERSION = 1
+_COUNTED = frozenset({"chunk", "row", "samples", "tokens", "since"})
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Whose log it is. `job` is one call of start; `era` counts how often that run was moved to another state or mesh:
+    inside an era everything that is drawn follows from its first progress."""
+
+    job: str
+    era: int
+    unit: str
+    fingerprint: Mapping[str, Any]
+
+    def to_record(self) -> dict[str, Any]:
+        fields = {"job": self.job, "era": self.era, "unit": self.unit, "fingerprint": self.fingerprint}
+        return {"kind": "header", "version": VERSION, **fields}
+
+    @staticmethod
+    def from_record(record: Record) -> Header:
+        if not isinstance(record, Mapping) or record.get("kind") != "header":
+            begins = record.get("kind") if isinstance(record, Mapping) else record
+            raise StateError(f"a segment of a plan log begins with a header, this one with {shown(begins)}")
+        if record.get("version") != VERSION:
+            raise StateError(f"the plan log has version {record.get('version')!r}; this release reads version {VERSION}")
+        try:
+            keyed(record, "the header", needed=("kind", "version", "job", "era", "unit", "fingerprint"))
+            return Header(
+                text(record["job"], "the header's job"),
+                whole(record["era"], "the header's era"),
+                text(record["unit"], "the header's unit", among=("samples", "tokens")),
+                mapping(record["fingerprint"], "the header's fingerprint"),
+            )
+        except DamagedError as error:
+            raise StateError(f"the header of the plan log is not understood: {error}") from None
+
+
+def snapshot_record(
+    progress: Progress,
+    needed: int,
+    decisions: Iterable[Decision],
+    heard: Heard | None = None,
+    *,
+    behind: Progress | None = None,
+    readers: Iterable[int] = (),
+) -> dict[str, Any]:
+    decided = [decision.to_plain() for decision in decisions]
+    record = {"kind": "snapshot", "progress": progress.to_plain(), "needed": needed, "decisions": decided}
+    if behind is not None:
+        record["behind"] = behind.to_plain()
+    return {**record, "heard": [] if heard is None else heard.to_plain(), "readers": sorted(readers)}
+
+
+def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any]:
+    """What the step between two progresses changed."""
+    record = {"kind": "step", "step": before.step, "needed": needed, "moved": _moved(before, after)}
+    carried = plain_samples(after.carried)
+    if carried is None:
+        return record
+    return {**record, "carried": {name: value for name, value in carried.items() if name != "names"}}
+
+
+def needed_record(step: int) -> dict[str, Any]:
+    return {"kind": "needed", "step": step}
+
+
+def readers_record(groups: Iterable[int]) -> dict[str, Any]:
+    return {"kind": "readers", "groups": sorted(groups)}
+
+
+def decision_record(decision: Decision) -> dict[str, Any]:
+    return {"kind": "decision", "step": decision.step, "name": decision.name, "value": decision.value}
+
+
+def withdrawn_record(decision: Decision) -> dict[str, Any]:
+    return {"kind": "withdrawn", "step": decision.step, "name": decision.name}
+
+
+def report_record(step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    return {"kind": "report", "step": step, "rank": rank, "sums": plain_sums(sums)}
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a segment amounts to."""
+
+    before: Mapping[int, Progress]
+    """The progress before each step that somebody may still need, and before the first that was never drawn."""
+    needed: int
+    """Every step before this one was taken by all who read."""
+    decisions: tuple[Decision, ...]
+    heard: Heard
+    readers: frozenset[int] = frozenset()
+    """The data-parallel groups that somebody read, or was expected to."""
+
+    @property
+    def reached(self) -> int:
+        """The first step that was never drawn."""
+        return max(self.before)
+
+
+def fold(records: Sequence[Record], keep: int = 0) -> Recovered:
+    """Put a snapshot and what follows it together, with the progress of `keep` steps before the oldest needed one.
+
+    Raises StateError for records that do not follow from one another.
+    """
+    if not records or not isinstance(records[0], Mapping) or records[0].get("kind") != "snapshot":
+        raise StateError("a segment of a plan log has a snapshot after its header, and this one has none")
+    try:
+        return _folded(records, keep)
+    except DamagedError as error:
+        raise StateError(f"a record of the plan log is not understood: {error}") from None
+    except KeyError as error:
+        raise StateError(f"a record of the plan log is not understood: it lacks {error}") from error
+    except (TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise StateError(f"a record of the plan log is not understood: {type(error).__name__}: {error}") from error
+
+
+def same(left: Progress, right: Progress) -> bool:
+    return (
+        left.step == right.step
+        and left.names == right.names
+        and not _moved(left, right)
+        and plain_samples(left.carried) == plain_samples(right.carried)
+    )
+
+
+def _groups(plain: Any, at: str) -> frozenset[int]:
+    return frozenset(whole(group, f"{at}[{i}]") for i, group in enumerate(listed(plain, at)))
+
+
+def _progress(snapshot: Record, key: str) -> Progress:
+    return Progress.from_plain(keyed(snapshot[key], key, needed=("step", "sources", "carried")))
+
+
+def _folded(records: Sequence[Record], keep: int) -> Recovered:
+    snapshot = records[0]
+    progress = _progress(snapshot, "progress")
+    needed = whole(snapshot["needed"], "needed")
+    decided = listed(snapshot["decisions"], "decisions")
+    decisions = [Decision.from_plain(plain, f"decisions[{i}]") for i, plain in enumerate(decided)]
+    heard = Heard.from_plain(snapshot["heard"])
+    before = {progress.step: progress}
+    readers = _groups(snapshot.get("readers", []), "readers")  # release 0.1 wrote none
+    if "behind" in snapshot:
+        behind = _progress(snapshot, "behind")
+        if behind.step >= progress.step or behind.names != progress.names:
+            raise DamagedError(
+                f"behind must be of an earlier step than {progress.step} and of the same sources, it is of step "
+                f"{behind.step} and of {', '.join(map(repr, behind.names))}"
+            )
+        before[behind.step], needed = behind, behind.step
+    for record in records[1:]:
+        match mapping(record, "a record")["kind"]:
+            case "step":
+                if record["step"] != progress.step:
+                    raise StateError(
+                        f"the plan log goes from step {progress.step - 1} to step {record['step']}: records are missing"
+                    )
+                progress = _applied(progress, record)
+                before[progress.step] = progress
+                needed = max(needed, whole(record["needed"], "needed"))
+            case "needed":
+                needed = max(needed, whole(record["step"], "step"))
+            case "readers":
+                readers = _groups(record["groups"], "groups")
+            case "decision":
+                plain = [record["step"], record["name"], record["value"]]
+                decisions.append(Decision.from_plain(plain, "a decision"))
+                if record["name"] == WEIGHTS:
+                    heard.forget_before(record["value"].get("until", 0))
+            case "withdrawn":
+                at = [i for i, d in enumerate(decisions) if (d.step, d.name) == (record["step"], record["name"])]
+                del decisions[at[-1]]
+            case "report":
+                step, rank = whole(record["step"], "step"), whole(record["rank"], "rank")
+                heard.add(step, rank, sums_from_plain(record["sums"]))
+            case kind:
+                raise StateError(f"the plan log has a record of an unknown kind {kind!r}")
+        if needed - keep - min(before) > 2 * keep + 64:  # now and then, so that a long segment does not pile up
+            before = _from(before, needed - keep)
+    kept = _from(before, needed - keep)
+    return Recovered(kept, needed, remembered(decisions, min(needed, *kept)), heard, readers)
+
+
+def _from(before: Mapping[int, Progress], oldest: int) -> dict[int, Progress]:
+    """The progresses from a step on; always the last."""
+    last = max(before)
+    return {step: progress for step, progress in before.items() if step >= oldest or step == last}
+
+
+def _moved(before: Progress, after: Progress) -> dict[str, list[Any]]:
+    """The sources for which something changed, and for each column that did, by how much (counts) or to what."""
+    differs = {column: getattr(before, column) != getattr(after, column) for column in COLUMNS}
+    where = np.flatnonzero(np.logical_or.reduce(list(differs.values())))
+    if len(where) == 0:
+        return {}
+    moved = {"sources": where.tolist()}
+    for column in [column for column, changed in differs.items() if changed.any()]:
+        old, new = getattr(before, column)[where], getattr(after, column)[where]
+        moved[column] = (new - old if column in _COUNTED else new).tolist()
+    return moved
+
+
+def _applied(before: Progress, record: Record) -> Progress:
+    moved = dict(mapping(record["moved"], "moved"))
+    where = [
+        whole(i, "moved.sources", most=len(before.names) - 1) for i in listed(moved.pop("sources", []), "moved.sources")
+    ]
+    columns: dict[str, Any] = {}
+    for column, values in moved.items():
+        if column not in COLUMNS:
+            raise StateError(f"the plan log moves a column {column!r} that a progress does not have")
+        values = listed(values, f"moved.{column}", length=len(where))
+        new = getattr(before, column).copy()
+        if column in _COUNTED:
+            new[where] += np.array([whole(value, f"moved.{column}", least=-MOST) for value in values], np.int64)
+        else:
+            new[where] = values
+        if not np.isfinite(new).all() or (column != "lead" and (new < 0).any()):
+            raise DamagedError(f"moved.{column} moves a source to {new[where].tolist()}")
+        columns[column] = new
+    carried = record.get("carried")
+    after = replace(before, step=before.step + 1, **columns)
+    return replace(after, carried=after.carried_from_plain(carried and {"names": before.names, **carried}))

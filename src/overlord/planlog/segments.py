@@ -1,0 +1,189 @@
+"""Where the numbered segments of a log lie: files in a local folder, or objects under a URL.
+
+A segment has one writer, who alone can create it. Appending is all or nothing, so a full disk leaves no half record.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Protocol
+
+from overlord.errors import SpecError
+from overlord.sources.object_store import ObjectStore, Retry, shared_store
+from overlord.sources.storage import is_remote
+
+WRITABLE_SCHEMES = ("s3", "gs", "az")
+_NAME = re.compile(r"segment-(\d{8})(?:\.log)?")
+_RETRY = Retry(deadline_s=20.0, request_timeout_s=20.0)
+
+
+class Segment(Protocol):
+    """A segment being written."""
+
+    def append(self, data: bytes) -> None:
+        """Add bytes, all or none. FileExistsError when another writer has created the segment."""
+        ...
+
+    def sync(self) -> None:
+        """Return when what was appended outlives a crash of the machine."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Segments(Protocol):
+    """All segments of a log."""
+
+    location: str
+    writes_at_once: bool
+    """Whether an append takes microseconds, so that it need not wait for others."""
+
+    def numbers(self) -> list[int]:
+        """Those that exist, in order."""
+        ...
+
+    def name(self, number: int) -> str:
+        """Where a segment lies, for messages."""
+        ...
+
+    def read(self, number: int) -> bytes: ...
+
+    def create(self, number: int) -> Segment:
+        """FileExistsError, now or at the first append, when it exists."""
+        ...
+
+    def delete(self, number: int) -> None: ...
+
+
+def segments_at(location: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> Segments:
+    """The log at a folder or URL, which need not exist."""
+    location = os.fspath(location)
+    if is_remote(location):
+        return ObjectSegments(location, storage_options or {})
+    return FileSegments(location)
+
+
+class FileSegments:
+    """Files `segment-00000012.log` in a folder."""
+
+    writes_at_once = True
+
+    def __init__(self, location: str) -> None:
+        self.location = location.removeprefix("file://")
+        if os.path.exists(self.location) and not os.path.isdir(self.location):
+            raise SpecError(f"log={location!r} is a file: a log is a folder (or a URL), which is made when it is missing")
+
+    def numbers(self) -> list[int]:
+        try:
+            names = os.listdir(self.location)
+        except (FileNotFoundError, NotADirectoryError):
+            return []  # it is made when something is written, or that says what is wrong
+        return sorted(int(match.group(1)) for name in names if (match := _NAME.fullmatch(name)))
+
+    def name(self, number: int) -> str:
+        return os.path.join(self.location, f"segment-{number:08}.log")
+
+    def read(self, number: int) -> bytes:
+        with open(self.name(number), "rb") as file:
+            return file.read()
+
+    def create(self, number: int) -> Segment:
+        os.makedirs(self.location, exist_ok=True)
+        return _FileSegment(self.name(number))
+
+    def delete(self, number: int) -> None:
+        with suppress(FileNotFoundError):
+            os.remove(self.name(number))
+
+
+class _FileSegment:
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._size = 0
+        self._is_listed = False
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def append(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            os.ftruncate(self._fd, self._size)  # needs no space
+            raise
+        self._size += len(data)
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+        if not self._is_listed:
+            folder = os.open(os.path.dirname(self._path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+            self._is_listed = True
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class ObjectSegments:
+    """Objects `segment-00000012/00000003`: each append makes one, so appends are gathered before they are written."""
+
+    writes_at_once = False
+
+    def __init__(self, location: str, storage_options: Mapping[str, str]) -> None:
+        self.location = location.rstrip("/")
+        scheme, rest = self.location.split("://", 1)
+        bucket, _, prefix = rest.partition("/")
+        if scheme not in WRITABLE_SCHEMES:
+            raise SpecError(f"log={location!r}: a log can be written to a folder or to {', '.join(WRITABLE_SCHEMES)}")
+        if not bucket or not prefix:
+            raise SpecError(f"log={location!r} names no folder in a bucket: write {scheme}://bucket/name")
+        self._store = shared_store(f"{scheme}://{bucket}", tuple(sorted(storage_options.items())), _RETRY)
+        self._prefix = prefix
+
+    def numbers(self) -> list[int]:
+        return sorted(self._parts())
+
+    def name(self, number: int) -> str:
+        return f"{self.location}/segment-{number:08}"
+
+    def read(self, number: int) -> bytes:
+        return b"".join(self._store.get(key) for key in self._parts().get(number, ()))
+
+    def create(self, number: int) -> Segment:
+        return _ObjectSegment(self._store, f"{self._prefix}/segment-{number:08}")
+
+    def delete(self, number: int) -> None:
+        # From the end, so that one that was deleted in part is short and not full of holes.
+        for key in reversed(self._parts().get(number, ())):
+            self._store.delete(key)
+
+    def _parts(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for key in sorted(listed.key for listed in self._store.list_all(self._prefix)):
+            folder = key[len(self._prefix) + 1 :].split("/")
+            if len(folder) == 2 and (match := _NAME.fullmatch(folder[0])):
+                found.setdefault(int(match.group(1)), []).append(key)
+        return found
+
+
+class _ObjectSegment:
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._num_parts = 0
+
+    def append(self, data: bytes) -> None:
+        self._store.put_new(f"{self._prefix}/{self._num_parts:08}", data)
+        self._num_parts += 1
+
+    def sync(self) -> None:
+        """Nothing to do: a stored object outlives a crash."""
+
+    def close(self) -> None:
+        """Nothing to do."""

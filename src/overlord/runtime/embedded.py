@@ -1,0 +1,103 @@
+"""Every role in this process. An ask is a plain call, made in the asker's thread; roles guard their own state."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Any, Generic, TypeVar
+
+from overlord.errors import ClosedError, OverlordError, SpecError
+from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Given(Generic[T]):
+    """An answer that is already there."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def result(self, timeout: float | None = None) -> T:
+        return self._value
+
+
+class Embedded:
+    """The engine for one process: no server, no cluster, no setup."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workplace: Workplace | None = None
+
+    def open(self, size: WorkplaceSize) -> None:
+        if self._workplace is not None:
+            raise SpecError("this engine runs a job already; give each overlord.start its own")
+        self._workplace = Workplace(size)
+
+    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the engine is closed; call overlord.start again")
+            if name in self._roles:
+                raise OverlordError(f"a role named {name!r} is already running")
+        assert self._workplace is not None  # start opens an engine before it spawns
+        role = make(self._workplace)
+        with self._lock:
+            self._roles[name] = role
+        return Handle(self, name)
+
+    @property
+    def num_hosts(self) -> int | None:
+        return None
+
+    def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
+        """Nothing to wait for: `spawn` makes a role before it returns."""
+
+    def publish(self, key: str, value: object) -> None:
+        self._values[key] = value
+
+    def published(self, key: str) -> Any:
+        if self._closed or key not in self._values:
+            raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
+        return self._values[key]
+
+    def store_use(self) -> None:
+        return None
+
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Given:
+        role = self._roles.get(name)
+        if role is None:
+            raise ClosedError(f"no role named {name!r} is running; the loader was closed")
+        return Given(getattr(role, method)(*args, **kwargs))
+
+    def rebind(self, name: str, to: str) -> None:
+        with self._lock:
+            old, self._roles[name] = self._roles[name], self._roles.pop(to)
+        _close(old)
+
+    def stop(self, name: str) -> None:
+        with self._lock:
+            role = self._roles.pop(name, None)
+        _close(role)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            roles, self._roles = list(self._roles.values()), {}
+        busy = [line for role in roles if hasattr(role, "doing") for line in role.doing()]
+        for role in reversed(roles):  # a role is closed before those it asks
+            _close(role)
+        if self._workplace is not None:
+            self._workplace.close(busy)
+
+
+def _close(role: Any) -> None:
+    close = getattr(role, "close", None)
+    if close is not None:
+        close()

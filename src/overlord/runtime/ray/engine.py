@@ -1,0 +1,314 @@
+"""The Ray engine. A role is a named actor that Ray starts again when it dies; an answer comes through the object store.
+
+What it promises: roles start side by side, and `started` waits for them all. An ask goes to whatever its name means when
+it is made, and again to whatever it means then if the role dies or the name moves. Actors belong to the process that
+spawned them: when that ends, however it ends, Ray ends them.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.runtime.engine import Handle, StoreUse, Workplace, WorkplaceSize
+from overlord.runtime.ray.cluster import Cluster
+
+if TYPE_CHECKING:
+    from overlord.runtime.ray.names import Names, RayAnswer
+    from overlord.runtime.ray.stored_calls import Packer
+    from overlord.runtime.ray.watch import Watch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorOptions:
+    """Resources and placement of each actor of a role.
+
+    `placement`: "spread" over the nodes; "here" on the node of the process that calls `overlord.start`, if it has room;
+    "any" where Ray likes. `labels` are node labels that the node must have.
+    """
+
+    num_cpus: float = 0
+    memory_bytes: int | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    placement: Literal["spread", "here", "any"] = "any"
+    max_concurrency: int = 64
+    """Asks that the actor answers side by side; more wait their turn."""
+
+    def __post_init__(self) -> None:
+        if self.num_cpus < 0:
+            raise SpecError(f"num_cpus cannot be negative, got {self.num_cpus}")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise SpecError(f"memory_bytes must be positive, got {self.memory_bytes}")
+        if self.placement not in ("spread", "here", "any"):
+            raise SpecError(f"placement is spread, here or any, not {self.placement!r}")
+        if self.max_concurrency < 2:
+            raise SpecError(f"max_concurrency must be at least 2: a role answers while it waits, got {self.max_concurrency}")
+
+    def for_ray(self) -> dict[str, Any]:
+        """As options of a Ray actor, placement left out."""
+        options: dict[str, Any] = {"num_cpus": self.num_cpus, "max_concurrency": self.max_concurrency}
+        # At least a byte: an actor that asks for nothing at all is put on any node, whatever its placement says.
+        options["memory"] = self.memory_bytes or 1
+        if self.resources:
+            options["resources"] = dict(self.resources)
+        if self.labels:
+            options["label_selector"] = dict(self.labels)
+        return options
+
+    def __str__(self) -> str:
+        asked = [f"num_cpus={self.num_cpus:g}"]
+        if self.memory_bytes is not None:
+            asked.append(f"memory={self.memory_bytes:,} bytes")
+        asked += [f"{name}={amount:g}" for name, amount in self.resources.items()]
+        asked += [f"node label {name}={value}" for name, value in self.labels.items()]
+        return ", ".join(asked)
+
+
+R = TypeVar("R")
+
+_CLOSE_S = 1.0  # how long roles may take to close before they are killed
+
+LOADERS = ActorOptions(num_cpus=1, placement="spread")
+PLANNER = ActorOptions(placement="here", max_concurrency=256)
+CONSTRUCTORS = ActorOptions(placement="here")
+
+
+class Ray:
+    """The engine for a cluster.
+
+    `address` None starts a cluster on this machine and ends it with the job; "auto" or a host and port attach to one that
+    runs. `loader_hosts` is the number of actors that loaders share, by default one for each share of a source but no more
+    than the cluster has CPUs to give. `near` names, for each data-parallel group, the node (its address or Ray id) where its
+    trainers run: its constructor goes there if there is room. A role that died is waited for `patience_s`. One that lives
+    and gives no sign of life for `hung_after_s` is killed and made anew; None waits for it for ever. Being busy, however
+    long, is a sign of life.
+    `num_cpus` and `object_store_bytes` are for a cluster that is started here.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        loader_hosts: int | None = None,
+        loaders: ActorOptions = LOADERS,
+        planner: ActorOptions = PLANNER,
+        constructors: ActorOptions = CONSTRUCTORS,
+        others: ActorOptions = PLANNER,
+        near: Sequence[str] = (),
+        patience_s: float = 60.0,
+        hung_after_s: float | None = 30.0,
+        num_cpus: int | None = None,
+        object_store_bytes: int | None = None,
+        runtime_env: dict[str, Any] | None = None,
+    ) -> None:
+        if loader_hosts is not None and loader_hosts < 1:
+            raise SpecError(f"loader_hosts must be at least 1, got {loader_hosts}")
+        if patience_s <= 0:
+            raise SpecError(f"patience_s is a positive number of seconds, got {patience_s}")
+        if hung_after_s is not None and hung_after_s <= 0:
+            raise SpecError(f"hung_after_s is a positive number of seconds or None, got {hung_after_s}")
+        self._loader_hosts = loader_hosts
+        # A role's name begins with its kind: planner, loaders/0, constructor/3, ...
+        self._options = {"loaders": loaders, "planner": planner, "constructor": constructors}
+        self._others = others
+        self._near = tuple(near)
+        self._patience_s = patience_s
+        self._hung_after_s = hung_after_s
+        self._watch: Watch | None = None
+        self._cluster = Cluster(
+            address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, runtime_env=runtime_env
+        )
+        self._lock = threading.Lock()
+        self._roles: dict[str, tuple[str, Any]] = {}  # name to (the actor's own name, the actor), in the order of spawning
+        self._num_spawned = 0
+        self._starting: dict[str, Any] = {}
+        self._size: WorkplaceSize | None = None
+        self._names: Names
+        self._packer: Packer
+        self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A handle that travels into an actor needs only to ask."""
+        return self._names.__reduce__()
+
+    def open(self, size: WorkplaceSize) -> None:
+        with self._lock:
+            if self._size is not None:
+                raise SpecError("this engine runs a job already; give each overlord.start its own")
+            self._cluster.join()
+            self._size = size
+        # These import Ray, which must wait until it is known how to.
+        from overlord.runtime.ray.names import Names
+        from overlord.runtime.ray.stored_calls import Packer
+        from overlord.runtime.ray.watch import Watch
+
+        self._names = Names(f"overlord-{uuid.uuid4().hex}", self._patience_s)
+        self._packer = Packer(self._names.table)
+        if self._hung_after_s is not None:
+            self._watch = Watch(self._spawned, self._hung_after_s, self._patience_s)
+
+    @property
+    def num_hosts(self) -> int | None:
+        import ray
+
+        if self._loader_hosts is not None:
+            return self._loader_hosts
+        each = self._options["loaders"].num_cpus or 1
+        return max(int(ray.available_resources().get("CPU", 1) / each), 1)
+
+    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
+        import ray
+
+        from overlord.runtime.ray.stage import PULSE, Stage
+
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the engine is closed; call overlord.start again")
+            if name in self._roles:
+                raise OverlordError(f"a role named {name!r} is already running")
+            self._num_spawned += 1
+            actor_name = f"{name}#{self._num_spawned}"
+            options = self._options_of(name)
+            remote: Any = ray.remote
+            actor = (
+                remote(concurrency_groups={PULSE: 1})(Stage)
+                .options(
+                    name=actor_name,
+                    namespace=self._names.namespace,
+                    max_restarts=-1,
+                    scheduling_strategy=self._placement(name, options),
+                    **options.for_ray(),
+                )
+                .remote(name, self._packer.packed(make), self._size)
+            )
+            self._roles[name] = actor_name, actor
+            self._starting[name] = actor.started.remote()
+            self._names.bind(name, actor_name)
+        return Handle(self, name)
+
+    def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
+        import ray
+        from ray import exceptions as ray_errors
+
+        with self._lock:
+            waited_for = [name for name in self._starting if names is None or name in names]
+            starting = {name: self._starting.pop(name) for name in waited_for}
+        timeout_s = self._patience_s if timeout_s is None else timeout_s
+        late = ray.wait(list(starting.values()), num_returns=len(starting), timeout=timeout_s)[1] if starting else []
+        for name, ref in starting.items():
+            if ref in late:
+                raise WaitTimeoutError(
+                    f"role {name!r} did not start within {timeout_s:.0f} s: it needs {self._options_of(name)}, and "
+                    f"the cluster has {_shown(ray.available_resources())} free of {_shown(ray.cluster_resources())}; "
+                    "add nodes, ask for less (loaders=, loader_hosts=), or wait longer (patience_s=)"
+                )
+            try:
+                failed: Any = ray.get(ref)
+            except ray_errors.RayActorError as error:
+                raise WorkerDiedError(f"role {name!r} ended while it was started; see Ray's logs for why") from error
+            if failed is not None:
+                raise failed.error()
+
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> RayAnswer:
+        return self._names.ask(name, method, args, kwargs)
+
+    def rebind(self, name: str, to: str) -> None:
+        with self._lock:
+            old, self._roles[name] = self._roles[name], self._roles.pop(to)
+            self._names.bind(name, self._roles[name][0])
+            self._names.unbind(to)
+        _kill([old[1]])
+
+    def stop(self, name: str) -> None:
+        with self._lock:
+            role = self._roles.pop(name, None)
+            self._starting.pop(name, None)
+            self._names.unbind(name)
+        if role is not None:
+            _close([role[1]])
+
+    def publish(self, key: str, value: object) -> None:
+        self._names.publish(key, value)
+
+    def published(self, key: str) -> Any:
+        return self._names.published(key)
+
+    def store_use(self) -> StoreUse | None:
+        import ray
+
+        limit = ray.cluster_resources().get("object_store_memory", 0)
+        return StoreUse(int(limit - ray.available_resources().get("object_store_memory", 0)), int(limit))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            roles, self._roles = self._roles, {}
+        if self._size is None:
+            return
+        if self._watch is not None:
+            self._watch.close()
+        self._names.closed.set()
+        self._names.table.clear()
+        # Last spawned, first stopped: a role is closed before those it asks.
+        _close([actor for _, actor in roles.values()][::-1])
+        self._names.close(_CLOSE_S)
+        self._cluster.leave()
+
+    def _spawned(self) -> dict[str, tuple[str, Any]]:
+        with self._lock:
+            return dict(self._roles)
+
+    def _options_of(self, name: str) -> ActorOptions:
+        return self._options.get(name.partition("/")[0], self._others)
+
+    def _placement(self, name: str, options: ActorOptions) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        kind, _, index = name.partition("/")
+        if kind == "constructor" and self._near:
+            if int(index) >= len(self._near):
+                raise SpecError(f"near names the nodes of {len(self._near)} data-parallel groups, but the mesh has more")
+            return NodeAffinitySchedulingStrategy(_node_id(self._near[int(index)]), soft=True)
+        if options.placement == "here":
+            return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        return "SPREAD" if options.placement == "spread" else "DEFAULT"
+
+
+def _node_id(node: str) -> str:
+    import ray
+
+    nodes = [entry for entry in ray.nodes() if entry["Alive"]]
+    for entry in nodes:
+        if node in (entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerHostname"]):
+            return entry["NodeID"]
+    known = ", ".join(sorted(entry["NodeManagerAddress"] for entry in nodes))
+    raise SpecError(f"near names the node {node!r}, but the cluster's nodes are {known}")
+
+
+def _close(actors: Sequence[Any]) -> None:
+    """Kill actors, after they had a moment to close what they hold."""
+    import ray
+
+    if actors:
+        closing = [actor.close.remote() for actor in actors]
+        ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S, fetch_local=False)
+    _kill(actors)
+
+
+def _kill(actors: Sequence[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0):g} CPUs, {resources.get('memory', 0):,.0f} bytes of memory"

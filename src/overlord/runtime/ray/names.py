@@ -1,0 +1,171 @@
+"""Asking a role by its name, wherever it lives now and however often it died on the way.
+
+A name is bound to an actor in the job's table. Every process looks a binding up once and again when the
+actor does not answer: because it died, or because the name means another actor by now. An ask is repeated until it is
+answered, the name is unbound, or the role has been gone for longer than `patience_s`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import cloudpickle
+import ray
+from ray import exceptions as ray_errors
+
+from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
+from overlord.runtime.ray.stage import Raised
+from overlord.runtime.ray.stored_calls import Table
+
+T = TypeVar("T")
+
+_CHECK_S = 1.0  # how long an ask waits before it looks whether its name means another actor by now
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.5
+# A role that died, its node, or an answer that was lost with its node. Everything else Ray raises is for the user.
+_GONE = (
+    ray_errors.RayActorError,
+    ray_errors.ObjectLostError,
+    ray_errors.WorkerCrashedError,
+    ray_errors.NodeDiedError,
+)
+
+
+class Names:
+    """The names of one job. Pickles as its namespace, so that handles work inside actors."""
+
+    def __init__(self, namespace: str, patience_s: float) -> None:
+        self.namespace = namespace
+        self.table = Table(namespace)
+        self.patience_s = patience_s
+        self.closed = threading.Event()
+        self._actors: dict[str, tuple[str, Any]] = {}
+        self._waiting = 0
+        self._changed = threading.Condition()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Names, (self.namespace, self.patience_s)
+
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> RayAnswer:
+        return RayAnswer(self, name, method, args, kwargs)
+
+    def bind(self, name: str, actor: str) -> None:
+        self.table.put(f"role/{name}", actor.encode())
+
+    def unbind(self, name: str) -> None:
+        self.table.delete(f"role/{name}")
+
+    def publish(self, key: str, value: object) -> None:
+        self.table.put(f"value/{key}", cloudpickle.dumps(value))
+
+    def published(self, key: str) -> Any:
+        found = None if self.closed.is_set() else self.table.get(f"value/{key}")
+        if found is None:
+            raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
+        return pickle.loads(found)
+
+    def bound(self, name: str) -> str:
+        """The actor that a name means."""
+        if self.closed.is_set():
+            raise ClosedError(f"the engine of role {name!r} is closed; call overlord.start again")
+        found = self.table.get(f"role/{name}")
+        if found is None:
+            raise ClosedError(f"no role named {name!r} is running; the loader was closed")
+        return found.decode()
+
+    def actor(self, name: str, anew: bool) -> tuple[str, Any]:
+        """(the actor that a name means, a handle of it); from memory unless `anew`."""
+        if self.closed.is_set():
+            raise ClosedError(f"the engine of role {name!r} is closed; call overlord.start again")
+        known = self._actors.get(name)
+        if known is None or anew:
+            actor = self.bound(name)
+            if known is None or known[0] != actor:
+                known = actor, ray.get_actor(actor, namespace=self.namespace)
+                self._actors[name] = known
+        return known
+
+    def close(self, timeout_s: float) -> None:
+        """Let every wait of this process end with ClosedError, and wait for that."""
+        self.closed.set()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While a thread of this process waits for an answer."""
+        with self._changed:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+
+class RayAnswer(Generic[T]):
+    """What an ask returns. The ask is under way from the beginning."""
+
+    __slots__ = ("_actor", "_call", "_lost_at", "_name", "_names", "_pause_s", "_ref")
+
+    def __init__(self, names: Names, name: str, method: str, args: tuple, kwargs: dict) -> None:
+        self._names = names
+        self._name = name
+        self._call = (method, args, kwargs)
+        self._actor = ""
+        self._ref: Any = None
+        self._lost_at: float | None = None
+        self._pause_s = _FIRST_PAUSE_S
+        self._send(anew=False)
+
+    def result(self, timeout: float | None = None) -> T:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._names.waiting():
+            while True:
+                left = _CHECK_S if deadline is None else min(_CHECK_S, max(deadline - time.monotonic(), 0.0))
+                try:
+                    if self._ref is not None:
+                        outcome: Any = ray.get(self._ref, timeout=left)
+                        break
+                except ray_errors.GetTimeoutError:
+                    self._check(deadline, timeout)
+                    if self._names.bound(self._name) != self._actor:
+                        self._send(anew=True)
+                    continue
+                except _GONE as error:
+                    self._note_lost(error)
+                self._check(deadline, timeout)
+                self._names.closed.wait(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                self._send(anew=True)
+        if isinstance(outcome, Raised):
+            raise outcome.error()
+        return outcome
+
+    def _send(self, anew: bool) -> None:
+        try:
+            self._actor, actor = self._names.actor(self._name, anew)
+        except ValueError as error:  # bound to an actor that is no more: its name is about to mean another
+            self._ref = None
+            self._note_lost(error)
+        else:
+            self._ref = actor.ask.remote(*self._call)
+
+    def _check(self, deadline: float | None, timeout: float | None) -> None:
+        if deadline is not None and time.monotonic() >= deadline:
+            raise WaitTimeoutError(f"role {self._name!r} did not answer {self._call[0]!r} within {timeout:.1f} s")
+
+    def _note_lost(self, error: Exception) -> None:
+        now = time.monotonic()
+        self._lost_at = now if self._lost_at is None else self._lost_at
+        if now - self._lost_at > self._names.patience_s:
+            raise WorkerDiedError(
+                f"role {self._name!r} died and did not come back within {now - self._lost_at:.0f} s; see Ray's logs for why "
+                "and whether the cluster still has a node with room for it (Ray(patience_s=) waits longer)"
+            ) from error

@@ -1,0 +1,73 @@
+"""Steering a served run from another process, without being one of its ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from overlord.declare.arguments import positive_seconds, whole
+from overlord.errors import ServiceError
+from overlord.service import wire
+from overlord.service.auth import Address, check_token, read_pem
+from overlord.service.link import Link, Unreachable
+from overlord.service.wire import Action
+from overlord.steering.decisions import Decision
+
+T = TypeVar("T")
+
+_ASK_S = 60.0  # the planner may be drawing a step, and ends that first
+_PAUSE_S = 0.2
+
+
+class Control:
+    """Asks the service at an address; a service that cannot be reached is asked again for up to `timeout` seconds."""
+
+    def __init__(
+        self, address: str, *, token: str | None = None, tls_root: str | Path | None = None, timeout: float = 30.0
+    ) -> None:
+        timeout = positive_seconds(timeout, "timeout")
+        check_token(token)
+        root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
+        self._timeout = timeout
+        self._link = Link(str(Address.parsed(address, "grpc" if root is None else "grpc+tls")), token, root)
+
+    def set_weights(self, weights: Mapping[str, float] | None, from_step: int | None = None) -> int:
+        """See `Loader.set_weights`."""
+        # One id for all attempts: an answer that was lost on its way must not make it two changes.
+        from_step = None if from_step is None else whole(from_step, "from_step")
+        number, given = uuid4().hex, None if weights is None else dict(weights)
+        return self._asked(Action.CHANGE_WEIGHTS, lambda job: wire.ChangeWeights(job, given, from_step, number))
+
+    def decisions(self) -> list[Decision]:
+        """See `Loader.decisions`."""
+        return [Decision(*entry) for entry in self._asked(Action.DECISIONS, wire.Decisions)]
+
+    def close(self) -> None:
+        self._link.close()
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _asked(self, action: Action, question: Callable[[str], msgspec.Struct]) -> Any:
+        began = time.monotonic()
+        while True:
+            try:
+                hello = wire.packed(wire.Hello(wire.VERSION, 0))
+                welcome: wire.Welcome = self._link.asked(Action.HELLO, hello, _ASK_S)
+                return self._link.asked(action, wire.packed(question(welcome.job)), _ASK_S)
+            except Unreachable as error:
+                waited = time.monotonic() - began
+                if waited >= self._timeout:
+                    raise ServiceError(
+                        f"the service could not be reached for {waited:.1f} s: {error}; is it running, and is the "
+                        "address right?"
+                    ) from error
+            time.sleep(_PAUSE_S)

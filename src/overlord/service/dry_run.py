@@ -1,0 +1,104 @@
+"""Reading a job without a trainer: every rank's part of each step, as trainers would take it, and what it amounts to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from overlord.messages import Step
+from overlord.roles.planner import Mix
+from overlord.service.run import Loader
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One step on all ranks that are read. What several ranks hold is counted once, not once per rank."""
+
+    number: int
+    parts: Mapping[int, Step]
+    """The step's part of each rank."""
+    tokens: int
+    places: int
+    """Token places in the batches: tokens and padding."""
+    images: int
+
+
+def steps_of(loader: Loader, ranks: Sequence[int] | None = None, num_steps: int | None = None) -> Iterator[Taken]:
+    """Up to `num_steps` steps on these ranks (all unless given), one after the other, to the end of the run."""
+    ranks = range(loader.tree.world_size) if ranks is None else ranks
+    clients = [loader.client(rank) for rank in ranks]
+    places = [loader.tree.coordinates(rank) for rank in reversed(ranks)]
+    of_groups = {place.dp: place.rank for place in places}.values()
+    of_slices = {(place.dp, place.cp): place.rank for place in places}.values()
+    for _ in count() if num_steps is None else range(num_steps):
+        parts = {client.rank: step for client in clients if (step := next(client, None)) is not None}
+        if not parts:
+            return
+        has_own = any("hdp_ranks" in micro for step in parts.values() for micro in step)
+        counted = [micro for rank in (of_slices if has_own else of_groups) for micro in parts[rank]]
+        yield Taken(
+            number=next(iter(parts.values())).number,
+            parts=parts,
+            tokens=sum(int(micro["document_lengths"].sum()) for micro in counted),
+            places=sum(_places(micro) for micro in counted),
+            images=sum(len(micro.get("image_document", ())) for micro in counted),
+        )
+
+
+def _places(micro: Mapping[str, Any]) -> int:
+    """Places of the whole microbatch, which a context-parallel rank sees only a slice of."""
+    if "cu_seqlens" not in micro:
+        return micro["num_rows"] * micro["max_seqlen"]
+    return int(micro.get("cu_seqlens_padded", micro["cu_seqlens"])[-1])
+
+
+class Meter:
+    """Adds up what was taken, and how long it took from the moment the meter was made."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self.num_steps = 0
+        self.tokens = 0
+        self.places = 0
+        self.images = 0
+        self.first_batch_s: float | None = None
+        """From the beginning until every rank had its part of the first step; None before that."""
+        self.seconds = 0.0
+
+    def add(self, taken: Taken) -> None:
+        self.seconds = self._clock() - self._began
+        if self.first_batch_s is None:
+            self.first_batch_s = self.seconds
+        self.num_steps += 1
+        self.tokens += taken.tokens
+        self.places += taken.places
+        self.images += taken.images
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def padding(self) -> float:
+        """The share of token places that hold none."""
+        return 1 - self.tokens / self.places if self.places else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one source was asked for and gave, as shares of the mixture's unit."""
+
+    asked: float
+    realised: float
+    samples: int
+    tokens: int
+
+
+def shares_of(mix: Mapping[str, Mix], unit: str) -> dict[str, Share]:
+    drawn = {name: entry.tokens if unit == "tokens" else entry.samples for name, entry in mix.items()}
+    total = sum(drawn.values()) or 1
+    return {name: Share(entry.weight, drawn[name] / total, entry.samples, entry.tokens) for name, entry in mix.items()}

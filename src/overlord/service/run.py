@@ -1,0 +1,528 @@
+"""`start`: put the roles of a job on an engine and hand out the iterators of its ranks."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import Plan
+from overlord.checkpoint.state import (
+    Fingerprint,
+    State,
+    from_state,
+    to_state,
+    warn_of_unseen,
+)
+from overlord.declare.arguments import seconds_or_none, seconds_to_wait, whole
+from overlord.declare.job import Job, Log
+from overlord.declare.mesh import Mesh
+from overlord.declare.source import Unit
+from overlord.errors import SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.loaders.autoscaler import Autoscale
+from overlord.loaders.autoscaling import Decision
+from overlord.loaders.control_loop import Loaders, Upkeep
+from overlord.loaders.model import Budget, Partition
+from overlord.loaders.routes import Routes
+from overlord.loaders.shadows import ShadowChange
+from overlord.messages import StepReport, WeightChange
+from overlord.planlog.plan_log import Era, resumed, starting_point
+from overlord.roles.assembly import is_kept, list_units, make_partition, make_planner
+from overlord.roles.client import Client
+from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.planner import Mix, Planned, Planner, PlannerStatus
+from overlord.roles.source_loader import BufferUse
+from overlord.runtime.embedded import Embedded
+from overlord.runtime.engine import Answer, Engine, Handle, StoreUse, WorkplaceSize
+from overlord.runtime.exclusive import OneProcess
+from overlord.runtime.long_waits import waiting
+from overlord.service.constructor import ServingConstructor, make_serving_constructor
+from overlord.service.in_process import InProcess
+from overlord.service.resizing import agreed_step, thaw
+from overlord.steering.decisions import Decision as Decided
+from overlord.steering.decisions import Steered
+from overlord.stream.outliers import Delay
+from overlord.stream.progress import Progress
+
+if TYPE_CHECKING:
+    from overlord.service.serving import OneServer, ServerPerGroup
+
+
+T = TypeVar("T")
+_DOING_WAIT_S = 1.0  # asked when somebody has waited too long already
+_STATUS_WAIT_S = 10.0  # for what is answered at once by whoever can answer at all
+_ONE_PROCESS = (
+    "Start it in the process that uses it, or let others read with overlord.connect at the address of Loader.serve(), in "
+    "processes that multiprocessing's 'spawn' started"
+)
+
+
+def start(
+    job: Job,
+    *,
+    engine: Engine | None = None,
+    resume: Mapping[str, Any] | str | bytes | None = None,
+    accept_changes: Collection[str] | bool = (),
+    world_size: int | None = None,
+    log: str | Path | Log | None = None,
+    partition: Partition | None = None,
+    autoscale: Autoscale | Budget | None = None,
+    shadows: Budget | None = None,
+) -> Loader:
+    """Start a job. Use it in a `with` block, or call `close`.
+
+    `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`, or its JSON text; it
+    may come from any mesh. `accept_changes` names differences between the job and the state to take all the same.
+    `world_size`, where given, must fit the mesh; a mesh without `dp` takes its dp from it.
+
+    `log` is where the planner writes down what it decided, so that it can be made anew and give the same plans. A checkpoint
+    belongs to a model, so `resume=state` decides where a run goes on, whatever the log says. `resume="log"` is for a run
+    whose trainers lived on: it goes on with the first step that the log does not know to be taken by all of them, which may
+    be up to `prefetch` + 1 steps before the first that was not.
+
+    `partition` says which loaders share which process, on a cluster. With `autoscale`, loaders are added and removed while
+    the run goes on, within that budget. `shadows` is what Shadow Loaders may take beside it, on a cluster. None of them
+    changes what is in a step.
+    """
+    if world_size is not None:
+        job = replace(job, mesh=job.mesh.for_world(whole(world_size, "world_size", least=1)))
+    units = list_units(job.sources)
+    fingerprint = Fingerprint.of(job, units)
+    if log is not None and not isinstance(log, Log):
+        log = Log(log)
+    progress, steered, era = starting_point(job, fingerprint, resume, log, accept_changes)
+    loaders = Loaders.given(partition, autoscale, shadows)
+    return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes, era, loaders, steered)
+
+
+class Loader:
+    """A running job. `client(rank)` gives the iterator of a rank."""
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        units: Mapping[str, Sequence[Unit]],
+        fingerprint: Fingerprint,
+        progress: Progress,
+        accept_changes: Collection[str] | bool = (),
+        era: Era | None = None,
+        loaders: Loaders | None = None,
+        steered: Steered | None = None,
+    ) -> None:
+        self.job = job
+        self.tree = ClientPlaceTree(job.mesh)
+        self._engine = engine
+        self._num_units = {name: len(listed) for name, listed in units.items()}
+        self._fingerprint = fingerprint
+        self._saved_fingerprint = fingerprint.to_dict()
+        self._accept_changes = accept_changes
+        self._has_saved = era is not None  # what no fingerprint sees is said once, at the first save
+        self._start = progress
+        self._steered = steered or Steered()
+        self._era = era
+        self._generation = 0
+        self._move_lock = threading.Lock()  # held while the run is moved to another state or mesh; before the other
+        self._lock = threading.Lock()
+        self._closed = False
+        self._home = OneProcess("the loader", _ONE_PROCESS)
+        self._clients: list[Client] = []
+        self._serving: OneServer | ServerPerGroup | None = None
+        engine.open(WorkplaceSize(job.num_workers, job.num_processes))
+        try:
+            self._spawn(units, progress, (loaders or Loaders()).on(engine, job))
+        except BaseException:
+            engine.close()
+            raise
+        atexit.register(self.close)
+        self._upkeep.start()
+
+    def _spawn(self, units: Mapping[str, Sequence[Unit]], progress: Progress, loaders: Loaders) -> None:
+        job, engine = self.job, self._engine
+        partition = make_partition(job, units, engine.num_hosts, loaders.partition)
+        self._fleet = loaders.fleet(engine, job, units, partition)
+        self._routes = Routes(engine, tuple(job.sources), are_here=engine.num_hosts is None)
+        self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(job, progress, self._era))
+        self._constructors: list[Handle[ServingConstructor]] = [
+            self._spawn_constructor(job, group) for group in range(job.mesh.dp)
+        ]
+        engine.started()
+        self._upkeep = Upkeep(engine, job, units, self._fleet, loaders, self._planner, self._constructors)
+
+    def _spawn_constructor(self, job: Job, group: int) -> Handle[ServingConstructor]:
+        make = partial(make_serving_constructor, job, group, self._planner, self._routes)
+        return self._engine.spawn(f"constructor/{group}", make)
+
+    def client(
+        self,
+        rank: int,
+        *,
+        torch: bool = False,
+        pin_memory: bool = False,
+        timeout: float | None = None,
+    ) -> Client:
+        """The iterator of one rank, from the step the run started at. `timeout` is the longest wait for one step."""
+        self._home.check()
+        rank = whole(rank, "rank", least=None)
+        self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
+        client = Client(rank, InProcess(self, self._constructor_of), torch, pin_memory, timeout)
+        with self._lock:
+            self._clients = [other for other in self._clients if other.is_reading or other.is_stale]
+            self._clients.append(client)
+        return client
+
+    def serve(
+        self,
+        address: str = "127.0.0.1:0",
+        *,
+        token: str | None = None,
+        tls: tuple[str | Path, str | Path] | None = None,
+        advertise: str | None = None,
+        leave_after_s: float | None = 60.0,
+    ) -> str:
+        """Let trainers in other processes read this run with `overlord.connect`; gives the address for them.
+
+        Off loopback a token is needed. `tls` are the PEM files of a certificate and its key. `advertise` is the host that
+        clients are told, where it is not the one listened on. A rank that is silent for `leave_after_s` (it died, or its
+        machine did) no longer holds others back; None waits for it for ever.
+        """
+        from overlord.service.auth import Listen, Tls
+        from overlord.service.serving import OneServer, ServerPerGroup
+        from overlord.service.wire import job_id
+
+        self._home.check()
+        seconds_or_none(leave_after_s, "leave_after_s")
+        if self._serving is not None:
+            raise SpecError(f"this loader serves at {self._serving.address} already; clients of all ranks connect there")
+        listen = Listen(address, token, None if tls is None else Tls(*tls), advertise)
+        job, channel = job_id(self._saved_fingerprint), InProcess(self, self._constructor_of)
+        if isinstance(self._engine, Embedded):
+            self._serving = OneServer(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
+        else:
+            self._serving = ServerPerGroup(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
+        return self._serving.address
+
+    def drain(self, timeout_s: float = 30.0) -> bool:
+        """Stop handing out new steps to connected trainers: a step that one rank has taken is still given to the others, for
+        up to `timeout_s`, and no later one to any. False when some rank did not come for it."""
+        timeout_s = seconds_to_wait(timeout_s, "timeout_s")
+        return self._serving is None or self._serving.drain(timeout_s)
+
+    def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
+        """Wait until each of these ranks of trainers in other processes has come and left again. False when some did not in
+        time."""
+        timeout_s = seconds_to_wait(timeout_s, "timeout_s")
+        ranks = [self.tree.coordinates(whole(rank, "rank", least=None)).rank for rank in ranks]
+        return self._serving is None or self._serving.wait_for_leave(ranks, timeout_s)
+
+    def state_dict(self) -> State:
+        """The state before the first step that not every open client has taken. See `Client.state_dict`."""
+        return self.state_before(self._slowest())
+
+    def plan(self, step: int) -> Planned | None:
+        """The whole plan of a step, for looking at; None when the run ends before it. What was not drawn yet is drawn for
+        it, up to a million steps."""
+        self._home.check()
+        number = whole(step, "step")
+        return self._waited(f"the plan of step {number}", lambda: self._planner.ask(Planner.whole_plan, number))
+
+    def documents(self, step: int) -> list[StepDocument] | None:
+        """Every document of a step, by rank and microbatch, for looking at; None when the run ends before it. Its chunks are
+        read again where they are no longer in a buffer."""
+        planned = self.plan(step)
+        if planned is None:
+            return None
+        plan = planned.plan
+        samples = plan.samples.take(plan.order)
+        read: dict[int, tuple[str, int]] = {}
+        of_chunks: dict[tuple[int, int], list[int]] = {}
+        for place, key in enumerate(zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)):
+            of_chunks.setdefault(key, []).append(place)
+        for (source, chunk), places in of_chunks.items():
+            found = self._routes.origins(source, chunk, samples.row[places].tolist())
+            read.update(zip(places, found, strict=True))
+        micro = plan.micro_of_order()
+        first = np.cumsum(plan.counts) - plan.counts
+        group = np.repeat(np.arange(plan.num_groups), plan.counts)[micro]
+        ranks = [tuple(self._ranks_of(plan, number)) for number in range(plan.num_groups)]
+        return [
+            StepDocument(samples.source_names[source], *read[place], tokens, number, ranks[of])
+            for place, (source, tokens, number, of) in enumerate(
+                zip(
+                    samples.source.tolist(),
+                    samples.tokens.tolist(),
+                    (micro - first[group]).tolist(),
+                    group.tolist(),
+                    strict=True,
+                )
+            )
+        ]
+
+    def report(self, step: int | None = None) -> Report:
+        """How the run stood before a step. By default that is where the slowest client is, and the answer comes at once,
+        whatever is being waited for; a step that was not drawn yet is drawn for it, as for `plan`."""
+        self._home.check()
+        if step is None:
+            at, mix = self._planner.ask(Planner.known_mix, self._slowest()).result(_STATUS_WAIT_S)
+        else:
+            at = whole(step, "step")
+            mix = self._waited(f"the mix before step {at}", lambda: self._planner.ask(Planner.mix, at))
+        table = self._fleet.table
+        return Report(
+            step=at,
+            mix=mix,
+            documents=self._planner.ask(Planner.counts).result(_STATUS_WAIT_S),
+            bad_rows=self._fleet.num_bad_rows(),
+            buffers=self._fleet.buffer_use(),
+            loaders={name: len(table.stretches[name][-1].hosts) for name in self.job.sources},
+            shadows=dict(table.shadows),
+            store=self._engine.store_use(),
+        )
+
+    def scaling(self) -> tuple[Decision | ShadowChange, ...]:
+        """What the autoscaler decided and which shadows came, went and took over, with reasons, the newest last."""
+        return tuple(self._upkeep.history)
+
+    def set_weights(self, weights: Mapping[str, float] | None, *, from_step: int | None = None) -> int:
+        """Draw by other weights, whatever the job's schedule says, from a step on: the first that is not drawn yet unless
+        given. None goes back to the schedule. Gives that step."""
+        self._home.check()
+        from_step = None if from_step is None else whole(from_step, "from_step")
+        change = WeightChange(weights, from_step, uuid4().hex)
+        return self.change_weights(change)
+
+    def change_weights(self, change: WeightChange) -> int:
+        """Carry out a change, once, however often it is asked for."""
+        change.check(tuple(self.job.sources))
+        with self._move_lock:
+            reached = [constructor.ask(DataConstructor.reached) for constructor in self._constructors]
+            first = max(self._start.step, *(answer.result() for answer in reached))
+            return self._planner.ask(Planner.change_weights, change, first).result()
+
+    def decisions(self) -> tuple[Decided, ...]:
+        """What was decided while the run ran: by `set_weights`, by reported losses and by reported times."""
+        return self._planner.ask(Planner.decisions).result()
+
+    def feedback(self, report: StepReport, generation: int) -> list[str]:
+        """Take a rank's report of a step; gives what was not counted, and why. Use `Client.feedback`."""
+        if generation != self._generation:
+            return ["the run was moved to another state since"]
+        return self._planner.ask(Planner.hear, report).result()
+
+    def status(self) -> PlannerStatus:
+        """How far the planner is, and its log."""
+        self._home.check()
+        return self._planner.ask(Planner.status).result(_STATUS_WAIT_S)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move the run to a state, with all of its clients in this process. Trainers in other processes load it too."""
+        self.load_state(state, self._generation)
+        with self._lock:
+            clients = [client for client in self._clients if client.is_stale]
+        for client in clients:
+            client.rejoin()
+
+    def state_before(self, step: int) -> State:
+        """The state from which a run goes on with `step`."""
+        self._home.check()
+        number = whole(step, "step")
+        if not self._has_saved:
+            self._has_saved = True
+            warn_of_unseen(self._fingerprint)
+        asked = f"the state before step {number}"
+        progress, steered = self._waited(asked, lambda: self._planner.ask(Planner.checkpoint, number))
+        return to_state(progress, self.job.mix.unit, self._saved_fingerprint, steered)
+
+    def load_state(self, state: Mapping[str, Any], generation: int) -> int:
+        """Move the run to a state, once, however many clients load it: one that is a generation behind only follows."""
+        self._home.check()
+        progress = from_state(state, self.job, self._fingerprint, self._accept_changes)
+        unit = self.job.mix.unit
+        with self._move_lock, self._lock:
+            follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
+            if not follows:
+                known = self._planner.ask(Planner.decisions).result()
+                self._start, self._steered = progress, resumed(state, self.job, known, progress.step)
+                self._generation += 1
+                self._era = None if self._era is None else self._era.moved(progress.step, self.job.mesh)
+                self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))
+                self._engine.rebind("planner", "planner/new")
+                for constructor in self._constructors:
+                    constructor.ask(DataConstructor.restart, self._generation).result()
+                self._expect_trainers()
+            return self._generation
+
+    def resize(self, mesh: Mesh, *, at: int | None = None, timeout: float = 0.0) -> int:
+        """Let the run go on for another mesh; gives the step from which plans are for it. What is in a step stays the same.
+
+        That is the first step that no rank has taken, and every rank that reads must have taken all before it: others are
+        waited for up to `timeout` seconds. Where trainers lost a step (a rank died in it), give it as `at`, and it is handed
+        out again, for the new mesh. Clients of the old mesh end with ClosedError: ask for new ones, or call `rejoin`.
+        """
+        self._home.check()
+        if not isinstance(mesh, Mesh):
+            raise SpecError(f"resize takes an overlord.Mesh, got {mesh!r}")
+        timeout = seconds_to_wait(timeout, "timeout")
+        at = None if at is None else whole(at, "at", least=None)
+        with self._move_lock:
+            try:
+                taken_to = self._planner.ask(Planner.status).result().taken_to
+                step = agreed_step(self._constructors, self._waiting, self._start.step, taken_to, at, timeout)
+                progress, self._steered = self._planner.ask(Planner.checkpoint, step).result()
+                self._move_to_mesh(replace(self.job, mesh=mesh), progress)
+            except BaseException:
+                thaw(self._constructors)
+                raise
+            return step
+
+    @property
+    def start_step(self) -> int:
+        """The step that clients begin at."""
+        return self._start.step
+
+    @property
+    def generation(self) -> int:
+        """How often the run was moved to another state."""
+        return self._generation
+
+    def doing(self) -> list[str]:
+        """What the planner and the loaders are busy with."""
+        try:
+            planner = self._planner.ask(Planner.doing).result(_DOING_WAIT_S)
+        except (WaitTimeoutError, WorkerDiedError):
+            planner = ["the planner does not answer"]
+        return [*planner, *self._routes.doing()]
+
+    def close(self) -> None:
+        """Stop everything. Safe to call twice; in a forked process it stops nothing, since all of it is the parent's."""
+        if not self._home.is_this:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            clients = list(self._clients)
+        atexit.unregister(self.close)
+        self._upkeep.close()
+        if self._serving is not None:
+            self._serving.close()
+        for client in clients:
+            client.abandon()
+        self._engine.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _waited(self, what: str, ask: Callable[[], Answer[T]]) -> T:
+        """What somebody asked for that may have to be drawn first."""
+
+        def in_words() -> str:
+            return what + "".join(f"\n  - {line}" for line in self.doing())
+
+        with waiting(in_words):
+            return ask().result()
+
+    def _slowest(self) -> int:
+        reading, last = ({}, {}) if self._serving is None else (self._serving.reading(), self._serving.last())
+        # A rank that is late may need any step that not all are known to have taken.
+        late = [] if self._serving is None or not self._serving.late() else [self.status().taken_to]
+        with self._lock:
+            here = [client.step for client in self._clients if client.is_reading] + list(reading.values())
+            here = [*here, *late] if here else []
+            ended = [client.step for client in self._clients if not client.is_stale] + list(last.values())
+            return min(here or ended or [self._start.step])
+
+    def _constructor_of(self, rank: int) -> Handle[ServingConstructor]:
+        return self._constructors[self.tree.coordinates(rank).dp]
+
+    def _ranks_of(self, plan: Plan, group: int) -> list[int]:
+        """The ranks that train on the samples of a group of a plan."""
+        if plan.axis == "dp":
+            return self.tree.ranks_of(group)
+        dp, cp = divmod(group, self.job.mesh.cp)
+        return [rank for rank in self.tree.ranks_of(dp) if self.tree.coordinates(rank).cp == cp]
+
+    def _waiting(self) -> dict[int, int]:
+        """The ranks that read in this process, with the step each takes next."""
+        with self._lock:
+            return {client.rank: client.step for client in self._clients if client.is_reading}
+
+    def _planner_from(self, job: Job, progress: Progress, era: Era | None) -> partial[Planner]:
+        is_safe, is_served = is_kept(job, era, self._engine), self._serving is not None
+        return partial(make_planner, job, self._num_units, progress, self._steered, self._routes, era, is_safe, is_served)
+
+    def _move_to_mesh(self, job: Job, progress: Progress) -> None:
+        engine, old, new = self._engine, self.job.mesh.dp, job.mesh.dp
+        era = None if self._era is None else self._era.moved(progress.step, job.mesh)
+        added: list[Handle[ServingConstructor]] = []
+        try:
+            engine.spawn("planner/new", self._planner_from(job, progress, era))
+            added = [self._spawn_constructor(job, group) for group in range(old, new)]
+            engine.started()
+        except BaseException:  # nothing has changed yet
+            for name in ("planner/new", *(constructor.name for constructor in added)):
+                engine.stop(name)
+            raise
+        with self._lock:
+            self._clients = [client for client in self._clients if client.is_reading]  # they may rejoin
+            self._generation += 1  # first, so that clients of the old mesh see that it is gone
+            engine.rebind("planner", "planner/new")
+            for constructor in self._constructors:
+                engine.stop(constructor.name)
+            kept = [self._spawn_constructor(job, group) for group in range(min(old, new))]
+            engine.started()
+            self.job, self.tree, self._start, self._era = job, ClientPlaceTree(job.mesh), progress, era
+            self._constructors[:] = kept + added
+            self._expect_trainers()
+
+    def _expect_trainers(self) -> None:
+        if self._serving is not None:
+            self._serving.expect()
+
+
+@dataclass(frozen=True, slots=True)
+class StepDocument:
+    """A document (or a piece of one) of a step: where it was read, and who trains on it."""
+
+    source: str
+    file: str
+    """The file, and after a # the number of the unit in it, where it has several."""
+    row: int
+    """The row in that unit; -1 where a transform dropped the column `__origin__`."""
+    tokens: int
+    microbatch: int
+    """Its number on each of these ranks."""
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a run stands: what each source was asked for and gave, what was set aside, and the buffers."""
+
+    step: int
+    mix: dict[str, Mix]
+    documents: dict[str, dict[str, int]]
+    bad_rows: dict[str, int]
+    buffers: dict[str, BufferUse]
+    loaders: dict[str, int]
+    """How many loaders each source is dealt to now."""
+    shadows: dict[str, str]
+    """The loader hosts that have a shadow, with its name."""
+    store: StoreUse | None
+    """What is in Ray's object store; None on the embedded engine, which has none."""
+
+    @property
+    def delay(self) -> Delay | None:
+        """How much later documents came by `Batch(outliers=...)`, in the steps planned so far; None without it."""
+        return Delay.of(self.documents)

@@ -1,0 +1,161 @@
+"""How a whole run is served: by one server, or by one front door and the constructors, each for its own ranks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.runtime.engine import Handle
+from overlord.service.auth import Address, Listen
+from overlord.service.constructor import ServingConstructor
+from overlord.service.in_process import InProcess
+from overlord.service.server import Service
+
+_MOST_AT_ONCE = 32
+_WAIT_S = 10.0  # for what a constructor answers at once if it can answer at all
+
+
+class OneServer:
+    """Every rank is served from this process."""
+
+    def __init__(
+        self,
+        job: str,
+        channel: InProcess,
+        tree: Callable[[], ClientPlaceTree],
+        constructors: Sequence[Handle[ServingConstructor]],
+        listen: Listen,
+        leave_after_s: float | None,
+    ) -> None:
+        def here(rank: int) -> None:
+            tree().coordinates(rank)  # raises for a rank that the mesh does not have
+
+        self._tree = tree
+        self._constructors = constructors
+        self.expect()
+        self._service = Service(
+            job,
+            listen,
+            steps=channel,
+            run=channel,
+            locate=here,
+            ranks=lambda: range(tree().world_size),
+            leave_after_s=leave_after_s,
+        )
+        self.address = self._service.address
+
+    def expect(self) -> None:
+        """Let every rank be waited for: before it has asked, no step counts as taken by all."""
+        _expect(self._tree(), self._constructors)
+
+    def late(self) -> frozenset[int]:
+        """The ranks that have neither asked for a step nor left since the run began, or was moved."""
+        return _late(self._constructors)
+
+    def reading(self) -> dict[int, int]:
+        """The ranks that are reading, with the step each takes next."""
+        return self._service.roll.reading()
+
+    def last(self) -> dict[int, int]:
+        """The same for every rank that ever read."""
+        return self._service.roll.last()
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._service.drain(self._service.halt(), timeout_s)
+
+    def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
+        """Wait until each of these ranks has come and left again."""
+        return self._service.roll.wait_for_leave(ranks, timeout_s)
+
+    def close(self) -> None:
+        self._service.close()
+
+
+class ServerPerGroup:
+    """Constructors serve their ranks where they run; here is the front door, which knows where each of them is."""
+
+    def __init__(
+        self,
+        job: str,
+        channel: InProcess,
+        tree: Callable[[], ClientPlaceTree],
+        constructors: Sequence[Handle[ServingConstructor]],
+        listen: Listen,
+        leave_after_s: float | None,
+    ) -> None:
+        self._tree = tree
+        self._constructors = constructors
+        self.expect()
+        instance = secrets.token_hex(8)
+
+        def locate(rank: int) -> str:
+            # Asked each time: a constructor that died comes back without a server, and elsewhere.
+            constructor = constructors[tree().coordinates(rank).dp]
+            generation = channel.generation()
+            return constructor.ask(ServingConstructor.serve, job, instance, behind, generation, leave_after_s).result()
+
+        self._front = Service(job, listen, instance=instance, run=channel, locate=locate, leave_after_s=leave_after_s)
+        self.address = self._front.address
+        behind = _behind(listen, Address.parsed(self.address))
+
+    def expect(self) -> None:
+        """See `OneServer.expect`."""
+        _expect(self._tree(), self._constructors)
+
+    def late(self) -> frozenset[int]:
+        """See `OneServer.late`."""
+        return _late(self._constructors)
+
+    def reading(self) -> dict[int, int]:
+        return self._joined(ServingConstructor.reading)
+
+    def last(self) -> dict[int, int]:
+        return self._joined(ServingConstructor.last)
+
+    def drain(self, timeout_s: float) -> bool:
+        last = max(answer.result() for answer in [c.ask(ServingConstructor.halt) for c in self._constructors])
+        # Side by side: on an engine whose asks are plain calls, one would use up the time of the next.
+        with ThreadPoolExecutor(min(len(self._constructors), _MOST_AT_ONCE)) as threads:
+            done = threads.map(lambda c: c.ask(ServingConstructor.drain, last, timeout_s).result(), self._constructors)
+            return all(list(done))
+
+    def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
+        tree, deadline = self._tree(), time.monotonic() + timeout_s
+        for group, constructor in enumerate(self._constructors):
+            own = [rank for rank in ranks if tree.coordinates(rank).dp == group]
+            left_s = max(deadline - time.monotonic(), 0.0)
+            if own and not constructor.ask(ServingConstructor.wait_for_leave, own, left_s).result():
+                return False
+        return True
+
+    def close(self) -> None:
+        self._front.close()
+        for answer in [c.ask(ServingConstructor.stop_serving) for c in self._constructors]:
+            answer.result()
+
+    def _joined(self, method: Callable[[ServingConstructor], dict[int, int]]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for answer in [constructor.ask(method) for constructor in self._constructors]:
+            found |= answer.result(_WAIT_S)
+        return found
+
+
+def _expect(tree: ClientPlaceTree, constructors: Sequence[Handle[ServingConstructor]]) -> None:
+    for answer in [c.ask(ServingConstructor.expect, tree.ranks_of(group)) for group, c in enumerate(constructors)]:
+        answer.result()
+
+
+def _late(constructors: Sequence[Handle[ServingConstructor]]) -> frozenset[int]:
+    answers = [constructor.ask(ServingConstructor.late) for constructor in constructors]
+    return frozenset(rank for answer in answers for rank in answer.result(_WAIT_S))
+
+
+def _behind(listen: Listen, front: Address) -> Listen:
+    """Where constructors listen: on loopback if the front does, else on the interface that leads to it."""
+    if front.is_loopback:
+        return replace(listen, address=f"{listen.bound.host}:0", advertise=None)
+    return replace(listen, address="0.0.0.0:0", advertise=None, reached_from=front.host)

@@ -1,0 +1,237 @@
+"""One rank's part of a step as Arrow record batches, and back.
+
+The batches have one column of binary views. Each of its values is a *region*: a large array as it lies in memory, or many
+small ones side by side. Arrays longer than a message are cut into several regions. What lies where is in the metadata of
+the first batch (`wire.Contents`). Sending copies no large array. Receiving copies one only when it was cut, or came to lie
+where its type must not: then into memory that is used again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from overlord.batches.buffers import Arenas
+from overlord.errors import OverlordError
+from overlord.messages import Delivery
+from overlord.service.wire import (
+    Array,
+    Column,
+    Contents,
+    Field,
+    Ragged,
+    Scalar,
+    Shapes,
+)
+from overlord.sources.views import VIEW, compact, is_view
+
+SCHEMA = pa.schema([("region", pa.binary_view())])
+MESSAGE_BYTES = 8 << 20
+"""About the size of a message: larger ones need fresh memory, which is slow, smaller ones cost a round each."""
+
+_SMALL_BYTES = 1 << 14
+"""Arrays up to this size are copied together into one region."""
+_ALIGNMENT = 64
+_KINDS = "biufc"
+"""numpy's letters for booleans, integers, floats and complex numbers: what has no pointers in it."""
+
+
+def packed_step(delivery: Delivery) -> tuple[Contents, Iterator[pa.RecordBatch]]:
+    """What is in the step, and the batches that carry it; there is always at least one."""
+    regions = _Regions()
+    microbatches = [[_packed(regions, name, value) for name, value in micro.items()] for micro in delivery.microbatches]
+    return Contents(delivery.step, delivery.loss_tokens, microbatches), regions.batches()
+
+
+class _Regions:
+    """Collects arrays. Region 0 holds the small ones."""
+
+    def __init__(self) -> None:
+        self._small: list[NDArray[np.uint8]] = []
+        self._small_bytes = 0
+        self._large: list[NDArray[np.uint8]] = []
+
+    def add(self, name: str, array: NDArray[Any]) -> Array:
+        if array.dtype.kind not in _KINDS:
+            raise OverlordError(
+                f"field {name!r} has dtype {array.dtype}, which cannot be sent to another process; numbers can"
+            )
+        dtype, shape = array.dtype.str, array.shape
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if len(content) <= _SMALL_BYTES:
+            offset = self._small_bytes
+            self._small.append(content)
+            self._small_bytes += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+            return Array(name, dtype, shape, 0, offset)
+        pieces = [content[begin : begin + MESSAGE_BYTES] for begin in range(0, len(content), MESSAGE_BYTES)]
+        first = len(self._large) + 1
+        self._large += pieces
+        return Array(name, dtype, shape, first, 0, len(pieces))
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        message, num_bytes = [self._joined()], self._small_bytes
+        for region in self._large:
+            if num_bytes and num_bytes + len(region) > MESSAGE_BYTES:
+                yield _batch(message)
+                message, num_bytes = [], 0
+            message.append(region)
+            num_bytes += len(region)
+        if message:
+            yield _batch(message)
+
+    def _joined(self) -> NDArray[np.uint8]:
+        # Never so short that Arrow would keep it inside the view.
+        joined = np.zeros(max(self._small_bytes, _ALIGNMENT), np.uint8)
+        begin = 0
+        for content in self._small:
+            joined[begin : begin + len(content)] = content
+            begin += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+        return joined
+
+
+def _batch(regions: Sequence[NDArray[np.uint8]]) -> pa.RecordBatch:
+    views = np.zeros(len(regions), VIEW)
+    views["length"] = [len(region) for region in regions]
+    views["prefix"] = [region[:4].tobytes() for region in regions]
+    views["buffer"] = np.arange(len(regions))
+    buffers = [None, pa.py_buffer(views.data), *(pa.py_buffer(region.data) for region in regions)]
+    return pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.binary_view(), len(regions), buffers)], schema=SCHEMA)
+
+
+def _packed(regions: _Regions, name: str, value: Any) -> Field:
+    if isinstance(value, np.ndarray):
+        return regions.add(name, value)
+    if isinstance(value, (pa.Array, pa.ChunkedArray)):
+        return _packed_column(regions, name, value)
+    if isinstance(value, list):
+        return Ragged(name, [regions.add(name, array) for array in value])
+    if isinstance(value, dict):
+        listed = {entry: shape if isinstance(shape, list) else [shape] for entry, shape in value.items()}
+        return Shapes(name, listed, [entry for entry, shape in value.items() if isinstance(shape, list)])
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (int, float, str)):
+        return Scalar(name, value)
+    raise OverlordError(f"field {name!r} is of type {type(value).__name__}, which cannot be sent to another process")
+
+
+def _packed_column(regions: _Regions, name: str, column: pa.Array | pa.ChunkedArray) -> Column:
+    table = compact(pa.table({name: column}))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    stream = regions.add(name, np.frombuffer(memoryview(sink.getvalue()), np.uint8))
+    return Column(name, stream, is_view(column.type), isinstance(column, pa.ChunkedArray))
+
+
+class DamagedStepError(ValueError):
+    """What came is not what `packed_step` makes. Whoever reads knows where it came from, and raises ServiceError."""
+
+
+def unpacked_step(contents: Contents, batches: Sequence[pa.RecordBatch], arenas: Arenas) -> Delivery:
+    """The step again. Arrays over received memory are read-only.
+
+    `contents` were unpacked, so that single numbers are within the bounds of `wire`; whether they fit to one another, and to
+    the batches, is checked here. Raises DamagedStepError where they do not.
+    """
+    regions = [region for batch in batches for region in _regions(batch)]
+    microbatches = tuple(
+        {field.name: _unpacked(field, regions, arenas) for field in fields} for fields in contents.microbatches
+    )
+    return Delivery(contents.step, contents.loss_tokens, microbatches)
+
+
+def _regions(batch: pa.RecordBatch) -> list[pa.Buffer]:
+    if not batch.schema.equals(SCHEMA):
+        raise DamagedStepError(f"a message has columns {batch.schema.names} instead of one of regions")
+    _, _, *regions = batch.column(0).buffers()
+    if len(regions) != batch.num_rows:
+        raise DamagedStepError(f"a message of {batch.num_rows} regions came with {len(regions)} buffers")
+    return regions  # type: ignore[return-value] - only a validity buffer may be missing
+
+
+def _unpacked(field: Field, regions: Sequence[pa.Buffer], arenas: Arenas) -> Any:
+    match field:
+        case Array():
+            return _array(field, regions, arenas)
+        case Ragged():
+            return [_array(array, regions, arenas) for array in field.arrays]
+        case Column():
+            return _column(field, regions, arenas)
+        case Shapes():
+            return {name: _shapes(field, name, shapes) for name, shapes in field.shapes.items()}
+        case Scalar():
+            return field.value
+
+
+def _shapes(field: Shapes, name: str, shapes: list[Any]) -> Any:
+    if name in field.ragged:
+        return shapes
+    if len(shapes) != 1:
+        raise DamagedStepError(f"field {field.name!r} has {len(shapes)} shapes for {name!r}, which is one array")
+    return shapes[0]
+
+
+def _array(array: Array, regions: Sequence[pa.Buffer], arenas: Arenas) -> NDArray[Any]:
+    dtype = np.dtype(array.dtype)
+    num_bytes = math.prod(array.shape) * dtype.itemsize
+    held = regions[array.region : array.region + array.num_regions]
+    if len(held) != array.num_regions:
+        raise DamagedStepError(
+            f"field {array.name!r} lies in {array.num_regions} regions from number {array.region} on, and "
+            f"{len(regions)} came"
+        )
+    # Before memory is taken for it: a damaged number must not ask for terabytes.
+    held_bytes = sum(region.size for region in held)
+    end = array.offset + num_bytes
+    if end > held_bytes or (len(held) > 1 and (array.offset or end != held_bytes)):
+        raise DamagedStepError(
+            f"field {array.name!r} of shape {array.shape} takes bytes {array.offset} to {end} of regions that have "
+            f"{held_bytes}"
+        )
+    pieces = [np.frombuffer(memoryview(region), np.uint8) for region in held]
+    content = pieces[0][array.offset : end] if len(pieces) == 1 else None
+    if content is None or content.ctypes.data % dtype.alignment:
+        memory = np.empty(num_bytes, np.uint8) if num_bytes <= _SMALL_BYTES else arenas.lease(num_bytes)
+        content = np.concatenate(pieces if content is None else [content], out=memory)
+    try:
+        return content.view(dtype).reshape(array.shape)
+    except ValueError as error:  # a side that is too long for numpy, beside one of 0
+        raise DamagedStepError(f"field {array.name!r} has shape {array.shape}: {error}") from None
+
+
+def _column(column: Column, regions: Sequence[pa.Buffer], arenas: Arenas) -> pa.Array | pa.ChunkedArray:
+    values = _streamed(column, pa.py_buffer(_array(column.stream, regions, arenas).data))
+    if column.is_view:
+        # As `compact` writes views.
+        if not (pa.types.is_large_binary(values.type) or pa.types.is_large_string(values.type)):
+            raise DamagedStepError(f"field {column.name!r} is a column of views that came as {values.type}")
+        values = values.cast(pa.binary_view() if pa.types.is_large_binary(values.type) else pa.string_view())
+    if column.is_chunked:
+        return values
+    if values.num_chunks > 1:
+        raise DamagedStepError(f"field {column.name!r} is one array that came in {values.num_chunks} pieces")
+    return values.chunk(0) if values.num_chunks else pa.array([], values.type)
+
+
+def _streamed(column: Column, stream: pa.Buffer) -> pa.ChunkedArray:
+    """The one column of an Arrow stream that is all there, checked so that reading its values touches no other memory."""
+    source = pa.BufferReader(stream)
+    try:
+        with pa.ipc.open_stream(source) as reader:
+            table = reader.read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for the name of a column
+        raise DamagedStepError(f"field {column.name!r} came as an Arrow stream that cannot be read: {error}") from None
+    if table.num_columns != 1:
+        raise DamagedStepError(f"field {column.name!r} came as {table.num_columns} columns instead of one")
+    if source.tell() != stream.size:
+        raise DamagedStepError(
+            f"field {column.name!r} came as an Arrow stream that ends after {source.tell()} of {stream.size} bytes"
+        )
+    return table.column(0)

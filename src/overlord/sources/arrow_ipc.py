@@ -1,0 +1,302 @@
+"""Arrow IPC files, IPC streams and Feather (version 2): a unit is some record batches, of which the wanted columns are
+read."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.ipc
+
+from overlord.declare.source import MIB, Unit
+from overlord.errors import BufferTooSmallError, SourceError, SpecError, StorageError
+from overlord.sources.files import FileSource, ReadResult, checked_columns, common_schema
+from overlord.sources.ipc_blocks import (
+    CONTINUATION,
+    MAGIC,
+    Blocks,
+    batch_rows,
+    decompressed_bytes,
+    file_blocks,
+    header_bytes,
+    is_compressed,
+    stream_blocks,
+)
+from overlord.sources.sparse_file import SparseFile
+from overlord.sources.storage import (
+    FileBytes,
+    MappedFile,
+    Storage,
+    StoredFile,
+    is_remote,
+    map_threads,
+    opened,
+    read_into,
+)
+from overlord.sources.validation import validated
+
+HEAD_BYTES = 64 << 10
+HEADER_BYTES = 4 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The record batches of a unit. Without `starts` the unit is the whole file: a remote stream, which has
+    no index, or a file with dictionaries, which its batches share."""
+
+    file: StoredFile
+    file_schema: pa.Schema
+    schema: pa.Schema
+    """Of the columns to read."""
+    starts: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    schema: pa.Schema
+    blocks: Blocks | None
+    """None where the whole file is one unit."""
+    rows: tuple[int, ...] | None
+    """Rows of each batch, where they can be known without fetching."""
+
+
+@dataclass(frozen=True)
+class ArrowIpc(FileSource):
+    """Arrow IPC files and streams, and Feather. `columns` names the columns to read, all of them unless given.
+
+    Batches of a file are joined to units of about `unit_bytes`; a batch is never cut.
+    """
+
+    columns: Sequence[str] | None = None
+    unit_bytes: int = 8 * MIB
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "columns", checked_columns(self.columns))
+        if self.unit_bytes < 1:
+            raise SpecError(f"unit_bytes must be positive, got {self.unit_bytes}")
+
+    def units(self) -> list[Unit]:
+        files = self.files()
+        indexes = map_threads(lambda file: _index(self.storage, file), files)
+        found = [(file.path, index.schema) for file, index in zip(files, indexes, strict=True)]
+        schema = common_schema(found, self.columns)
+        units: list[Unit] = []
+        for file, index in zip(files, indexes, strict=True):
+            units += _units(file, index, schema, self.unit_bytes)
+        return self._some(units)
+
+    def read(self, unit: Unit) -> pa.Table:
+        return self.read_rows(unit).strict()
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        detail: Batches = unit.detail
+        mapped = ()
+        try:
+            if is_remote(unit.path) or 2 * self.window * unit.num_bytes <= self.buffer_bytes:
+                table = self._read(unit)
+            else:
+                # Read, it would not fit into the buffer beside the next one. A file that is cut while it is mapped kills
+                # the process, so this is for what cannot be had otherwise.
+                mapped = (MappedFile(detail.file),)
+                table = self._table(unit, mapped[0].data, 0) if detail.starts else _whole(unit.path, mapped[0].data)
+        except StorageError:
+            raise  # an OSError too, but it says nothing about the file
+        except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
+            raise SourceError(f"{unit} cannot be decoded as Arrow IPC: {error}; copy or write the file again") from error
+        table = table.select(detail.schema.names).replace_schema_metadata(None)
+        where = [f"the record batch at byte {start:,} of {unit.path}" for start in detail.starts]
+        result = validated(table, where or unit.path, mapped=mapped)
+        if unit.num_rows is not None and table.num_rows != unit.num_rows:
+            raise SourceError(
+                f"{unit} gave {table.num_rows} rows and had {unit.num_rows} when it was listed; do not change the files of "
+                "a running job"
+            )
+        return result
+
+    def _read(self, unit: Unit) -> pa.Table:
+        detail: Batches = unit.detail
+        file, schema = detail.file, detail.file_schema
+        if not detail.starts:
+            return _whole(unit.path, self.storage.read(file, 0, file.num_bytes))
+        if is_remote(file.path) or len(detail.schema) == len(schema):
+            start = min(detail.starts)
+            return self._table(unit, self.storage.read(file, start, max(detail.stops)), start)
+        with opened(file) as descriptor:
+            places = zip(detail.starts, detail.stops, strict=True)
+            batches = [self._read_columns(unit, descriptor, start, stop) for start, stop in places]
+        return pa.Table.from_batches(batches)
+
+    def _table(self, unit: Unit, data: pa.Buffer, origin: int) -> pa.Table:
+        """The record batches of a unit out of `data`, which begins at byte `origin` of the file."""
+        detail: Batches = unit.detail
+        places = zip(detail.starts, detail.stops, strict=True)
+        pieces = [data.slice(start - origin, stop - start) for start, stop in places]
+        self._check_bytes(unit, sum(map(decompressed_bytes, pieces)))
+        batches = [_record_batch(unit, piece, start) for start, piece in zip(detail.starts, pieces, strict=True)]
+        return pa.Table.from_batches(batches, detail.file_schema)
+
+    def _read_columns(self, unit: Unit, descriptor: int, start: int, stop: int) -> pa.RecordBatch:
+        """The record batch in the bytes [start, stop), of which only the columns of the schema are read.
+
+        Arrow is shown memory in which only the header is there yet, and makes arrays that point into it without a look at
+        what they point to; so they say which bytes belong to which column.
+        """
+        detail: Batches = unit.detail
+        message = pa.allocate_buffer(stop - start)
+        content = memoryview(message)
+        read_into(detail.file, descriptor, content[:8], start)
+        body = header_bytes(bytes(content[:8]))
+        read_into(detail.file, descriptor, content[8:body], start + 8)
+        if is_compressed(bytes(content[8:body])):
+            read_into(detail.file, descriptor, content[body:], start + body)
+            self._check_bytes(unit, decompressed_bytes(message))
+            return _record_batch(unit, message, start).select(detail.schema.names)
+        batch = _record_batch(unit, message, start).select(detail.schema.names)
+        found = (data for column in batch.columns for data in column.buffers() if data is not None)
+        wanted = [(data.address - message.address, data.size) for data in found]
+        if 2 * sum(size for _, size in wanted) > message.size:
+            wanted = [(body, message.size - body)]  # one long read costs less than many
+        for place, size in wanted:
+            read_into(detail.file, descriptor, content[place : place + size], start + place)
+        return batch
+
+    def _check_bytes(self, unit: Unit, num_bytes: int) -> None:
+        if num_bytes > self.most_unit_bytes:
+            raise BufferTooSmallError(
+                f"{unit} takes {num_bytes:,} bytes decompressed, and a unit may take {self.most_unit_bytes:,}; raise "
+                f"buffer_bytes, which is {self.buffer_bytes:,}, lower unit_bytes, or write smaller record batches"
+            )
+
+    def identity(self) -> str:
+        columns = self.columns and list(self.columns)
+        return f"ArrowIpc({list(self.patterns)!r}, columns={columns!r}, unit_bytes={self.unit_bytes})"
+
+
+def _units(file: StoredFile, index: _Index, schema: pa.Schema, unit_bytes: int) -> list[Unit]:
+    blocks = index.blocks
+    if blocks is None:
+        return [Unit(file.path, 0, None, file.num_bytes, Batches(file, index.schema, schema), file.version)]
+    units: list[Unit] = []
+    first = 0
+    for last, stop in enumerate(blocks.stops, 1):
+        if stop - blocks.starts[first] < unit_bytes and last < len(blocks.stops):
+            continue
+        starts, stops = blocks.starts[first:last], blocks.stops[first:last]
+        rows = None if index.rows is None else sum(index.rows[first:last])
+        size = sum(stops) - sum(starts)
+        detail = Batches(file, index.schema, schema, starts, stops)
+        units.append(Unit(file.path, len(units), rows, size, detail, file.version))
+        first = last
+    return units
+
+
+def _index(storage: Storage, file: StoredFile) -> _Index:
+    try:
+        if is_remote(file.path):
+            return _remote_index(storage, file)
+        with opened(file) as descriptor:
+            data = FileBytes(file, descriptor, HEADER_BYTES)
+            if data[: len(MAGIC)] == MAGIC:
+                blocks, schema = _footer_index(file, *_tail(storage, file))
+            else:
+                schema, blocks = _head_schema(storage, file), stream_blocks(file.path, data)
+            if blocks.has_dictionaries:
+                return _Index(schema, None, None)
+            ends = zip(blocks.starts, blocks.stops, strict=True)
+            return _Index(schema, blocks, tuple(batch_rows(data, start, stop) for start, stop in ends))
+    except StorageError:
+        raise  # an OSError too, but it says nothing about the file
+    except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
+        raise SourceError(
+            f"{file.path} has an Arrow index that cannot be read: {error}; copy or write the file again"
+        ) from error
+
+
+def _remote_index(storage: Storage, file: StoredFile) -> _Index:
+    tail, start = _tail(storage, file)
+    if tail.size > len(MAGIC) and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
+        blocks, schema = _footer_index(file, tail, start)
+        return _Index(schema, None if blocks.has_dictionaries else blocks, None)
+    return _Index(_head_schema(storage, file), None, None)
+
+
+def _tail(storage: Storage, file: StoredFile) -> tuple[pa.Buffer, int]:
+    """The end of a file, with all of its footer where it has one, and where that begins."""
+    start = max(0, file.num_bytes - HEAD_BYTES)
+    tail = storage.read(file, start, file.num_bytes)
+    footer_bytes = int.from_bytes(tail[-10:-6].to_pybytes(), "little")
+    is_short = tail.size < footer_bytes + 10 <= file.num_bytes
+    if is_short and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
+        start = file.num_bytes - footer_bytes - 10
+        tail = storage.read(file, start, file.num_bytes)
+    return tail, start
+
+
+def _head_schema(storage: Storage, file: StoredFile) -> pa.Schema:
+    head_bytes = min(file.num_bytes, HEAD_BYTES)
+    while True:
+        head = storage.read(file, 0, head_bytes)
+        try:
+            return _stream_schema(file, head)
+        except (pa.ArrowException, OSError):
+            if head_bytes == file.num_bytes:
+                raise
+            head_bytes = min(file.num_bytes, head_bytes * 16)
+
+
+def _footer_index(file: StoredFile, tail: pa.Buffer, start: int) -> tuple[Blocks, pa.Schema]:
+    """From the end of a file in the file format; `tail` begins at byte `start` of it."""
+    end = tail[-10:].to_pybytes()
+    footer_bytes = int.from_bytes(end[:4], "little", signed=True)
+    if end[4:] != MAGIC or not 0 < footer_bytes <= tail.size - 10:
+        raise SourceError(
+            f"{file.path} begins like an Arrow file but has no footer at its end ({file.num_bytes:,} bytes): it was cut "
+            "off; copy or write it again"
+        )
+    footer = tail.slice(tail.size - 10 - footer_bytes, footer_bytes)
+    blocks = file_blocks(file.path, footer, file.num_bytes)
+    sparse = pa.PythonFile(SparseFile(file.num_bytes, {start: tail}), mode="r")
+    with pa.ipc.open_file(sparse) as reader:
+        return blocks, _with_names(reader.schema)
+
+
+def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
+    if head.size < 8 or head[:4].to_pybytes() != CONTINUATION:
+        raise SourceError(
+            f"{file.path} is neither an Arrow file nor an Arrow stream (it begins with {head[:6].to_pybytes()!r}); "
+            "Feather version 1 and streams from before Arrow 0.15 must be written again"
+        )
+    return _with_names(pa.ipc.read_schema(head))
+
+
+def _with_names(schema: pa.Schema) -> pa.Schema:
+    """The schema. UnicodeDecodeError, a ValueError, where the name of a field, of a nested one too, is not UTF-8."""
+    fields = list(schema)
+    while fields:
+        field = fields.pop()
+        _ = field.name
+        fields += [field.type.field(i) for i in range(field.type.num_fields)]
+    return schema
+
+
+def _record_batch(unit: Unit, message: pa.Buffer, start: int) -> pa.RecordBatch:
+    detail: Batches = unit.detail
+    try:
+        return pa.ipc.read_record_batch(message, detail.file_schema)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(
+            f"the record batch at byte {start:,} of {unit} cannot be decoded as Arrow IPC: {error}; copy or write the file "
+            "again"
+        ) from error
+
+
+def _whole(path: str, data: pa.Buffer) -> pa.Table:
+    is_file = data[: len(MAGIC)].to_pybytes() == MAGIC
+    if not is_file:
+        stream_blocks(path, data)  # checks more than Arrow does; a remote stream is not looked at when it is listed
+    with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(data)) as reader:
+        return reader.read_all()

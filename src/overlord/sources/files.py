@@ -1,0 +1,239 @@
+"""What all sources made of files share: how they are named, listed and reached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from overlord.declare.source import Source, Unit
+from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError, SpecError
+from overlord.sources.object_store import Retry
+from overlord.sources.storage import Storage, StoredFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from overlord.sources.storage import MappedFile
+
+
+@dataclass(frozen=True)
+class FileSource(Source):
+    """`paths` is one or more local paths (as text or `pathlib.Path`, `~` is the home folder) or URLs (s3://, gs://, az://,
+    http://, https://, file://), with globs (`*`, `?`, `[ab]`, `**`) and ranges (`{000..099}`, `{a,b}`). A local file
+    that exists under just that name is taken as it is; elsewhere a character that has a meaning is put in brackets to
+    stand for itself: `[[]`, `[*]`, `[{]`. Files are data in the order of their names.
+    """
+
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    storage_options: Mapping[str, str] = field(default_factory=dict, kw_only=True, repr=False)
+    """Endpoint, region and credentials of an object store, as obstore names them. Not part of the stream."""
+    retry: Retry = field(default_factory=Retry, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        paths = self.paths
+        given = (paths,) if isinstance(paths, (str, bytes, os.PathLike)) else tuple(paths)
+        named = tuple(os.fspath(path) if isinstance(path, os.PathLike) else path for path in given)
+        if not named or not all(isinstance(path, str) and path for path in named):
+            raise SpecError(f"paths must be one or more paths, as text or pathlib.Path, got {paths!r}")
+        object.__setattr__(self, "paths", named[0] if isinstance(paths, (str, os.PathLike)) else named)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        # __post_init__ made text of all paths.
+        return (self.paths,) if isinstance(self.paths, str) else cast("tuple[str, ...]", self.paths)
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(tuple(sorted(self.storage_options.items())), self.retry)
+
+    def files(self) -> tuple[StoredFile, ...]:
+        return self.storage.files(self.patterns)
+
+    def identity(self) -> str:
+        return f"{type(self).__name__}({list(self.patterns)!r})"
+
+    def _some(self, units: list[Unit]) -> list[Unit]:
+        if not units:
+            raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
+        return units
+
+
+Codec = Literal["gzip", "zstd"]
+CODECS: dict[str, Codec] = {".gz": "gzip", ".gzip": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+
+BLOCK_BYTES = 8 << 20
+"""How much is decompressed at a time."""
+
+
+def codec_of(path: str) -> Codec | None:
+    return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
+
+
+def decompressed_blocks(path: str, codec: Codec, content: pa.NativeFile, block_bytes: int) -> Iterator[bytes]:
+    """The content in blocks of at most `block_bytes`: how much there is cannot be known beforehand. Several frames or
+    members one after the other are one content."""
+    try:
+        with pa.CompressedInputStream(content, codec) as stream:
+            while block := stream.read_buffer(block_bytes).to_pybytes():  # read() leaks its memory when it raises
+                yield block
+    except OSError as error:
+        raise SourceError(
+            f"{path} is not whole {codec} data: {error}; it was cut off or damaged, copy or write it again"
+        ) from error
+
+
+def decompressed(path: str, codec: Codec, content: pa.NativeFile, most_bytes: int) -> pa.Buffer:
+    """The whole content, if it has no more than `most_bytes`."""
+    whole = pa.BufferOutputStream()
+    for block in decompressed_blocks(path, codec, content, BLOCK_BYTES):
+        if whole.tell() + len(block) > most_bytes:
+            raise BufferTooSmallError(
+                f"{path} has more than {most_bytes:,} bytes decompressed, which is more than one unit may "
+                "take; raise buffer_bytes, or write it as several smaller files"
+            )
+        whole.write(block)
+    return whole.getvalue()
+
+
+Columns = Sequence[str] | None
+TypedColumns = Sequence[str] | Mapping[str, pa.DataType] | None
+
+
+def checked_columns(columns: TypedColumns) -> tuple[str, ...] | dict[str, pa.DataType] | None:
+    if columns is None:
+        return None
+    if isinstance(columns, str):
+        raise SpecError(f"columns is a sequence of names: write columns=({columns!r},)")
+    if not columns:
+        raise SpecError("columns must name at least one column; leave it out to read all of them")
+    if isinstance(columns, Mapping):
+        for name, type_ in columns.items():
+            if not isinstance(type_, pa.DataType):
+                raise SpecError(
+                    f"columns gives the column {name!r} the type {type_!r}; a type is a pyarrow one, as pa.string()"
+                )
+        return dict(columns)
+    if len(set(columns)) < len(columns):
+        raise SpecError(f"columns names a column twice: {list(columns)}")
+    return tuple(columns)
+
+
+def common_schema(schemas: Iterable[tuple[str, pa.Schema]], columns: Columns) -> pa.Schema:
+    """The schema of the columns to read, checked in every file. `schemas` gives (file, its schema)."""
+    first: tuple[str, pa.Schema] | None = None
+    for path, schema in schemas:
+        if first is None:
+            first = path, _selected(path, schema, columns)
+        elif columns is None and (extra := [n for n in schema.names if n not in first[1].names]):
+            raise SchemaError(
+                f"{path} has the column {extra[0]!r}, which {first[0]} has not; say which columns to read: "
+                f"columns={_written(first[1].names)}"
+            )
+        else:
+            _check_same(path, schema, *first)
+    assert first is not None  # listing fails before this when there are no files
+    return first[1]
+
+
+def missing_column(path: str, name: str, names: Sequence[str]) -> SchemaError:
+    return SchemaError(f"{path} has no column {name!r}; it has {_written(names)}")
+
+
+def _selected(path: str, schema: pa.Schema, columns: Columns) -> pa.Schema:
+    names = schema.names if columns is None else columns
+    for name in names:
+        if name not in schema.names:
+            raise missing_column(path, name, schema.names)
+        if schema.names.count(name) > 1:
+            raise SchemaError(f"{path} has the column {name!r} {schema.names.count(name)} times; columns need one name each")
+    return pa.schema([schema.field(name) for name in names])
+
+
+def _check_same(path: str, schema: pa.Schema, first_path: str, expected: pa.Schema) -> None:
+    for name in expected.names:
+        if name not in schema.names:
+            raise SchemaError(
+                f"{missing_column(path, name, schema.names)}, while {first_path} has that column; leave it out if it is not "
+                f"needed, {_without(expected.names, name)}, or rewrite one of the files"
+            )
+    found = _selected(path, schema, expected.names)
+    for have, want in zip(found, expected, strict=True):
+        if have.type != want.type:
+            raise SchemaError(
+                f"{path} has the column {want.name!r} as {have.type}, but {first_path} has it as {want.type}; leave it out "
+                f"if it is not needed, {_without(expected.names, want.name)}, rewrite one of the files, or make them two "
+                "sources"
+            )
+
+
+def _written(names: Sequence[str]) -> str:
+    return "(" + ", ".join(repr(name) for name in names) + (",)" if len(names) == 1 else ")")
+
+
+def _without(names: Sequence[str], unwanted: str) -> str:
+    return f"columns={_written([name for name in names if name != unwanted])}"
+
+
+def spelled_type(type_: Any) -> str:
+    """A type as it is written in Python."""
+    if pa.types.is_list(type_):
+        return f"pa.list_({spelled_type(type_.value_type)})"
+    if pa.types.is_struct(type_):
+        return "pa.struct({" + ", ".join(f"{field.name!r}: {spelled_type(field.type)}" for field in type_) + "})"
+    return {"double": "pa.float64()", "float": "pa.float32()", "bool": "pa.bool_()"}.get(str(type_), f"pa.{type_}()")
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that could not be read. `row` counts the rows of its unit from 0, good and bad together."""
+
+    row: int
+    error: str
+    where: str
+    """The file and the place in it: a byte offset, a member of a tar."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """`row_numbers[i]` is the row of the unit that row i of `table` is; None when no row is missing."""
+
+    table: pa.Table
+    row_numbers: NDArray[np.int64] | None = None
+    bad: tuple[BadRow, ...] = ()
+    mapped: tuple[MappedFile, ...] = ()
+    """Files that the table points into: not memory that we hold."""
+
+    def strict(self) -> pa.Table:
+        """The table, or BadRowError for the first bad row."""
+        if self.bad:
+            raise BadRowError(f"{self.bad[0]}; on_bad_row='skip' drops such rows and counts them")
+        return self.table
+
+
+def held_bytes(table: pa.Table, mapped: Sequence[MappedFile] = ()) -> int:
+    """The memory that a table holds, each buffer counted once and what lies in mapped files not at all."""
+    files = [(file.start, file.stop) for file in mapped]
+    sizes: dict[int, int] = {}
+    for column in table.columns:
+        for chunk in column.chunks:
+            for data in chunk.buffers():
+                if data is not None and not any(start <= data.address < stop for start, stop in files):
+                    sizes[data.address] = max(data.size, sizes.get(data.address, 0))
+    return sum(sizes.values())
+
+
+def kept_rows(num_rows: int, bad: Sequence[BadRow]) -> NDArray[np.int64]:
+    """The row numbers that are left of `num_rows` without the bad ones."""
+    keep = np.ones(num_rows, bool)
+    keep[[row.row for row in bad]] = False
+    return np.flatnonzero(keep).astype(np.int64)

@@ -1,0 +1,423 @@
+"""JSON Lines, plain or compressed: a unit is a byte range of a plain file, or a whole compressed one.
+
+A line belongs to the range that its first byte lies in, so that every line is read exactly once however files
+are cut. Lines are parsed one at a time: a bad line is one bad row with its place, and cannot harm its
+neighbours. (Arrow's own JSON reader is nearly twice as fast, but accepts an object over several lines, and
+crashes the process on a line that is `null`.)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import pyarrow as pa
+
+from overlord.declare.source import MIB, Unit
+from overlord.errors import BufferTooSmallError, SchemaError, SourceError, SpecError
+from overlord.sources.column_types import (
+    UNFIT,
+    Column,
+    fitted,
+    has_null,
+    largest_float,
+    wider,
+)
+from overlord.sources.files import (
+    BLOCK_BYTES,
+    BadRow,
+    FileSource,
+    ReadResult,
+    checked_columns,
+    codec_of,
+    decompressed_blocks,
+    kept_rows,
+    spelled_type,
+)
+from overlord.sources.storage import StoredFile
+
+BEYOND_BYTES = 64 << 10
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class LineRange:
+    """The lines that begin in the bytes [start, stop) of a file."""
+
+    file: StoredFile
+    start: int
+    stop: int
+    schema: pa.Schema
+    declared: bool
+    """The user gave the types: then a column may be missing in every row."""
+
+
+@dataclass(frozen=True)
+class Jsonl(FileSource):
+    """JSON Lines: .jsonl, and .gz or .zst of it. Blank lines are no rows; fields that are not read are ignored.
+
+    `columns` names the fields to read, with their types inferred from the first unit, or gives the types as
+    {"text": pa.string(), ...}. All fields of the first unit are read unless given. Missing fields are null, and keys
+    of nested objects are like fields. A value is never changed to fit its type: a row with one that does not fit is a bad
+    row. The type `pa.json_()` takes values of any kind, as a column of their JSON text.
+    """
+
+    columns: Sequence[str] | Mapping[str, pa.DataType] | None = None
+    unit_bytes: int = 8 * MIB
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "columns", checked_columns(self.columns))
+        if self.unit_bytes < 1:
+            raise SpecError(f"unit_bytes must be positive, got {self.unit_bytes}")
+
+    def units(self) -> list[Unit]:
+        files = [file for file in self.files() if file.num_bytes]
+        schema = self._schema(files)
+        units: list[Unit] = []
+        for file in files:
+            size = file.num_bytes if codec_of(file.path) else self.unit_bytes
+            for i, start in enumerate(range(0, file.num_bytes, size)):
+                stop = min(start + size, file.num_bytes)
+                detail = LineRange(file, start, stop, schema, isinstance(self.columns, Mapping))
+                units.append(Unit(file.path, i, None, stop - start, detail, file.version))
+        return self._some(units)
+
+    def read(self, unit: Unit) -> pa.Table:
+        return self.read_rows(unit).strict()
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        detail: LineRange = unit.detail
+        must_have = () if detail.declared or unit.index else tuple(detail.schema.names)
+        rows = JsonRows(unit.path, detail.schema, must_have, self.most_unit_bytes)
+        for offset, text in self._texts(unit.path, detail):
+            rows.add(offset, text)
+        return rows.result()
+
+    def identity(self) -> str:
+        columns = self.columns
+        if isinstance(columns, Mapping):
+            columns = {name: str(type_) for name, type_ in columns.items()}
+        return f"Jsonl({list(self.patterns)!r}, columns={columns!r}, unit_bytes={self.unit_bytes})"
+
+    def _schema(self, files: Sequence[StoredFile]) -> pa.Schema:
+        if isinstance(self.columns, Mapping):
+            return pa.schema(list(self.columns.items()))
+        for file in files:
+            text = self._first_text(file)
+            if text.strip():
+                return inferred_schema(file.path, text, self.columns)
+        raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
+
+    def _first_text(self, file: StoredFile) -> bytes:
+        """The lines of the first unit of a file; of a compressed one, as many as fit in a unit, and at least one."""
+        codec = codec_of(file.path)
+        if codec is None:
+            detail = LineRange(file, 0, min(self.unit_bytes, file.num_bytes), pa.schema([]), True)
+            return next(self._texts(file.path, detail))[1]
+        text = b""
+        with self.storage.stream(file) as content:
+            for block in decompressed_blocks(file.path, codec, content, self.unit_bytes):
+                text += block
+                if len(block) < self.unit_bytes:
+                    break
+                whole, newline, _ = text.rpartition(b"\n")
+                if newline:
+                    text = whole if len(text) == len(block) else text.partition(b"\n")[0]
+                    break
+                self._check_line(file.path, 0, len(text))
+        return text.removeprefix(BYTE_ORDER_MARK)
+
+    def _texts(self, path: str, detail: LineRange) -> Iterator[tuple[int, bytes]]:
+        """(offset, text) of the lines of a range, some at a time: offset counts from the start of the decompressed file."""
+        if codec := codec_of(path):
+            with self.storage.stream(detail.file) as content:
+                yield from self._whole_lines(path, decompressed_blocks(path, codec, content, BLOCK_BYTES))
+            return
+        # One byte earlier: a newline there means that a line begins with the first byte of the range.
+        begin = max(0, detail.start - 1)
+        text = self.storage.read(detail.file, begin, detail.stop).to_pybytes()
+        if detail.start:
+            first = text.find(b"\n") + 1
+            if not first or begin + first == detail.stop:
+                return  # one line covers the whole range; it belongs to an earlier one
+            begin, text = begin + first, text[first:]
+        if not text.endswith(b"\n"):
+            text += self._rest_of_line(path, detail)
+        yield _without_mark(begin, text)
+
+    def _whole_lines(self, path: str, blocks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+        offset, parts, held = 0, list[bytes](), 0
+        for block in blocks:
+            end = block.rfind(b"\n") + 1
+            if not end:
+                parts.append(block)
+                held += len(block)
+                self._check_line(path, offset, held)
+                continue
+            text = b"".join([*parts, block[:end]])
+            yield _without_mark(offset, text)
+            offset += len(text)
+            parts, held = [block[end:]], len(block) - end
+        if held:
+            yield _without_mark(offset, b"".join(parts))
+
+    def _rest_of_line(self, path: str, detail: LineRange) -> bytes:
+        """From the end of a range to the end of the line that is open there."""
+        parts: list[bytes] = []
+        start, step = detail.stop, BEYOND_BYTES
+        while start < detail.file.num_bytes:
+            part = self.storage.read(detail.file, start, min(start + step, detail.file.num_bytes)).to_pybytes()
+            end = part.find(b"\n")
+            if end >= 0:
+                parts.append(part[: end + 1])
+                break
+            parts.append(part)
+            start, step = start + step, min(step * 4, BLOCK_BYTES)
+            self._check_line(path, detail.stop, start - detail.stop)
+        return b"".join(parts)
+
+    def _check_line(self, path: str, offset: int, num_bytes: int) -> None:
+        if num_bytes > self.most_unit_bytes:
+            raise BufferTooSmallError(
+                f"{path} has no end of a line in the {num_bytes:,} bytes from byte {offset:,} on, and a line may have "
+                f"{self.most_unit_bytes:,}: is it JSON Lines? If it is, raise buffer_bytes, which is {self.buffer_bytes:,}"
+            )
+
+
+def _without_mark(offset: int, text: bytes) -> tuple[int, bytes]:
+    if offset == 0 and text.startswith(BYTE_ORDER_MARK):
+        return len(BYTE_ORDER_MARK), text[len(BYTE_ORDER_MARK) :]
+    return offset, text
+
+
+_REPORT_BYTES = 512  # about what a bad row takes until it is handed to its policy
+_PARSER_INTS = 2**63  # beyond this (and its double, without a sign) orjson makes a float of a whole number
+_LONG_NUMBER = re.compile(rb"\d{19}")
+
+
+def inferred_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa.Schema:
+    """The types of the fields, from the rows of one unit. Bad lines tell nothing and are left to the reading."""
+    rows = [row for row in map(_value, _split(text)) if type(row) is dict]
+    if not rows:
+        raise SourceError(f"{path} has no JSON object on any of its first lines: is it JSON Lines?")
+    found = list(dict.fromkeys(name for row in rows for name in row))
+    if not found:
+        raise SourceError(
+            f"{path} has nothing but {{}} on its first lines, from which the fields are taken: give the fields to read with "
+            "their types, columns={'text': pa.string(), ...}"
+        )
+    for name in columns or ():
+        if name not in found:
+            raise SchemaError(f"no row at the start of {path} has the field {name!r}; they have {found}")
+    fields = []
+    for name in columns or found:
+        try:
+            fields.append((name, pa.array([row.get(name) for row in rows]).type))
+        except UNFIT as error:
+            kinds = sorted({type(row[name]).__name__ for row in rows if row.get(name) is not None})
+            raise SchemaError(
+                f"the type of the field {name!r} cannot be inferred from {path}, where it is {' and '.join(kinds)}: {error}"
+                f"; give its type with those of the fields to read, columns={{{name!r}: pa.json_(), ...}} (pa.json_() keeps "
+                "values of any kind as JSON text), or leave the field out of columns"
+            ) from error
+    return pa.schema(fields)
+
+
+class JsonRows:
+    """The rows of one unit, collected from its text piece by piece: the outcome does not depend on how the text is cut.
+
+    Rows with a value that does not fit its type are bad. When not one value of a field fits, it is the type that is wrong,
+    not the rows. Each field of `must_have` must be in some row. The columns may take `most_bytes`.
+    """
+
+    def __init__(self, path: str, schema: pa.Schema, must_have: Sequence[str], most_bytes: int) -> None:
+        self._path = path
+        self._fields = list(schema)
+        self._schema = pa.schema([(field.name, _stored_type(field.type)) for field in schema])
+        self._missing = dict.fromkeys(must_have)
+        self._most_bytes = most_bytes
+        self._tables: list[pa.Table] = []
+        self._bad: list[BadRow] = []
+        self._num_rows = 0
+        self._num_objects = 0
+        self._num_bytes = 0
+        self._num_values = dict.fromkeys(schema.names, 0)
+        self._unfit: dict[str, list[str]] = {name: [] for name in schema.names}  # the kinds of values that do not fit
+
+    def add(self, offset: int, text: bytes) -> None:
+        """Add the lines of `text`, which begins at byte `offset` of the (decompressed) file."""
+        lines = _split(text)
+        bad: dict[int, str] = {}
+        try:
+            rows: list[Any] = [orjson.loads(line) for line in lines]
+        except orjson.JSONDecodeError:
+            rows = [_value(line) for line in lines]
+        for i, row in enumerate(rows):
+            if type(row) is not dict:
+                bad[i] = f"not a JSON object: {_fault(lines[i])}"
+                rows[i] = {}
+        self._num_objects += len(rows) - len(bad)
+        for name in [name for name in self._missing if any(name in row for row in rows)]:
+            del self._missing[name]
+        table = pa.table([self._column(field, lines, rows, bad) for field in self._fields], schema=self._schema)
+        if bad:
+            starts = _starts(text)
+            reports = [BadRow(i, bad[i], f"{self._path} at byte {offset + starts[i]}") for i in sorted(bad)]
+            table = table.take(kept_rows(len(rows), reports))
+            self._bad += [BadRow(self._num_rows + report.row, report.error, report.where) for report in reports]
+        self._num_rows += len(rows)
+        self._num_bytes += table.nbytes + len(bad) * _REPORT_BYTES
+        if self._num_bytes > self._most_bytes:
+            raise BufferTooSmallError(
+                f"{self._path}: the rows of one unit take more than {self._most_bytes:,} bytes in memory; raise "
+                "buffer_bytes, read fewer fields with columns=, or write the file as several smaller ones"
+            )
+        self._tables.append(table)
+
+    def result(self) -> ReadResult:
+        for name in self._missing:
+            if self._num_objects:
+                raise SchemaError(
+                    f"{self._path} has no row with the field {name!r}, which the first file has; leave it out of columns, "
+                    f"or declare it with its type to have it null: columns={{{name!r}: pa.string(), ...}}"
+                )
+        for field in self._fields:
+            self._check_type(field)
+        tables = self._tables or [self._schema.empty_table()]
+        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
+        if not self._bad:
+            return ReadResult(table)
+        return ReadResult(table, kept_rows(self._num_rows, self._bad), tuple(self._bad))
+
+    def _check_type(self, field: pa.Field) -> None:
+        unfit = self._unfit[field.name]
+        if not unfit:
+            return
+        if has_null(field.type):
+            raise SchemaError(
+                f"{self._path} has the field {field.name!r} as {unfit[0]}, but its type is not known: it is {field.type} in "
+                f"the first unit of the source, from which types are inferred; give it, columns={{{field.name!r}: "
+                "pa.string(), ...}, or leave the field out of columns"
+            )
+        if 1 < len(unfit) == self._num_values[field.name]:
+            raise SchemaError(
+                f"{self._path} has the field {field.name!r} as {unfit[0]}, but the source has it as {field.type}; give a "
+                f"type that holds both, columns={{{field.name!r}: ...}} (pa.json_() holds any, as text), or make them two "
+                "sources"
+            )
+
+    def _column(self, field: pa.Field, lines: list[bytes], rows: list[dict[str, Any]], bad: dict[int, str]) -> Column:
+        name, type_ = field.name, field.type
+        values = [row.get(name) for row in rows]
+        self._num_values[name] += len(values) - values.count(None)
+        if _is_json(type_):
+            column, unfit = _as_text(lines, values, name)
+        else:
+            column, unfit = fitted(values, type_)
+            unfit |= _rounded(column, lines, name, type_, bad)
+        if not unfit:
+            return column
+        for i, error in unfit.items():
+            bad.setdefault(i, f"the field {name!r} does not fit its type {type_}: {error}{_offer(name, type_, values[i])}")
+            self._unfit[name].append(type(values[i]).__name__)
+            values[i] = None
+        return _as_text(lines, values, name)[0] if _is_json(type_) else fitted(values, type_)[0]
+
+
+def _rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType, bad: Container[int]) -> dict[int, str]:
+    """Whole numbers so large that the parser made floats of them, which are other numbers. Lines in `bad` are no JSON."""
+    if largest_float(column) < _PARSER_INTS:
+        return {}
+    found = {}
+    for i, line in enumerate(lines):
+        if i in bad or not _LONG_NUMBER.search(line):
+            continue
+        try:
+            for number in _ints(_exact_value(line, name)):
+                if float(number) != number:
+                    found[i] = f"{number} is not exactly a {type_}"
+        except RecursionError:
+            found[i] = "it is nested too deeply"
+    return found
+
+
+def _as_text(lines: list[bytes], values: list[Any], name: str) -> tuple[pa.Array, dict[int, str]]:
+    """The values as JSON text, by a parser that keeps numbers of any length."""
+    texts = [None if value is None else _json_text(line, name) for line, value in zip(lines, values, strict=True)]
+    unfit = {i: "it is nested too deeply" for i, text in enumerate(texts) if text is None and values[i] is not None}
+    return pa.array(texts, pa.string()), unfit
+
+
+def _json_text(line: bytes, name: str) -> str | None:
+    try:
+        return json.dumps(_exact_value(line, name), ensure_ascii=False)
+    except RecursionError:
+        return None
+
+
+def _exact_value(line: bytes, name: str) -> Any:
+    value = json.loads(line)
+    return value.get(name) if type(value) is dict else None
+
+
+def _ints(value: Any) -> Iterator[int]:
+    if type(value) is int:
+        yield value
+    elif type(value) in (list, dict):
+        for entry in value.values() if type(value) is dict else value:
+            yield from _ints(entry)
+
+
+def _is_json(type_: pa.DataType) -> bool:
+    return isinstance(type_, pa.JsonType)
+
+
+def _stored_type(type_: pa.DataType) -> pa.DataType:
+    return pa.string() if _is_json(type_) else type_
+
+
+def _offer(name: str, type_: pa.DataType, value: Any) -> str:
+    """A type that would hold the value too, as it is declared."""
+    try:
+        both = pa.uint64() if type(value) is int and 2**63 <= value < 2**64 else wider(type_, pa.array([value]).type)
+    except UNFIT:
+        both = None
+    if both is None or both.equals(type_):
+        return ""
+    return f"; a type that holds every value can be declared: columns={{{name!r}: {spelled_type(both)}, ...}}"
+
+
+def _split(text: bytes) -> list[bytes]:
+    """The lines that are rows: blank ones are not."""
+    return [line for line in text.split(b"\n") if line and not line.isspace()]
+
+
+def _value(line: bytes) -> Any:
+    """What a line says; None when it says nothing that can be understood."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _fault(line: bytes) -> str:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return str(error)
+    return f"the line holds {type(value).__name__}"
+
+
+def _starts(text: bytes) -> list[int]:
+    """Where each row begins in the text."""
+    starts, position = [], 0
+    for line in text.split(b"\n"):
+        if line and not line.isspace():
+            starts.append(position)
+        position += len(line) + 1
+    return starts

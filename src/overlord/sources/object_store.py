@@ -1,0 +1,315 @@
+"""One bucket of an object store, with retries that we decide and count.
+
+A request that fails for a passing reason (5xx, 408, 429, a refused or dropped connection, a time-out) is
+asked again after waits that grow by a fixed factor, without jitter, until `deadline_s` after the first
+attempt; then StorageError. A missing object, a denied one or any other refusal is a SourceError at once:
+asking again cannot help.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.errors import SourceError, SpecError, StorageError
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+
+T = TypeVar("T")
+
+PART_BYTES = 16 << 20
+PARTS_AT_ONCE = 4
+_STATUS = re.compile(r"status code: (\d{3})")
+_log = logging.getLogger("overlord.storage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """How long to go on asking storage that does not answer."""
+
+    deadline_s: float = 120.0
+    """No new attempt begins later than this after the first one. 0: a single attempt."""
+    first_wait_s: float = 0.1
+    factor: float = 2.0
+    max_wait_s: float = 5.0
+    request_timeout_s: float = 60.0
+    """One attempt is given up after this long."""
+
+    def __post_init__(self) -> None:
+        if self.deadline_s < 0:
+            raise SpecError(f"a retry deadline is a number of seconds >= 0, got {self.deadline_s}")
+        if not 0 < self.first_wait_s <= self.max_wait_s:
+            raise SpecError(
+                f"waits must be positive and first_wait_s no longer than max_wait_s, got {self.first_wait_s} and "
+                f"{self.max_wait_s}"
+            )
+        if self.factor < 1:
+            raise SpecError(f"waits grow by a factor of at least 1, got {self.factor}")
+        if self.request_timeout_s <= 0:
+            raise SpecError(f"request_timeout_s must be positive, got {self.request_timeout_s}")
+
+    def waits(self) -> Iterator[float]:
+        wait = self.first_wait_s
+        while True:
+            yield wait
+            wait = min(wait * self.factor, self.max_wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    key: str
+    num_bytes: int
+    version: str
+    """The ETag, or the time of the last change where the store gives none."""
+
+    @staticmethod
+    def of(meta: ObjectMeta) -> Listed:
+        # Some stores quote ETags in answers and not in listings, or mark them as weak in one of the two.
+        tag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
+        modified = meta.get("last_modified")
+        return Listed(meta["path"], meta["size"], tag or (modified.isoformat() if modified else ""))
+
+
+class ObjectStore:
+    """Reads, lists and stores under one root such as `s3://bucket`. Shared by all threads of a process."""
+
+    def __init__(
+        self,
+        root: str,
+        options: Mapping[str, str],
+        retry: Retry,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.root = root
+        self._retry = retry
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._num_retries = 0
+        self._store = _connected(root, options, retry)
+
+    @property
+    def num_retries(self) -> int:
+        """How often a request was asked again."""
+        return self._num_retries
+
+    def head(self, key: str) -> Listed:
+        import obstore
+
+        return Listed.of(self._ask(key, lambda: obstore.head(self._store, key)))
+
+    def list_all(self, prefix: str) -> list[Listed]:
+        """Every object below the folder `prefix`, however deep."""
+        import obstore
+
+        def pages() -> list[ObjectMeta]:
+            return [meta for page in obstore.list(self._store, prefix or None) for meta in page]
+
+        return [Listed.of(meta) for meta in self._ask(prefix, pages)]
+
+    def list_level(self, prefix: str) -> tuple[list[Listed], list[str]]:
+        """The objects and the folders directly in the folder `prefix`."""
+        import obstore
+
+        result = self._ask(prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None))
+        return [Listed.of(meta) for meta in result["objects"]], list(result["common_prefixes"])
+
+    def read(self, listed: Listed, start: int, stop: int) -> pa.Buffer:
+        """The bytes [start, stop) of an object that is still as it was listed.
+
+        Large ranges come in parts, so that a fault repeats a part and not the whole; all parts are of the same version.
+        """
+        if stop <= start:
+            return pa.py_buffer(b"")
+        if stop - start <= PART_BYTES:
+            return self._part(listed, start, stop)[0]
+        whole = pa.allocate_buffer(stop - start)
+        target = np.frombuffer(memoryview(whole), np.uint8)
+        begins = list(range(start, stop, PART_BYTES))
+
+        def fetch(expected: Listed, begin: int) -> Listed:
+            end = min(begin + PART_BYTES, stop)
+            part, found = self._part(expected, begin, end)
+            target[begin - start : end - start] = np.frombuffer(memoryview(part), np.uint8)
+            return found
+
+        # The first part comes alone where no version is known: the others are held to its version.
+        expected = listed if listed.version else fetch(listed, begins.pop(0))
+        pool = ThreadPoolExecutor(min(PARTS_AT_ONCE, len(begins)), thread_name_prefix="overlord-parts")
+        try:
+            list(pool.map(partial(fetch, expected), begins))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return whole
+
+    def _part(self, listed: Listed, start: int, stop: int) -> tuple[pa.Buffer, Listed]:
+        """A range in one request, and the object that it is of."""
+        import obstore
+
+        key, num_bytes, version = listed.key, listed.num_bytes, listed.version
+
+        def get() -> tuple[pa.Buffer, Listed]:
+            result = obstore.get(self._store, key, options={"range": (start, stop)})
+            return pa.py_buffer(result.bytes()), Listed.of(result.meta)
+
+        part, found = self._ask(key, get)
+        if found.num_bytes != num_bytes or (version and found.version and found.version != version):
+            raise SourceError(
+                f"{self.root}/{key} has changed since it was listed: it has {found.num_bytes:,} bytes and the version "
+                f"{found.version or 'unknown'}, and had {num_bytes:,} bytes and {version or 'unknown'}; do not change the "
+                "files of a running job: put the old object back, or start again"
+            )
+        if part.size != stop - start:
+            raise SourceError(
+                f"{self.root}/{key} gave {part.size:,} bytes for the range {start:,} to {stop:,} of {num_bytes:,}: the "
+                "server does not answer ranges as asked; use one that does, or copy the object"
+            )
+        return part, found
+
+    def put_new(self, key: str, content: bytes) -> None:
+        """Store an object that does not exist yet; FileExistsError when it does and holds something else."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        def put() -> bool:
+            try:
+                obstore.put(self._store, key, content, mode="create")
+            except AlreadyExistsError:
+                return False
+            return True
+
+        # A put that seemed to fail may have arrived, and is then found to exist when it is tried again.
+        if not self._ask(key, put, "written") and self.get(key) != content:
+            raise FileExistsError(f"{self.root}/{key} exists already")
+
+    def get(self, key: str) -> bytes:
+        """A whole object that was never listed."""
+        import obstore
+
+        return self._ask(key, lambda: bytes(obstore.get(self._store, key).bytes()))
+
+    def delete(self, key: str) -> None:
+        """One that does not exist is as good as deleted."""
+        import obstore
+
+        self._ask(key, lambda: obstore.delete(self._store, key), "deleted")
+
+    def _ask(self, key: str, request: Callable[[], T], done: str = "read") -> T:
+        from obstore.exceptions import BaseError
+
+        began = self._clock()
+        for attempt, wait in enumerate(self._retry.waits(), 1):
+            try:
+                return request()
+            except ValueError as error:
+                raise SpecError(
+                    f"{self.root}/{key!a} is not a name that can be asked for: {_reason(error)}; names have no line breaks, "
+                    "no empty parts as in a//b, and are UTF-8"
+                ) from error
+            except (BaseError, FileNotFoundError) as error:
+                reason = _reason(error)
+                if not _is_passing(error):
+                    raise SourceError(f"{self.root}/{key} {_refusal(error, done)} ({reason})") from error
+                if self._clock() - began + wait > self._retry.deadline_s:
+                    raise StorageError(
+                        f"{self.root}/{key}: storage did not answer in {attempt} attempts over "
+                        f"{self._clock() - began:.1f} s (deadline_s={self._retry.deadline_s:g}); the last error was: "
+                        f"{reason}. Check the endpoint and the network, or give more time: retry=Retry(deadline_s=...)"
+                    ) from error
+                with self._lock:
+                    self._num_retries += 1
+                _log.warning("%s/%s: attempt %d failed, again in %.1f s: %s", self.root, key, attempt, wait, reason)
+                self._sleep(wait)
+        raise AssertionError("waits never end")
+
+
+_stores: dict[tuple[str, tuple[tuple[str, str], ...], Retry], ObjectStore] = {}
+_stores_lock = threading.Lock()
+
+
+def shared_store(root: str, options: tuple[tuple[str, str], ...], retry: Retry) -> ObjectStore:
+    """One store, and so one pool of connections, per root and process."""
+    key = (root, options, retry)
+    with _stores_lock:
+        if key not in _stores:
+            _stores[key] = ObjectStore(root, dict(options), retry)
+        return _stores[key]
+
+
+def num_retries() -> dict[str, int]:
+    """How often requests were asked again in this process, by root."""
+    counts: dict[str, int] = {}
+    with _stores_lock:
+        stores = list(_stores.values())
+    for store in stores:
+        counts[store.root] = counts.get(store.root, 0) + store.num_retries
+    return counts
+
+
+def _connected(root: str, options: Mapping[str, str], retry: Retry) -> Any:
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise SpecError(f"reading {root} needs the extra 'object-stores': pip install 'overlord[object-stores]'") from error
+    # Whoever writes an endpoint with http:// has chosen plain text; without this the store refuses it later on.
+    plain = root.startswith("http://") or any(value.startswith("http://") for value in options.values())
+    named = {name.removeprefix("aws_").removeprefix("azure_").removeprefix("google_") for name in options}
+    client: dict[str, Any] = {"timeout": timedelta(seconds=retry.request_timeout_s)}
+    if plain and "allow_http" not in named:
+        client["allow_http"] = True
+    arguments: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
+    if root.startswith(("http://", "https://")):
+        client.update(options)
+    else:
+        arguments["config"] = dict(options)
+    try:
+        return from_url(root, **arguments)
+    except (BaseError, ValueError, TypeError) as error:
+        raise SpecError(f"storage_options for {root} are not understood: {_reason(error)}") from error
+
+
+def _status(error: Exception) -> int | None:
+    match = _STATUS.search(str(error))
+    return int(match.group(1)) if match else None
+
+
+def _is_passing(error: Exception) -> bool:
+    from obstore.exceptions import GenericError
+
+    status = _status(error)
+    if status is not None:
+        return status >= 500 or status in (408, 429)
+    return isinstance(error, GenericError)
+
+
+def _refusal(error: Exception, done: str) -> str:
+    status = _status(error)
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return "does not exist: check the name, and the bucket"
+    if status in (401, 403):
+        rights = "list and get" if done == "read" else "put and delete"
+        return f"may not be {done} with these credentials: give others in storage_options, or a right to {rights}"
+    if status == 416:
+        return "has changed since it was listed: it has become shorter; do not change the files of a running job"
+    return f"cannot be {done}"
+
+
+def _reason(error: Exception) -> str:
+    """The first line, without the debug dump and the XML body that the store appends."""
+    return str(error).split("\n", 1)[0].split(": <", 1)[0]

@@ -1,0 +1,367 @@
+"""Parquet: a unit is a row group. Footers are read once, when the source is listed; reading needs none of them again."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from overlord.declare.source import Unit
+from overlord.errors import BufferTooSmallError, SourceError
+from overlord.runtime.threads import is_crowded
+from overlord.sources.files import FileSource, ReadResult, checked_columns, common_schema
+from overlord.sources.parquet_lists import (
+    ListColumn,
+    Lists,
+    NotFlat,
+    is_worth_it,
+    list_columns,
+    read_lists,
+)
+from overlord.sources.sparse_file import SparseFile
+from overlord.sources.storage import (
+    Storage,
+    StoredFile,
+    check_unchanged,
+    is_remote,
+    map_threads,
+    open_arrow,
+    reporting,
+)
+from overlord.sources.validation import validated
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ColumnChunkMetaData, FileMetaData, ParquetFile
+
+
+MAGIC = b"PAR1"
+ENCRYPTED_MAGIC = b"PARE"
+TAIL_BYTES = 64 << 10
+GAP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """What reading a row group needs. All units of a file share the footer and the schema."""
+
+    file: StoredFile
+    footer: FileMetaData
+    schema: pa.Schema
+    leaves: tuple[int, ...]
+    """The columns of the file that make up the columns of the schema."""
+    lists: tuple[ListColumn, ...]
+    """Columns that may be read in a quicker way than Arrow's, which lets go of the interpreter more often."""
+
+    def chunks(self, index: int) -> list[ColumnChunkMetaData]:
+        group = self.footer.row_group(index)
+        return [group.column(i) for i in self.leaves]
+
+
+@dataclass(frozen=True)
+class Parquet(FileSource):
+    """Parquet files. `columns` names the columns to read, all of them unless given."""
+
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "columns", checked_columns(self.columns))
+        object.__setattr__(self, "_kept", KeptOpen())
+
+    @property
+    def _files(self) -> KeptOpen:
+        return self.__dict__["_kept"]
+
+    def units(self) -> list[Unit]:
+        files = self.files()
+        footers = map_threads(lambda file: _footer(self.storage, file), files)
+        schemas = ((file.path, _arrow_schema(file, footer)) for file, footer in zip(files, footers, strict=True))
+        schema = common_schema(schemas, self.columns).remove_metadata()
+        units: list[Unit] = []
+        for file, footer in zip(files, footers, strict=True):
+            _check_chunks(file, footer, schema.names)
+            leaves, lists = _leaves(footer, schema.names), list_columns(footer, schema)
+            detail = RowGroup(file, footer, schema, leaves, lists)
+            units += _row_groups(file, detail)
+        return self._some(units)
+
+    def read(self, unit: Unit) -> pa.Table:
+        return self.read_rows(unit).strict()
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        return validated(self._decoded(unit), f"row group {unit.index} of {unit.path}")
+
+    def _decoded(self, unit: Unit) -> pa.Table:
+        import pyarrow.parquet as pq
+
+        detail: RowGroup = unit.detail
+        if unit.num_bytes > self.most_unit_bytes:
+            raise BufferTooSmallError(
+                f"row group {unit.index} of {unit.path} has {unit.num_bytes:,} bytes decompressed, and a unit may take "
+                f"{self.most_unit_bytes:,}; raise buffer_bytes, which is {self.buffer_bytes:,}, read fewer columns with "
+                "columns=, or write smaller row groups"
+            )
+        options = {"metadata": detail.footer, "pre_buffer": False, "page_checksum_verification": True}
+        remote, ranges = is_remote(unit.path), {}
+        if remote:
+            # Fetched before decoding, in as few requests as there are stretches of wanted columns.
+            ranges = {
+                start: self.storage.read(detail.file, start, stop)
+                for start, stop in _stretches(map(_extent, detail.chunks(unit.index)))
+            }
+        try:
+            if remote:
+                file = pa.PythonFile(SparseFile(detail.file.num_bytes, ranges), mode="r")
+                with file, pq.ParquetFile(file, **options) as parquet:
+                    table = self._row_group(file, parquet, unit)
+            else:
+                # An open file rather than a path: for a path the filesystem would be worked out again each time.
+                opened = self._files.take(detail.file, detail.footer)
+                if opened is None:
+                    file = open_arrow(detail.file)
+                    opened = OpenFile(detail.file, detail.footer, file, pq.ParquetFile(file, **options))
+                try:
+                    table = self._row_group(opened.file, opened.parquet, unit)
+                finally:
+                    # By its name: a file that was replaced or deleted is not read on because it happens to be open still.
+                    with reporting(unit.path):
+                        check_unchanged(detail.file, os.stat(unit.path))
+                self._files.put_back(opened)
+        except (pa.ArrowException, OSError, EOFError) as error:
+            raise SourceError(
+                f"row group {unit.index} of {unit.path} cannot be decoded: {error}; write the file again"
+            ) from error
+        if table.num_rows != unit.num_rows:
+            raise SourceError(
+                f"row group {unit.index} of {unit.path} gave {table.num_rows} rows, its footer says {unit.num_rows}"
+            )
+        return table
+
+    def _row_group(self, file: pa.NativeFile, parquet: ParquetFile, unit: Unit) -> pa.Table:
+        detail: RowGroup = unit.detail
+        group = detail.footer.row_group(unit.index)
+        lists: dict[str, Lists] = {}
+        for column in () if is_crowded() else detail.lists:
+            name, chunk = column.field.name, group.column(column.leaf)
+            if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
+                continue
+            if (error := _entries_error(detail.footer, detail.file.num_bytes, [unit.index], [column.leaf])) is not None:
+                raise error
+            start, stop = _extent(chunk)
+            file.seek(start)
+            try:
+                lists[name] = read_lists(column, chunk, file.read_buffer(stop - start))
+            except NotFlat:
+                self._files.as_they_are.add(name)
+        others = [name for name in detail.schema.names if name not in lists]
+        if not others:
+            return pa.table(lists, detail.schema)
+        table = parquet.read_row_group(unit.index, columns=others, use_threads=False)
+        columns = [lists[name] if name in lists else table.column(name) for name in detail.schema.names]
+        return pa.table(columns, schema=detail.schema)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def identity(self) -> str:
+        return f"Parquet({list(self.patterns)!r}, columns={self.columns and list(self.columns)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    stored: StoredFile
+    footer: FileMetaData
+    file: pa.NativeFile
+    parquet: ParquetFile
+
+
+class KeptOpen:
+    """The local file that was read last, left open for its next row group. Pickles, and copies, without it."""
+
+    _room = threading.Semaphore(256)  # for the files that all sources of a process together keep open
+
+    def __init__(self) -> None:
+        self._last: deque[OpenFile] = deque()  # each operation of a deque is atomic
+        self.as_they_are: set[str] = set()
+        """List columns that turned out to be for Arrow to read."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return KeptOpen, ()
+
+    def take(self, stored: StoredFile, footer: FileMetaData) -> OpenFile | None:
+        """The file if it is the one; nobody else gets it until it is put back."""
+        found = self._pop()
+        if found is None or (found.stored == stored and found.footer is footer):
+            return found
+        found.file.close()
+        return None
+
+    def put_back(self, opened: OpenFile) -> None:
+        self.close()
+        if self._room.acquire(blocking=False):
+            self._last.append(opened)
+        else:
+            opened.file.close()
+
+    def close(self) -> None:
+        while (found := self._pop()) is not None:
+            found.file.close()
+
+    def _pop(self) -> OpenFile | None:
+        try:
+            found = self._last.pop()
+        except IndexError:
+            return None
+        self._room.release()
+        return found
+
+
+def _row_groups(file: StoredFile, detail: RowGroup) -> list[Unit]:
+    units = []
+    for i in range(detail.footer.num_row_groups):
+        num_rows, num_bytes = detail.footer.row_group(i).num_rows, 0
+        if not num_rows:
+            continue
+        for chunk in detail.chunks(i):
+            start, stop = _extent(chunk)
+            if start < len(MAGIC) or stop > file.num_bytes:
+                raise SourceError(
+                    f"row group {i} of {file.path} should lie at bytes {start:,} to {stop:,}, but the file has "
+                    f"{file.num_bytes:,}: a part of it is missing; copy or write it again"
+                )
+            num_bytes += chunk.total_uncompressed_size
+        units.append(Unit(file.path, i, num_rows, num_bytes, detail, file.version))
+    return units
+
+
+def _leaves(footer: FileMetaData, names: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of the file's columns that the named columns consist of: a nested one has several."""
+    paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    wanted, nested = set(names), tuple(f"{name}." for name in names)
+    return tuple(i for i, path in enumerate(paths) if path in wanted or path.startswith(nested))
+
+
+def _arrow_schema(file: StoredFile, footer: FileMetaData) -> pa.Schema:
+    try:
+        schema = footer.schema.to_arrow_schema()
+        for i in range(footer.num_columns):
+            _ = footer.schema.column(i).path  # a name that is not UTF-8 fails here, not somewhere in planning
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
+    return schema
+
+
+def _check_chunks(file: StoredFile, footer: FileMetaData, names: Sequence[str]) -> None:
+    """Raises SourceError where the footer's entry for a column chunk of the named columns cannot be used."""
+    num_rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+    if min(num_rows, default=0) < 0 or sum(num_rows) != footer.num_rows:
+        raise _unreadable(file, f"its row groups have {sum(num_rows):,} rows, but it says {footer.num_rows:,}")
+    leaves, groups = list(_leaves(footer, names)), list(range(footer.num_row_groups))
+    error = _entries_error(footer, file.num_bytes, groups, leaves)
+    if error is None:
+        return
+    for i in leaves:
+        column = footer.schema.column(i).path
+        found = _entries_error(footer, file.num_bytes, groups, [i])
+        if found is not None and "crypt" in str(found):
+            raise SourceError(
+                f"{file.path} has the encrypted column {column!r}, and encrypted columns cannot be read: name the others "
+                "with columns=, or write the file without encryption"
+            ) from found
+        if found is not None:
+            raise _unreadable(file, f"column {column!r}: {found}") from found
+    raise _unreadable(file, error) from error
+
+
+def _entries_error(footer: FileMetaData, num_bytes: int, groups: list[int], leaves: list[int]) -> Exception | None:
+    """What Arrow says of the footer's entries for column chunks when it is about to read them.
+
+    pyarrow's accessors of these entries do not catch what Arrow's C++ throws at damaged or encrypted ones: the process
+    aborts. Reading makes the same calls where errors are caught. A read of several row groups that is pre-buffered looks at
+    every entry; a buffered read of one row group looks at its codecs too. It is asked for no rows, and so comes to an end
+    before it looks at data.
+    """
+    import pyarrow.parquet as pq
+
+    options = {"metadata": footer, "pre_buffer": len(groups) > 1, "buffer_size": 4096}
+    try:
+        with pq.ParquetFile(_without_data(num_bytes), **options) as file:
+            next(file.reader.iter_batches(0, groups, leaves, use_threads=False), None)
+    except EOFError:  # of SparseFile: Arrow wants to see data, so the entries are fine
+        return None
+    except (pa.ArrowException, OSError) as error:
+        return error
+    return None
+
+
+def _without_data(num_bytes: int) -> pa.NativeFile:
+    # An offset beyond the file is for `_row_groups` to report, which has more to say about it, hence some room.
+    bits = max(30, num_bytes.bit_length())
+    try:
+        return pa.BufferReader(_address_space(bits))
+    except (OSError, ValueError, OverflowError):  # limited by ulimit -v
+        return pa.PythonFile(SparseFile(1 << bits, {}), mode="r")
+
+
+@lru_cache(maxsize=64)
+def _address_space(bits: int) -> pa.Buffer:
+    """Bytes that are never looked at and take no memory."""
+    return pa.py_buffer(mmap.mmap(-1, 1 << bits, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ))
+
+
+def _extent(chunk: ColumnChunkMetaData) -> tuple[int, int]:
+    start = chunk.data_page_offset
+    if chunk.dictionary_page_offset is not None:
+        start = min(start, chunk.dictionary_page_offset)
+    return start, start + chunk.total_compressed_size
+
+
+def _stretches(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The extents joined where little lies between them: reading over a gap costs less than another request."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(extents):
+        if joined and start - joined[-1][1] <= GAP_BYTES:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
+    """Reads the end of the file, and once more only when the footer is longer than that."""
+    import pyarrow.parquet as pq
+
+    tail_start = max(0, file.num_bytes - TAIL_BYTES)
+    tail = storage.read(file, tail_start, file.num_bytes)
+    end = tail[-8:].to_pybytes()
+    if end[4:] == ENCRYPTED_MAGIC:
+        raise SourceError(
+            f"{file.path} is an encrypted Parquet file (its last four bytes are b'PARE'), and encrypted files cannot be "
+            "read: write it without encryption"
+        )
+    if file.num_bytes < 12 or end[4:] != MAGIC:
+        raise SourceError(
+            f"{file.path} does not end like a Parquet file ({file.num_bytes:,} bytes, the last four are {end[4:]!r} and "
+            "should be b'PAR1'): it was cut off, or is not Parquet; copy or write it again"
+        )
+    footer_start = file.num_bytes - 8 - int.from_bytes(end[:4], "little")
+    if footer_start < len(MAGIC):
+        raise SourceError(f"{file.path} says its footer is longer than the file: it is damaged; copy or write it again")
+    if footer_start < tail_start:
+        tail, tail_start = storage.read(file, footer_start, file.num_bytes), footer_start
+    try:
+        # The parser counts from the end, so it does not miss the rest of the file.
+        return pq.read_metadata(pa.BufferReader(tail.slice(footer_start - tail_start)))
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is not UTF-8
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: StoredFile, what: object) -> SourceError:
+    return SourceError(f"{file.path} has a footer that cannot be read: {what}; copy or write it again")

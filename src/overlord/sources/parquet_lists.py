@@ -1,0 +1,391 @@
+"""Columns of long lists of numbers, decoded without the levels that Arrow would spend half of its time on.
+
+A page of a list column holds levels, which say where lists begin, and then the values. `read_lists` reads the levels by
+their runs (`levels`), puts the values, still encoded, into a Parquet file in memory whose one column has no levels, and
+lets Arrow decode that. The result is the array that Arrow gives for the column. What does not lend itself to
+this (short lists, missing numbers, encodings of old) raises `NotFlat`; Arrow is then to read the column as it is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from overlord.sources import parquet_lists as levels
+from overlord.sources import thrift
+from overlord.sources.thrift import (
+    binary,
+    boolean,
+    i32,
+    i64,
+    read_varint,
+    sequence,
+    structure,
+)
+from overlord.sources.views import joined
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ColumnChunkMetaData, FileMetaData
+
+
+_SHORTEST = 160
+"""Lists of fewer numbers, on average, are about as quick by Arrow: the two meet at some 120."""
+_LARGEST_BYTES = 64 << 20
+"""Of a row group's column: the encoded values are held twice, so large ones are left to Arrow."""
+_VALUES_OF_A_BYTE = 32
+"""At least so many values for each byte of levels, of which a list has some five; unless they are few."""
+_FEW_BYTES = 256
+_MAGIC = b"PAR1"
+_KIND, _PAGE_BYTES, _COMPRESSED_BYTES, _CHECKSUM, _DATA_PAGE_HEADER, _DATA_PAGE_V2_HEADER = 1, 2, 3, 4, 5, 8
+_DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
+_RUNS = 3  # the encoding of levels
+
+
+class Codec(NamedTuple):
+    number: int
+    name: Literal["snappy", "gzip", "zstd"] | None
+
+
+_CODECS: dict[str, Codec] = {
+    "UNCOMPRESSED": Codec(0, None),
+    "SNAPPY": Codec(1, "snappy"),
+    "GZIP": Codec(2, "gzip"),
+    "ZSTD": Codec(6, "zstd"),
+}
+
+
+class Number(NamedTuple):
+    """Parquet's type, its number, and what says which of Arrow's types is meant."""
+
+    name: str
+    number: int
+    converted: int | None = None
+
+
+_TYPES = {
+    pa.int8(): Number("INT32", 1, 15),
+    pa.int16(): Number("INT32", 1, 16),
+    pa.int32(): Number("INT32", 1),
+    pa.int64(): Number("INT64", 2),
+    pa.uint8(): Number("INT32", 1, 11),
+    pa.uint16(): Number("INT32", 1, 12),
+    pa.uint32(): Number("INT32", 1, 13),
+    pa.uint64(): Number("INT64", 2, 14),
+    pa.float32(): Number("FLOAT", 4),
+    pa.float64(): Number("DOUBLE", 5),
+}
+
+
+Lists = pa.ListArray | pa.LargeListArray
+
+
+class NotFlat(Exception):
+    """The column is to be read by Arrow as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListColumn:
+    """A column of a file that holds lists of numbers."""
+
+    field: pa.Field
+    leaf: int
+
+    @property
+    def empty_level(self) -> int:
+        """The definition level of an empty list; 0 is a missing one where lists may be missing."""
+        return int(self.field.nullable)
+
+    @property
+    def full_level(self) -> int:
+        """The definition level of a number."""
+        return self.empty_level + 1 + int(self.field.type.value_field.nullable)
+
+    def fits(self, footer: FileMetaData) -> bool:
+        leaf = footer.schema.column(self.leaf)
+        known = _TYPES.get(self.field.type.value_type)
+        return (
+            known is not None
+            and leaf.physical_type == known.name
+            and leaf.max_repetition_level == 1
+            and leaf.max_definition_level == self.full_level
+        )
+
+
+def list_columns(footer: FileMetaData, schema: pa.Schema) -> tuple[ListColumn, ...]:
+    """Those of the schema's columns that `read_lists` can be tried on."""
+    paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    columns = []
+    for field in schema:
+        leaves = [i for i, path in enumerate(paths) if path.startswith(f"{field.name}.")]
+        if (pa.types.is_list(field.type) or pa.types.is_large_list(field.type)) and len(leaves) == 1:
+            columns.append(ListColumn(field, leaves[0]))
+    return tuple(column for column in columns if column.fits(footer))
+
+
+def is_worth_it(chunk: ColumnChunkMetaData, num_rows: int) -> bool:
+    """Whether `read_lists` is likely to be quicker than Arrow, by what the footer says."""
+    return chunk.num_values >= num_rows * _SHORTEST and chunk.total_uncompressed_size <= _LARGEST_BYTES
+
+
+def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Lists:
+    """The lists of one row group; `data` is what the file has from its first page on. The codec in the footer must be one
+    that Arrow knows: pyarrow aborts the process when it is asked for the name of another."""
+    try:
+        return _read(column, chunk, data)
+    except NotFlat:
+        raise
+    except Exception as error:  # whatever damage leads to here, Arrow's answer is the one that counts
+        raise NotFlat(f"the pages could not be taken apart: {error}") from error
+
+
+def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Lists:
+    starts: list[int] = []
+    absent: list[tuple[int, int]] = []
+    dictionary, pages = b"", []
+    num_levels = num_values = 0
+    if chunk.compression not in _CODECS:
+        raise NotFlat(f"the codec is {chunk.compression}")
+    if chunk.physical_type != _TYPES[column.field.type.value_type].name:
+        raise NotFlat(f"the row group has {chunk.physical_type}, unlike the schema")
+    for page in _pages(chunk, data):
+        if page.header[_KIND] == _DICTIONARY_PAGE:
+            dictionary = page.whole
+            continue
+        split = _split(page, chunk.compression)
+        missing = levels.others(split.definition, split.num_levels, column.full_level)
+        starts += levels.zeros(split.repetition, split.num_levels, num_levels)
+        absent += [(num_levels + where, level) for where, level in missing]
+        num_here = split.num_levels - len(missing)
+        if num_here:  # Arrow stops at a page without values
+            pages += [_flat_header(split, num_here), split.values]
+        num_levels += split.num_levels
+        num_values += num_here
+    values = _decoded(_flat_file(column, chunk.compression, num_values, dictionary, pages))
+    if len(values) != num_values:
+        raise NotFlat(f"{len(values)} values, but {num_values} levels of values")
+    if starts[0] != 0:
+        raise NotFlat("the first list does not begin with the row group")
+    return _lists(column, np.array([*starts, num_levels]), absent, values)
+
+
+class Page(NamedTuple):
+    header: dict[int, Any]
+    whole: memoryview
+    """With the header."""
+    body: pa.Buffer
+
+
+def _pages(chunk: ColumnChunkMetaData, data: pa.Buffer) -> Iterator[Page]:
+    view = memoryview(data).cast("B")
+    at = num_levels = 0
+    while num_levels < chunk.num_values:
+        header, start = thrift.read_structure(view, at)
+        size = header[_COMPRESSED_BYTES]
+        if not 0 <= size <= len(view) - start or not 0 <= header[_PAGE_BYTES] <= chunk.total_uncompressed_size:
+            raise NotFlat(f"a page of {size:,} bytes, {header[_PAGE_BYTES]:,} uncompressed, in {len(view) - start:,}")
+        if _CHECKSUM in header and zlib.crc32(view[start : start + size]) != header[_CHECKSUM] & 0xFFFFFFFF:
+            raise NotFlat("a page's checksum does not fit")
+        of_data = header.get(_DATA_PAGE_HEADER) or header.get(_DATA_PAGE_V2_HEADER) or {1: 0}
+        num_levels += of_data[1]
+        if not 0 <= of_data[1] <= num_levels <= chunk.num_values:
+            raise NotFlat(f"a page of {of_data[1]:,} levels, in a row group of {chunk.num_values:,}")
+        yield Page(header, view[at : start + size], data.slice(start, size))
+        at = start + size
+
+
+class Split(NamedTuple):
+    """A data page in its parts."""
+
+    num_levels: int
+    encoding: int
+    repetition: bytes
+    definition: bytes
+    values: memoryview
+    values_bytes: int
+    """When uncompressed."""
+    is_compressed: bool
+
+
+def _split(page: Page, compression: str) -> Split:
+    kind = page.header[_KIND]
+    if kind == _DATA_PAGE:
+        split = _split_v1(page, _CODECS[compression])
+    elif kind == _DATA_PAGE_V2:
+        split = _split_v2(page)
+    else:
+        raise NotFlat(f"a page of the kind {kind}")
+    num_bytes = len(split.repetition) + len(split.definition)
+    if num_bytes > _FEW_BYTES and num_bytes * _VALUES_OF_A_BYTE > split.num_levels:
+        raise NotFlat(f"{num_bytes:,} bytes of levels for {split.num_levels:,} values")
+    return split
+
+
+def _split_v1(page: Page, codec: Codec) -> Split:
+    """Levels are compressed with the values."""
+    num_bytes, header = page.header[_PAGE_BYTES], page.header[_DATA_PAGE_HEADER]
+    num_levels, encoding, *of_levels = (header[i] for i in (1, 2, 3, 4))
+    if of_levels != [_RUNS, _RUNS]:
+        raise NotFlat(f"levels in the encodings {of_levels}")
+    data = page.body if codec.name is None else pa.Codec(codec.name).decompress(page.body, num_bytes)
+    view = memoryview(data).cast("B")
+    if len(view) != num_bytes:
+        raise NotFlat(f"a page of {len(view):,} bytes that should have {num_bytes:,}")
+    middle = 4 + int.from_bytes(view[:4], "little")
+    end = middle + 4 + int.from_bytes(view[middle : middle + 4], "little")
+    repetition, definition, values = bytes(view[4:middle]), bytes(view[middle + 4 : end]), view[end:]
+    return Split(num_levels, encoding, repetition, definition, values, len(values), False)
+
+
+def _split_v2(page: Page) -> Split:
+    """Levels stand before the values, which alone are compressed."""
+    header, view = page.header[_DATA_PAGE_V2_HEADER], memoryview(page.body).cast("B")
+    num_levels, encoding, definition_bytes, middle = (header[i] for i in (1, 4, 5, 6))
+    is_compressed = header.get(7, True)
+    if not isinstance(is_compressed, bool):
+        raise NotFlat(f"a page that is compressed: {is_compressed!r}")
+    end = middle + definition_bytes
+    repetition, definition, values = bytes(view[:middle]), bytes(view[middle:end]), view[end:]
+    return Split(num_levels, encoding, repetition, definition, values, page.header[_PAGE_BYTES] - end, is_compressed)
+
+
+def _flat_header(split: Split, num_values: int) -> bytes:
+    of_page = {1: i32(num_values), 2: i32(0), 3: i32(num_values), 4: i32(split.encoding), 5: i32(0), 6: i32(0)}
+    header = {
+        _KIND: i32(_DATA_PAGE_V2),
+        _PAGE_BYTES: i32(split.values_bytes),
+        _COMPRESSED_BYTES: i32(len(split.values)),
+        _DATA_PAGE_V2_HEADER: structure({**of_page, 7: boolean(split.is_compressed)}),
+    }
+    return structure(header).data
+
+
+def _flat_file(
+    column: ListColumn, compression: str, num_values: int, dictionary: bytes | memoryview, pages: list[bytes | memoryview]
+) -> bytes:
+    """A Parquet file of one column, `v`, of numbers none of which is missing."""
+    begin, name, known = len(_MAGIC), binary(b"v"), _TYPES[column.field.type.value_type]
+    data_begin = begin + len(dictionary)
+    num_bytes = len(dictionary) + sum(map(len, pages))
+    encodings = sequence(i32(_RUNS))
+    chunk = {1: i32(known.number), 2: encodings, 3: sequence(name), 4: i32(_CODECS[compression].number)}
+    chunk |= {5: i64(num_values), 6: i64(num_bytes), 7: i64(num_bytes), 9: i64(data_begin)}
+    if len(dictionary):
+        chunk[11] = i64(begin)
+    group = {1: sequence(structure({2: i64(0), 3: structure(chunk)})), 2: i64(num_bytes), 3: i64(num_values)}
+    leaf = {1: i32(known.number), 3: i32(0), 4: name}
+    if known.converted is not None:
+        leaf[6] = i32(known.converted)
+    schema = sequence(structure({4: binary(b"schema"), 5: i32(1)}), structure(leaf))
+    footer = structure({1: i32(2), 2: schema, 3: i64(num_values), 4: sequence(structure(group))}).data
+    return b"".join([_MAGIC, dictionary, *pages, footer, len(footer).to_bytes(4, "little"), _MAGIC])
+
+
+def _decoded(file: bytes) -> pa.Array:
+    import pyarrow.parquet as pq
+
+    flat = pq.ParquetFile(pa.BufferReader(file), pre_buffer=False)
+    values = flat.read_row_group(0, use_threads=False).column(0)
+    return joined(values)
+
+
+def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> Lists:
+    """`bounds` are where lists begin, and the end, counted in levels; those of `absent` have no value."""
+    mask = None
+    if absent:
+        where, level = np.array(absent).T
+        if level.max() > column.empty_level:
+            raise NotFlat("numbers are missing")
+        if not np.isin(where, bounds).all():
+            raise NotFlat("a list that begins nowhere is empty")
+        is_missing = np.zeros(len(bounds) - 1, bool)
+        is_missing[np.searchsorted(bounds, where[level < column.empty_level])] = True
+        mask = pa.array(is_missing) if is_missing.any() else None
+        bounds = bounds - np.searchsorted(where, bounds)
+    if pa.types.is_large_list(column.field.type):
+        return pa.LargeListArray.from_arrays(pa.array(bounds, pa.int64()), values, type=column.field.type, mask=mask)
+    offsets = pa.array(bounds.astype(np.int32), pa.int32())
+    return pa.ListArray.from_arrays(offsets, values, type=column.field.type, mask=mask)
+
+
+_ZERO_BITS = tuple(tuple(bit for bit in range(8) if not byte >> bit & 1) for byte in range(256))
+
+
+def zeros(levels: bytes, num_values: int, first: int = 0) -> list[int]:
+    """Where the level is 0, of levels that are 0 or 1, counted from `first` on."""
+    found: list[int] = []
+    append, position = found.append, first
+    left = iter(levels)
+    try:
+        for head in left:  # twice for each list, so no calls in here, and what is usual first
+            if head == 3:
+                for bit in _ZERO_BITS[next(left)]:
+                    append(position + bit)
+                position += 8
+                continue
+            if head > 0x7F:
+                head, shift = head & 0x7F, 7
+                while (byte := next(left)) > 0x7F and shift < 63:
+                    head |= (byte & 0x7F) << shift
+                    shift += 7
+                head |= byte << shift
+            if head & 1:
+                for _ in range(head >> 1):
+                    for bit in _ZERO_BITS[next(left)]:
+                        append(position + bit)
+                    position += 8
+            else:
+                end, level = position + (head >> 1), next(left)
+                if level == 0 and end <= first + num_values:
+                    found.extend(range(position, end))
+                elif level > 1:
+                    raise ValueError(f"a level of {level}, where the most is 1")
+                position = end
+    except StopIteration:
+        raise ValueError("levels end in the middle of a run") from None
+    _check_length(position - first, num_values)
+    while found and found[-1] >= first + num_values:  # what fills the last group up
+        found.pop()
+    return found
+
+
+def others(levels: bytes, num_values: int, usual: int) -> list[tuple[int, int]]:
+    """(where, level) of every level but the `usual` one, which is the largest there is and below 256."""
+    width = usual.bit_length()
+    all_usual = sum(usual << width * i for i in range(8)).to_bytes(width, "little")
+    found: list[tuple[int, int]] = []
+    position = at = 0
+    while at < len(levels):
+        head, at = read_varint(levels, at)
+        count = head >> 1
+        end = position + (8 * count if head & 1 else count)
+        _check_length(max(end, num_values), num_values)
+        if head & 1:
+            for group in range(at, at + count * width, width):
+                if (packed := levels[group : group + width]) != all_usual:
+                    found += _others_of_group(packed, width, usual, position)
+                position += 8
+            at += count * width
+        else:
+            if levels[at] != usual:
+                found += [(where, levels[at]) for where in range(position, position + count)]
+            position += count
+            at += 1
+    _check_length(position, num_values)
+    return [(where, level) for where, level in found if where < num_values]
+
+
+def _others_of_group(packed: bytes, width: int, usual: int, position: int) -> list[tuple[int, int]]:
+    bits = int.from_bytes(packed, "little")
+    levels = [bits >> width * i & (1 << width) - 1 for i in range(8)]
+    return [(position + i, level) for i, level in enumerate(levels) if level != usual]
+
+
+def _check_length(num_levels: int, num_values: int) -> None:
+    if not num_values <= num_levels < num_values + 8:
+        raise ValueError(f"{num_levels} levels for {num_values} values")

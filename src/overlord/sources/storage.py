@@ -1,0 +1,519 @@
+"""Where files are: local paths, globs, brace ranges and URLs in; an ordered list of files, and their bytes, out.
+
+Every byte comes through a check that the file is still the one that was listed: a regular file of the same size and
+modification time, an object with the same ETag. Local files are read, never touched through a mapping: a page of a mapped
+file that was cut in the meantime kills the process that touches it (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import os
+import re
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import pyarrow as pa
+
+from overlord.errors import SourceError, SpecError
+from overlord.sources.object_store import (
+    Listed,
+    ObjectStore,
+    Retry,
+    shared_store,
+)
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+REMOTE_SCHEMES = ("s3", "gs", "az", "http", "https")
+THREADS = 32
+# Without O_NONBLOCK a FIFO in place of a file would be waited for until somebody writes to it.
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+AHEAD_BYTES = 32 << 10
+_KINDS = {
+    stat.S_IFIFO: "a FIFO (a named pipe)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file as it was when it was listed."""
+
+    path: str
+    num_bytes: int
+    version: str = ""
+    """Tells one content of the file from another: the modification time of a local file in nanoseconds, the ETag of an
+    object, or its modification time where it has none. Empty where neither is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How to reach files. A value: it may be made anywhere and pickled; connections are kept per process."""
+
+    options: tuple[tuple[str, str], ...] = ()
+    retry: Retry = field(default_factory=Retry)
+
+    def files(self, patterns: Sequence[str]) -> tuple[StoredFile, ...]:
+        """Every file that the patterns name: patterns in the order given, the matches of one glob sorted."""
+        found: dict[object, tuple[str, StoredFile]] = {}
+        for pattern, file, identity in self._matches(patterns):
+            if identity in found:
+                other_pattern, other = found[identity]
+                same = "" if other.path == file.path else f" (it is the same file as {other.path}, through a link)"
+                raise SpecError(
+                    f"{file.path} is named twice{same}, by {other_pattern!r} and by {pattern!r}: it would be read twice; "
+                    "narrow one of the two, or give the source more weight"
+                )
+            found[identity] = (pattern, file)
+        return tuple(file for _, file in found.values())
+
+    def read(self, file: StoredFile, start: int, stop: int) -> pa.Buffer:
+        """The bytes [start, stop), in memory."""
+        if is_remote(file.path):
+            store, key = self._store(file.path)
+            return store.read(Listed(key, file.num_bytes, file.version), start, stop)
+        return read_local(file, start, stop)
+
+    @contextmanager
+    def stream(self, file: StoredFile) -> Iterator[pa.NativeFile]:
+        """The whole file, to be read from its start: local ones as they are read, others fetched first."""
+        if is_remote(file.path):
+            with pa.BufferReader(self.read(file, 0, file.num_bytes)) as stream:
+                yield stream
+            return
+        with open_arrow(file) as stream:
+            yield stream
+        with reporting(file.path):
+            check_unchanged(file, os.stat(file.path))
+
+    def _matches(self, patterns: Sequence[str]) -> Iterator[tuple[str, StoredFile, object]]:
+        named: list[tuple[str, str]] = []
+        for pattern in patterns:
+            path = _at_home(pattern.removeprefix("file://"))
+            for each in [path] if _is_file(path) else expand_braces(path):
+                named.append((pattern, each))
+        groups = map_threads(lambda item: self._files_of(item[1]), named)
+        for (pattern, _), group in zip(named, groups, strict=True):
+            for file, identity in group:
+                yield pattern, file, identity
+
+    def _files_of(self, path: str) -> list[tuple[StoredFile, object]]:
+        """The files that a path or a glob names, each with what is the same for another name of the same file."""
+        scheme = _scheme(path)
+        if not scheme:
+            return _local_files(path)
+        if scheme not in REMOTE_SCHEMES:
+            raise SpecError(f"{path}: {scheme}:// is not a known scheme; use a path or {', '.join(REMOTE_SCHEMES)}, file")
+        if scheme in ("http", "https") and has_glob(path):
+            raise SpecError(
+                f"{path}: http servers cannot be listed and queries are not supported; name each file, or a range of "
+                f"them as in part-{{000..099}}.parquet"
+            )
+        store, key = self._store(path)
+        if not has_glob(key):
+            head = store.head(key)
+            return [(StoredFile(path, head.num_bytes, head.version), path)]
+        listed = sorted(_matching_keys(store, "", key.split("/")), key=lambda found: found.path)
+        if not listed:
+            raise SourceError(
+                f"nothing matches {path}: check the pattern; * stays inside a folder, **/ crosses them; a name that has "
+                "*, ?, [ or { in it is written with that character in brackets, as in [[]"
+            )
+        files = [StoredFile(f"{store.root}/{found.path}", found.num_bytes, found.version) for found in listed]
+        return [(file, file.path) for file in files]
+
+    def _store(self, url: str) -> tuple[ObjectStore, str]:
+        scheme, rest = url.split("://", 1)
+        bucket, _, key = rest.partition("/")
+        if not bucket or not key:
+            raise SpecError(f"{url} names no object: write {scheme}://bucket/name")
+        return shared_store(f"{scheme}://{bucket}", self.options, self.retry), key
+
+
+@contextmanager
+def opened(file: StoredFile) -> Iterator[int]:
+    """The descriptor of a local file, which is checked to be the listed one before the block and after it."""
+    with reporting(file.path):
+        descriptor = os.open(file.path, _OPEN_FLAGS)
+        try:
+            check_unchanged(file, os.fstat(descriptor))
+            yield descriptor
+            check_unchanged(file, os.fstat(descriptor))
+        finally:
+            os.close(descriptor)
+
+
+def open_arrow(file: StoredFile) -> pa.NativeFile:
+    """A local file opened for Arrow, checked to be the listed one. Whoever reads it checks it again afterwards."""
+    with reporting(file.path):
+        check_unchanged(file, os.stat(file.path))
+        stream = pa.OSFile(file.path, "rb")
+        check_unchanged(file, os.fstat(stream.fileno()))
+    return stream
+
+
+def read_local(file: StoredFile, start: int, stop: int) -> pa.Buffer:
+    """The bytes [start, stop) of a local file: as `opened` and `read_at`, for a single read of a few microseconds."""
+    try:
+        descriptor = os.open(file.path, _OPEN_FLAGS)
+        try:
+            check_unchanged(file, os.fstat(descriptor))
+            data = read_at(file, descriptor, start, stop)
+            check_unchanged(file, os.fstat(descriptor))
+            return data
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
+
+
+def read_at(file: StoredFile, descriptor: int, start: int, stop: int) -> pa.Buffer:
+    """The bytes [start, stop) of an open file."""
+    data = pa.allocate_buffer(stop - start)
+    read_into(file, descriptor, memoryview(data), start)
+    return data
+
+
+def read_into(file: StoredFile, descriptor: int, target: memoryview, start: int) -> None:
+    """Fill `target` with the bytes from `start` on."""
+    done = 0
+    while done < len(target):
+        num_bytes = os.preadv(descriptor, [target[done:]], start + done)  # at most 2 GiB at once
+        if not num_bytes:
+            check_unchanged(file, os.fstat(descriptor))
+            raise SourceError(
+                f"{file.path} ends at byte {start + done:,}, inside the range {start:,} to {start + len(target):,} that "
+                f"should be read (it was listed with {file.num_bytes:,} bytes); copy or write it again"
+            )
+        done += num_bytes
+
+
+def check_unchanged(file: StoredFile, status: os.stat_result) -> None:
+    """SourceError unless the status is of the file that was listed."""
+    if (
+        status.st_size == file.num_bytes
+        and stat.S_ISREG(status.st_mode)
+        and (not file.version or status.st_mtime_ns == int(file.version))
+    ):
+        return
+    _check_regular(file.path, status)
+    if status.st_size != file.num_bytes:
+        raise SourceError(
+            f"{file.path} has changed since it was listed: it has {status.st_size:,} bytes and had {file.num_bytes:,}; do "
+            "not change the files of a running job: put the old file back, or start again"
+        )
+    raise SourceError(
+        f"{file.path} has changed since it was listed: it was written at {_time(status.st_mtime_ns)}, the one that was "
+        f"listed at {_time(int(file.version))}; do not change the files of a running job: put the old file back (with its "
+        "time, as `cp -p` does), or start again"
+    )
+
+
+class FileBytes:
+    """Bytes of an open local file by their place, read ahead in windows: for a walk over headers."""
+
+    def __init__(self, file: StoredFile, descriptor: int, ahead_bytes: int = AHEAD_BYTES) -> None:
+        self.size = file.num_bytes
+        self._ahead_bytes = ahead_bytes
+        self._file = file
+        self._descriptor = descriptor
+        self._start = 0
+        self._window = b""
+
+    def __getitem__(self, place: slice) -> bytes:
+        start, stop = place.start or 0, min(place.stop, self.size)
+        if start < self._start or stop > self._start + len(self._window):
+            end = min(max(stop, start + self._ahead_bytes), self.size)
+            self._start, self._window = start, read_at(self._file, self._descriptor, start, end).to_pybytes()
+        return self._window[start - self._start : stop - self._start]
+
+
+class MappedFile:
+    """A local file as a stretch of addresses that views may point to. It is there to be pointed to, not to be touched:
+    `mapped_at` leads from an address back to the file, whose bytes are then read."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self.file = file
+        with open_arrow(file), pa.memory_map(file.path) as mapping:
+            self.data: pa.Buffer = mapping.read_buffer()
+        if self.data.size != file.num_bytes:
+            raise SourceError(
+                f"{file.path} has {self.data.size:,} bytes and had {file.num_bytes:,} when it was listed; do not change the "
+                "files of a running job"
+            )
+        self.start, self.stop = self.data.address, self.data.address + self.data.size
+        with _mappings_lock:
+            bisect.insort(_mappings, (self.start, self.stop, weakref.ref(self)), key=lambda entry: entry[0])
+        weakref.finalize(self, _forget_mapping, self.start)
+
+
+_mappings: list[tuple[int, int, weakref.ref[MappedFile]]] = []
+"""By address. An entry goes before its stretch of addresses can be used again, because the mapped file holds it."""
+_mappings_lock = threading.RLock()  # a finalizer may run in a thread that holds it
+
+
+def mapped_at(address: int) -> MappedFile | None:
+    """The mapped file that an address lies in."""
+    with _mappings_lock:
+        index = bisect.bisect_right(_mappings, address, key=lambda entry: entry[0]) - 1
+        if index < 0 or address >= _mappings[index][1]:
+            return None
+        return _mappings[index][2]()
+
+
+def _forget_mapping(start: int) -> None:
+    with _mappings_lock:
+        index = bisect.bisect_left(_mappings, start, key=lambda entry: entry[0])
+        if index < len(_mappings) and _mappings[index][0] == start and _mappings[index][2]() is None:
+            del _mappings[index]
+
+
+def is_remote(path: str) -> bool:
+    return _scheme(path) in REMOTE_SCHEMES
+
+
+def map_threads(function: Callable[[A], B], items: Iterable[A]) -> list[B]:
+    """The results in order, many at a time: for waits on storage. The first error stops what has not begun."""
+    todo = list(items)
+    if len(todo) < 2:
+        return [function(item) for item in todo]
+    pool = ThreadPoolExecutor(min(THREADS, len(todo)), thread_name_prefix="overlord-list")
+    try:
+        return list(pool.map(function, todo))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _scheme(path: str) -> str:
+    scheme, found, _ = path.partition("://")
+    return scheme if found and scheme.isalnum() else ""
+
+
+def _at_home(path: str) -> str:
+    """`~` and `~user` stand for a home folder, unless there is a file of that very name."""
+    return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
+
+
+def _is_file(path: str) -> bool:
+    """True for an existing local file, so that a name with brackets or braces in it can be given as it is."""
+    return not _scheme(path) and os.path.isfile(path)
+
+
+def _local_files(pattern: str) -> list[tuple[StoredFile, object]]:
+    if _is_file(pattern) or not has_glob(pattern):
+        return [_local_file(pattern)]
+    matches = sorted(_local_matches(pattern))
+    folders = [path for path in matches if os.path.isdir(path)]
+    if folders and "." in pattern.rpartition("/")[2]:
+        raise SourceError(
+            f"{folders[0]} matches {pattern} and is a folder: name the files in it, as in "
+            f"{os.path.join(folders[0], '*')}, or narrow the pattern"
+        )
+    files = [path for path in matches if path not in set(folders)] if folders else matches
+    if not files:
+        raise SourceError(
+            f"nothing matches {pattern} (in {printable(os.getcwd())}): check the pattern; * stays inside a folder, **/ "
+            "crosses them"
+        )
+    return [_local_file(path) for path in files]
+
+
+def _local_matches(pattern: str) -> Iterator[str]:
+    """The names that match, without those that lead around in a circle of links."""
+    segments = pattern.split("/")
+    deep = next((i for i, segment in enumerate(segments) if "**" in segment), None)
+    if deep is None:
+        yield from glob.glob(pattern)
+        return
+    base, regex = "/".join(segments[:deep]), glob_regex("/".join(segments[deep:]))
+    roots = ["/" if pattern.startswith("/") else ""] if not base else glob.glob(base) if has_glob(base) else [base]
+    for root in roots:
+        prefix = root if root in ("", "/") else f"{root}/"
+        for path in _walk(root or ".", prefix, any(segment.startswith(".") for segment in segments[deep:])):
+            if regex.match(path[len(prefix) :]):
+                yield path
+
+
+def _walk(folder: str, prefix: str, hidden: bool, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    """Everything below a folder, in hidden ones too where asked for. Links to folders are followed, except to one that the
+    link lies in."""
+    try:
+        status = os.stat(folder)
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            return
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if hidden or not entry.name.startswith(".")]
+    except OSError:
+        return  # not a folder, or not ours to look into
+    for name in names:
+        yield f"{prefix}{name}"
+        if os.path.isdir(f"{prefix}{name}"):
+            yield from _walk(f"{prefix}{name}", f"{prefix}{name}/", hidden, (*above, here))
+
+
+def _local_file(path: str) -> tuple[StoredFile, object]:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise SourceError(
+            f"{printable(path)} has a name that is not UTF-8, which logs and states cannot hold; rename it, or narrow the "
+            "pattern"
+        ) from None
+    with reporting(path):
+        status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
+        raise SourceError(f"{path} is a folder: name the files in it, as in {os.path.join(path, '*')}")
+    _check_regular(path, status)
+    if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise SourceError(
+            f"{path} may not be read by this user (uid {os.geteuid()}): it has mode {stat.filemode(status.st_mode)} and "
+            f"belongs to uid {status.st_uid}; give the right to read it, or narrow the pattern"
+        )
+    return StoredFile(path, status.st_size, str(status.st_mtime_ns)), (status.st_dev, status.st_ino)
+
+
+def _check_regular(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else _KINDS.get(stat.S_IFMT(status.st_mode), "not a file")
+        raise SourceError(f"{path} is {kind}: a source reads regular files; put the data in a file, or narrow the pattern")
+
+
+def printable(text: str) -> str:
+    """The text as it can be printed and sent: bytes that are not UTF-8 become escapes."""
+    return os.fsencode(text).decode("utf-8", "backslashreplace")
+
+
+def _time(ns: int) -> str:
+    return f"{datetime.fromtimestamp(ns // 10**9, UTC):%Y-%m-%d %H:%M:%S}.{ns % 10**9:09d} UTC"
+
+
+@contextmanager
+def reporting(path: str) -> Iterator[None]:
+    """Turns an error of the file system into a SourceError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: OSError) -> SourceError:
+    if not isinstance(error, FileNotFoundError):
+        return SourceError(f"{path} cannot be read: {error.strerror or error}")
+    if os.path.islink(path):
+        target = printable(os.readlink(path))
+        return SourceError(f"{path} is a link to {target}, which does not exist: repair or remove the link")
+    return SourceError(f"{path} does not exist (in {printable(os.getcwd())}): check the path, or put the file back")
+
+
+def _matching_keys(store: ObjectStore, prefix: str, segments: Sequence[str]) -> Iterator[StoredFile]:
+    """Lists folder by folder, so that a pattern in one folder of a huge bucket does not list the bucket."""
+    segment, rest = segments[0], segments[1:]
+    if "**" in segment:
+        regex = glob_regex("/".join(segments))
+        for listed in store.list_all(prefix):
+            if regex.match(listed.key[len(prefix) :].lstrip("/")):
+                yield StoredFile(listed.key, listed.num_bytes, listed.version)
+        return
+    if rest and not has_glob(segment):
+        yield from _matching_keys(store, _joined(prefix, segment), rest)
+        return
+    objects, folders = store.list_level(prefix)
+    regex = glob_regex(segment)
+    if not rest:
+        for listed in objects:
+            if regex.match(listed.key.rpartition("/")[2]):
+                yield StoredFile(listed.key, listed.num_bytes, listed.version)
+        return
+    for folder in folders:
+        if regex.match(folder.rstrip("/").rpartition("/")[2]):
+            yield from _matching_keys(store, folder.rstrip("/"), rest)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}/{name}" if prefix else name
+
+
+MOST_BRACES = 1_000_000
+# A brace in brackets, `[{]`, stands for itself.
+_BRACES = re.compile(r"(?<!\[)\{([^{}]*)\}(?!\])")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a-{000..002}.{x,y}` in the order a shell gives. Zeros in front of a bound set the width."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    rests = expand_braces(after)
+    choices = _choices(match.group(1), pattern)
+    if len(choices) * len(rests) > MOST_BRACES:
+        raise SpecError(f"{pattern!r} stands for more than {MOST_BRACES:,} files; use a glob such as *")
+    return [before + choice + rest for choice in choices for rest in rests]
+
+
+def _choices(inside: str, pattern: str) -> list[str]:
+    if match := _RANGE.fullmatch(inside):
+        first, last = match.groups()
+        low, high = int(first), int(last)
+        if abs(high - low) >= MOST_BRACES:
+            raise SpecError(f"{pattern!r} stands for more than {MOST_BRACES:,} files; use a glob such as *")
+        padded = any(len(bound.lstrip("-")) > 1 and bound.lstrip("-")[0] == "0" for bound in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        step = 1 if low <= high else -1
+        return [f"{n:0{width}d}" for n in range(low, high + step, step)]
+    if "," in inside:
+        return inside.split(",")
+    raise SpecError(f"in {pattern!r}, {{{inside}}} must be a range {{000..099}} or a choice {{a,b}}")
+
+
+def has_glob(pattern: str) -> bool:
+    return any(c in pattern for c in "*?[")
+
+
+def glob_regex(pattern: str) -> re.Pattern[str]:
+    """`*` and `?` stay inside a folder and pass over names that begin with a dot; `**/` is any number of folders."""
+    out, i = [], 0
+    while i < len(pattern):
+        at_start = i == 0 or pattern[i - 1] == "/"
+        hidden = r"(?!\.)" if at_start else ""
+        if at_start and pattern.startswith("**/", i):
+            out.append(r"(?:(?!\.)[^/]+/)*")
+            i += 3
+        elif at_start and pattern[i:] == "**":
+            out.append(r"(?:(?!\.)[^/]+/)*(?!\.)[^/]+")
+            i += 2
+        elif pattern[i] == "*":
+            out.append(hidden + "[^/]*")
+            i += 1
+        elif pattern[i] == "?":
+            out.append(hidden + "[^/]")
+            i += 1
+        elif pattern[i] == "[" and (end := _set_end(pattern, i)) > 0:
+            inside = re.sub(r"([\\^\[\]&~|])", r"\\\1", pattern[i + 1 : end])
+            out.append(hidden + "[" + ("^/" + inside[1:] if inside[0] == "!" else inside) + "]")
+            i = end + 1
+        else:
+            out.append(re.escape(pattern[i]))
+            i += 1
+    return re.compile("".join(out) + r"\Z", re.DOTALL)
+
+
+def _set_end(pattern: str, start: int) -> int:
+    """Where the `]` is that closes the `[` at `start`; -1 when there is none in its folder. `[]]` and `[!]]` hold one."""
+    first = start + 2 if pattern.startswith("!", start + 1) else start + 1
+    slash = pattern.find("/", start)
+    return pattern.find("]", first + 1, slash if slash >= 0 else len(pattern))

@@ -1,0 +1,103 @@
+"""Checks of a decoded table that Arrow leaves out for speed: offsets, dictionary indices, buffer sizes and UTF-8.
+
+Without them a damaged file shows up as other documents, as an error in some transform, or as a segmentation fault. Values
+themselves cannot be checked without a checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.errors import SourceError
+from overlord.sources.files import BadRow, ReadResult, kept_rows
+from overlord.sources.storage import MappedFile
+from overlord.sources.views import take_rows
+
+
+def validated(table: pa.Table, where: str | Sequence[str], mapped: tuple[MappedFile, ...] = ()) -> ReadResult:
+    """The rows whose text is UTF-8; the others are bad rows. SourceError where a column is damaged as a whole.
+
+    `where` says which part of which file was read, for the whole table or for each chunk of its columns. Looks at offsets,
+    indices and text, not at numbers or binary values.
+    """
+    bad: dict[int, BadRow] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        first = 0
+        for i, chunk in enumerate(column.chunks):
+            try:
+                chunk.validate(full=True)
+            except pa.ArrowException:
+                place = where if isinstance(where, str) else where[i]
+                for row, error in _rows_at_fault(chunk, place, name).items():
+                    text = f"column {name!r} is not UTF-8 text: {error}"
+                    bad.setdefault(first + row, BadRow(first + row, text, place))
+            first += len(chunk)
+    if not bad:
+        return ReadResult(table, mapped=mapped)
+    reports = tuple(bad[row] for row in sorted(bad))
+    kept = kept_rows(table.num_rows, reports)
+    return ReadResult(take_rows(table, kept), kept, reports, mapped)
+
+
+def _rows_at_fault(array: pa.Array, where: str, name: str) -> dict[int, str]:
+    try:
+        return _rows_without_utf8(array)
+    except pa.ArrowException as error:
+        raise SourceError(
+            f"{where} is damaged in column {name!r}: {_one_line(error)}; copy or write the file again"
+        ) from error
+
+
+def _rows_without_utf8(array: Any) -> dict[int, str]:
+    """The rows whose text is not UTF-8, with Arrow's words for it. Raises what Arrow says where that is not all."""
+    array.validate()  # what follows may look at offsets only when their buffers are long enough
+    try:
+        array.validate(full=True)
+    except pa.ArrowException as error:
+        if pa.types.is_dictionary(array.type):
+            raise  # without the rows that use the entry at fault, the entry would still be in the column
+        found = _rows_of_children(array)
+        if found is None:
+            found = _rows_of_text(array)
+        if not found:
+            raise error
+        return found
+    return {}
+
+
+def _rows_of_children(array: Any) -> dict[int, str] | None:
+    """None for an array without children in which the rows at fault could be found."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        found: dict[int, str] = {}
+        for i in range(kind.num_fields):
+            found |= _rows_without_utf8(array.field(i))
+        return found
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        offsets = array.offsets.to_numpy()
+        if offsets[0] < 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(array.values):
+            return {}
+        values = _rows_without_utf8(array.values)
+        rows = np.searchsorted(offsets, list(values), side="right") - 1
+        return {row: error for row, error in zip(rows.tolist(), values.values(), strict=True) if 0 <= row < len(array)}
+    return None
+
+
+def _rows_of_text(array: pa.Array) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for row in range(len(array)):  # only where the column is known to have a fault
+        try:
+            array.slice(row, 1).validate(full=True)
+        except pa.ArrowException as error:
+            if "UTF8" not in str(error):
+                raise
+            found[row] = _one_line(error)
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,180 @@
+"""What steers a run beside its declaration: decisions about weights and costs, and the reports that the next will follow
+from. It is part of a state, and of the log.
+
+    weights   {"weights": {name: share} or null, "of": digest of the mixture, "by": "user" or "feedback", ...}
+    costs     {"modules": {name: [coefficients]}, "of": digest of the initial cost, "slow": {group: factor}, ...}
+
+Weights hold from their step on until the next such decision, whatever the declared schedule says; null means the schedule.
+A decision was made about a declaration: where that has changed since, the declaration holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlord.arrange.learned_cost import digest_of
+from overlord.declare.mesh import Mesh
+from overlord.declare.mixture import Mixture
+from overlord.stream.plain import (
+    DamagedError,
+    keyed,
+    listed,
+    mapping,
+    number,
+    shown,
+    text,
+    whole,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Steered:
+    """How a run stands beside its progress."""
+
+    decisions: tuple[Decision, ...] = ()
+    heard: tuple[Any, ...] = ()
+    """Reported losses that no decision has followed from yet, as `Heard.to_plain` gives them."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return {"decisions": [decision.to_plain() for decision in self.decisions], "heard": list(self.heard)}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any], at: str = "steered") -> Steered:
+        """Raises DamagedError for what `to_plain` did not make."""
+        plain = keyed(plain, at, needed=("decisions", "heard"))
+        decided = enumerate(listed(plain["decisions"], f"{at}.decisions"))
+        decisions = tuple(Decision.from_plain(each, f"{at}.decisions[{i}]") for i, each in decided)
+        for i, decision in enumerate(decisions):
+            text(decision.name, f"{at}.decisions[{i}][1] (name)", among=(WEIGHTS, COSTS))
+        heard = tuple(listed(plain["heard"], f"{at}.heard"))
+        for i, each in enumerate(heard):
+            _check_heard(each, f"{at}.heard[{i}]")
+        return Steered(decisions, heard)
+
+    def about(self, mixture: Mixture) -> Steered:
+        """Without what was decided about another mixture than this one."""
+        digest = mixture_digest(mixture)
+        kept = tuple(d for d in self.decisions if d.name != WEIGHTS or d.value["of"] == digest)
+        return self if len(kept) == len(self.decisions) else Steered(kept, self.heard)
+
+
+def _check_heard(plain: Any, at: str) -> None:
+    step, ranks, sums = listed(plain, at, length=3)
+    whole(step, f"{at}[0] (step)")
+    for rank in listed(ranks, f"{at}[1] (ranks)"):
+        whole(rank, f"{at}[1] (ranks)")
+    for name, pair in mapping(sums, f"{at}[2]").items():
+        value, tokens = (text(each, f"{at}[2].{name}") for each in listed(pair, f"{at}[2].{name}", length=2))
+        if not value.removeprefix("-").isdecimal() or not tokens.isdecimal() or int(tokens) < 1:
+            raise DamagedError(f"{at}[2].{name} must be a sum and a number of tokens, it is {value!r} and {tokens!r}")
+
+
+def joined(own: Iterable[Decision], known: Iterable[Decision], step: int) -> tuple[Decision, ...]:
+    """The decisions of a state at `step`, with those from that step on that the run had come to before it went back.
+
+    What was learned of costs is about the machines as they were: only what the state says of it counts.
+    """
+    own = in_force(own, step)
+    later = (d for d in known if d.step >= step and d.name != COSTS and d not in own)
+    return tuple(sorted((*own, *later), key=lambda d: d.step))
+
+
+def mixture_digest(mixture: Mixture) -> str:
+    schedule = [
+        (step, sorted((name, float(weight)) for name, weight in weights.items())) for step, weights in mixture.schedule
+    ]
+    return digest_of(schedule, mixture.unit, mixture.ramp)
+
+
+MESH = "mesh"
+"""The decision that says which mesh steps are arranged for. It is about trainers, so it does not outlive a run."""
+WEIGHTS = "weights"
+"""The decision that says by which weights steps are drawn. All of them are kept: a run may go back to an older state."""
+COSTS = "costs"
+"""The decision that says which learned costs steps are arranged by."""
+
+_AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something that holds from a step on and follows from nothing that is in the job."""
+
+    step: int
+    name: str
+    value: Any
+    """Numbers, strings, lists and dicts, as JSON has them."""
+
+    def to_plain(self) -> list[Any]:
+        return [self.step, self.name, self.value]
+
+    @staticmethod
+    def from_plain(plain: Any, at: str) -> Decision:
+        """Raises DamagedError for what no run decides."""
+        step, name, value = listed(plain, at, length=3)
+        whole(step, f"{at}[0] (step)")
+        if text(name, f"{at}[1] (name)") in (WEIGHTS, COSTS, MESH):
+            _check_decided(name, mapping(value, f"{at}[2]"), f"{at}[2]")
+        return Decision(step, name, value)
+
+
+def _check_decided(name: str, value: Mapping[str, Any], at: str) -> None:
+    if name == WEIGHTS:
+        keyed(value, at, needed=("weights", "of"), allowed=value)
+        weights = value["weights"]
+        if weights is not None:
+            shares = [number(w, f"{at}.weights.{n}", least=0) for n, w in mapping(weights, f"{at}.weights").items()]
+            if abs(math.fsum(shares) - 1) > 1e-6:
+                raise DamagedError(f"{at}.weights must sum to 1, they sum to {math.fsum(shares):g}")
+        for key in ("until", "reports"):
+            whole(value.get(key, 0), f"{at}.{key}")
+        for source, loss in mapping(value.get("losses", {}), f"{at}.losses").items():
+            number(loss, f"{at}.losses.{source}")
+        texts = ("of", "by", "id", "note")
+    elif name == COSTS:
+        keyed(value, at, needed=("of", "modules", "slow", "mesh"), allowed=value)
+        for module, coefficients in mapping(value["modules"], f"{at}.modules").items():
+            for coefficient in listed(coefficients, f"{at}.modules.{module}"):
+                number(coefficient, f"{at}.modules.{module}")
+        for group, factor in mapping(value["slow"], f"{at}.slow").items():
+            if not group.isdecimal() or number(factor, f"{at}.slow.{group}", least=0) == 0:
+                raise DamagedError(f"{at}.slow is a factor for each group, it has {group!r}: {shown(factor)}")
+        listed(value["mesh"], f"{at}.mesh", length=8)
+        texts = ("of",)
+    else:
+        keyed(value, at, needed=(*_AXES, "order"))
+        for axis in _AXES:
+            whole(value[axis], f"{at}.{axis}", least=1)
+        if sorted(text(axis, f"{at}.order") for axis in listed(value["order"], f"{at}.order")) != sorted(_AXES):
+            raise DamagedError(f"{at}.order must name {', '.join(_AXES)} once each")
+        texts = ()
+    for key in texts:
+        text(value.get(key, ""), f"{at}.{key}")
+
+
+def mesh_decision(step: int, mesh: Mesh) -> Decision:
+    sizes = {axis: getattr(mesh, axis) for axis in _AXES}
+    return Decision(step, MESH, {**sizes, "order": list(mesh.order)})
+
+
+def in_force(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]:
+    """Those that hold at a step or will later: of each name the latest up to the step, and all after it."""
+    latest: dict[str, Decision] = {}
+    later = []
+    for decision in sorted(decisions, key=lambda d: d.step):  # stable: of two for one step, the one made later holds
+        if decision.step <= step:
+            latest[decision.name] = decision
+        else:
+            later.append(decision)
+    return (*latest.values(), *later)
+
+
+def remembered(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]:
+    """What a snapshot keeps: those in force at a step or later, and all about weights."""
+    decisions = tuple(decisions)
+    kept = in_force(decisions, step)
+    older = [d for d in decisions if d.name == WEIGHTS and d not in kept]
+    return (*sorted(older, key=lambda d: d.step), *kept)

@@ -1,0 +1,210 @@
+"""Steering: what is decided about a run while it runs, and when. The planner's, and called under its lock but for `hear`.
+
+A decision is written down, and safe, before anything follows from it. Those that follow from reports are due at certain
+steps, and are made just before such a step is drawn for the first time, whether reports have come or not: so a planner that
+is made anew finds what was decided for every step that anybody may have been given, and decides nothing twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from overlord.arrange.learned_cost import CostsInForce
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import Plan
+from overlord.declare.mixture import Mixture, shares
+from overlord.errors import SpecError, StorageError
+from overlord.messages import StepReport, WeightChange
+from overlord.planlog.plan_log import PlanLog
+from overlord.steering.decisions import (
+    COSTS,
+    MESH,
+    WEIGHTS,
+    Decision,
+    Steered,
+    in_force,
+    mixture_digest,
+)
+from overlord.steering.feedback import Heard, loss_sums, moved
+from overlord.steering.learning import Learning
+from overlord.stream.progress import Progress
+from overlord.stream.weights import WeightSchedule
+
+_log = logging.getLogger("overlord.steering")
+
+
+class Steering:
+    """See the module's docstring. `is_safe` says whether what is decided outlives a lost planner: with a log, or where the
+    planner lives and dies with the run."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        start: Progress,
+        place: ClientPlaceTree,
+        steered: Steered,
+        log: PlanLog | None = None,
+        is_safe: bool = True,
+    ) -> None:
+        self._mixture = mixture
+        self._digest = mixture_digest(mixture)
+        self._names = start.names
+        self._start = start.step
+        self._log = log
+        self._is_safe = is_safe
+        known = steered.decisions if log is None else log.decisions
+        self._decisions = [decision for decision in known if decision.name != MESH]
+        self._heard = Heard.from_plain(steered.heard) if log is None else log.heard
+        self._hearing = threading.RLock() if log is None else log.lock
+        self._settled = {(d.name, d.step) for d in self._decisions if d.value.get("by") != "user"}
+        self._heard_until = max((d.value.get("until", 0) for d in self._decisions), default=0)
+        self._learning = Learning(place, is_safe)
+        self.schedule = WeightSchedule(mixture, start.names)
+        for decision in sorted(self._decisions, key=lambda d: d.step):
+            if decision.name == WEIGHTS:
+                self.schedule.change(decision.step, decision.value["weights"])
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """In the order of their steps; of two for one step the later one holds."""
+        return tuple(sorted(self._decisions, key=lambda d: d.step))
+
+    def weights_at(self, step: int) -> dict[str, float]:
+        """The share of each source at a step, also of those that have none."""
+        return dict(zip(self._names, self.schedule.at(step).tolist(), strict=True))
+
+    def before(self, step: int) -> Steered:
+        """What a state before a step has to say."""
+        feedback = self._mixture.feedback
+        with self._hearing:
+            heard = () if feedback is None else tuple(self._heard.before(step, feedback))
+        return Steered(in_force(self._decisions, step), heard)
+
+    def hear(self, report: StepReport, reached: int) -> list[str]:
+        """Take a rank's report of a step; gives what was not counted, and why. Never waits for planning."""
+        if not self._start <= report.step < reached:
+            return [f"it is for step {report.step}, and this run has given steps {self._start} to {reached - 1}"]
+        refused = self._hear_losses(report) if report.losses else []
+        return refused + (self._learning.hear(report) if report.seconds else [])
+
+    def change(self, change: WeightChange, first: int) -> int:
+        """Let other weights hold; gives the step from which they do. `first` is the first step that may change."""
+        change.check(self._names)
+        for decision in self._decisions:
+            if decision.value.get("id") == change.id:
+                return decision.step
+        if not self._is_safe:
+            raise SpecError(
+                "weights can change while a job runs on a cluster only if that is written down, since the planner may be "
+                "lost: give start(log=...)"
+            )
+        step = first if change.from_step is None else change.from_step
+        if step < first:
+            raise SpecError(f"step {step} is drawn already; weights can change from step {first} on")
+        weights = None if change.weights is None else shares(change.weights)
+        decision = Decision(step, WEIGHTS, {"weights": weights, "of": self._digest, "by": "user", "id": change.id})
+        if self._log is not None:
+            self._log.decide(decision)
+        self._add(decision)
+        return step
+
+    def is_due(self, step: int) -> bool:
+        """Whether something has to be decided before a step is drawn."""
+        return bool(self._due(step))
+
+    def settle(self, step: int) -> None:
+        """Decide what is due before a step is drawn for the first time."""
+        for name, decide in self._due(step):
+            self._settled.add((name, step))
+            decision, as_before = decide(step)
+            if not self._is_recorded(decision):
+                decision = as_before
+                if self._log is not None:
+                    self._log.note(as_before)
+            self._add(decision)
+
+    def costs_at(self, step: int) -> CostsInForce | None:
+        """The learned costs that a step is arranged by."""
+        found = [d for d in self._decisions if d.name == COSTS and d.step <= step]
+        return self._learning.in_force(max(found, key=lambda d: d.step).value) if found else None
+
+    def arranged(self, step: int, plan: Plan) -> None:
+        """Note how a step was arranged, to learn from the times that are reported for it."""
+        self._learning.arranged(step, plan)
+
+    def _due(self, step: int) -> list[tuple[str, Callable[[int], tuple[Decision, Decision]]]]:
+        feedback = self._mixture.feedback
+        due: list[tuple[str, Callable[[int], tuple[Decision, Decision]]]] = []
+        if feedback is not None and feedback.window_before(step) is not None and (WEIGHTS, step) not in self._settled:
+            due.append((WEIGHTS, self._by_feedback))
+        if self._is_safe and self._learning.is_due(step) and (COSTS, step) not in self._settled:
+            due.append((COSTS, self._by_times))
+        return due
+
+    def _by_feedback(self, step: int) -> tuple[Decision, Decision]:
+        feedback = self._mixture.feedback
+        assert feedback is not None  # only then is it due
+        first, end = feedback.window_before(step) or (0, 0)
+        with self._hearing:
+            losses, num_reports = self._heard.losses(first, end), self._heard.num_reports(first, end)
+            self._heard.forget_before(end)
+            self._heard_until = end
+        found = moved(feedback.rule, self.weights_at(step), losses)
+        made = {"of": self._digest, "by": "feedback", "until": end, "losses": losses, "reports": num_reports}
+        as_before = Decision(step, WEIGHTS, {**made, "weights": self._weights_held(step), "note": found.note})
+        if found.note:
+            _log.warning("the weights stay as they are from step %d on: %s", step, found.note)
+            return as_before, as_before
+        return Decision(step, WEIGHTS, {**made, "weights": found.weights}), as_before
+
+    def _weights_held(self, step: int) -> dict[str, float] | None:
+        """The weights of the decision in force at a step; None where the declared mixture is."""
+        held = [d for d in in_force(self._decisions, step) if d.name == WEIGHTS and d.step <= step]
+        return held[0].value["weights"] if held else None
+
+    def _by_times(self, step: int) -> tuple[Decision, Decision]:
+        in_force_now = self.costs_at(step)
+        as_before = Decision(step, COSTS, self._learning.value_of(in_force_now))
+        fitted = self._learning.fitted(step, in_force_now)
+        return (as_before if fitted is None else Decision(step, COSTS, fitted)), as_before
+
+    def _is_recorded(self, decision: Decision) -> bool:
+        if self._log is None:
+            return True
+        try:
+            self._log.decide(decision)
+        except StorageError as error:
+            _log.warning("nothing is decided about %s at step %d: %s", decision.name, decision.step, error)
+            return False
+        return True
+
+    def _add(self, decision: Decision) -> None:
+        if decision.name == WEIGHTS:
+            self.schedule.change(decision.step, decision.value["weights"])
+        else:  # only the latest are ever looked at: one for each step that may be planned again
+            costs = [d for d in self._decisions if d.name == COSTS]
+            if len(costs) > 64:
+                self._decisions.remove(costs[0])
+        self._decisions.append(decision)
+
+    def _hear_losses(self, report: StepReport) -> list[str]:
+        if self._mixture.feedback is None:
+            return ["losses are not used: the job's mixture has no feedback=Feedback(...)"]
+        sums, refused = loss_sums(report.losses, report.tokens)
+        unknown = [name for name in sums if name not in self._names]
+        refused += [f"there is no source {name!r}" for name in unknown]
+        known = {name: value for name, value in sums.items() if name in self._names}
+        with self._hearing:
+            if report.step < self._heard_until:
+                return [*refused, f"it is late: steps before {self._heard_until} were decided on"]
+            if known and not self._is_new(report, known):
+                refused.append(f"rank {report.rank} had reported step {report.step} before")
+        return refused
+
+    def _is_new(self, report: StepReport, sums: dict[str, Any]) -> bool:
+        if self._log is not None:
+            return self._log.add_report(report.step, report.rank, sums)
+        return self._heard.add(report.step, report.rank, sums)

@@ -1,0 +1,68 @@
+"""The order of a source: which units make chunk k, and in which order its rows come. Functions of (seed, source, k).
+
+Permutations sort the raw output of a counter-based generator, whose bits are the same in every version of numpy, rather
+than call a shuffle, whose algorithm may change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlord.stream.facts import Ints
+
+
+def chunks_per_epoch(num_units: int, window: int) -> int:
+    return -(-num_units // window)
+
+
+def units_of_chunk(seed: int, source: str, num_units: int, window: int, shuffle: bool, chunk: int) -> Ints:
+    """The numbers of the units that make a chunk, in reading order."""
+    epoch, index = divmod(chunk, chunks_per_epoch(num_units, window))
+    order = _units_of_epoch(seed, source, num_units, epoch) if shuffle else np.arange(num_units)
+    return order[index * window : (index + 1) * window]
+
+
+def row_order(seed: int, source: str, chunk: int, num_rows: int) -> Ints:
+    """A shuffled chunk's rows: entry r is the row, in reading order, that comes at place r."""
+    return _permutation(num_rows, "rows", seed, source, chunk)
+
+
+@lru_cache(maxsize=1024)
+def _units_of_epoch(seed: int, source: str, num_units: int, epoch: int) -> Ints:
+    order = _permutation(num_units, "units", seed, source, epoch)
+    order.setflags(write=False)
+    return order
+
+
+def _permutation(n: int, purpose: str, seed: int, source: str, number: int) -> Ints:
+    digest = hashlib.blake2b(f"{purpose}\0{seed}\0{source}\0{number}".encode(), digest_size=16).digest()
+    return _raw_bits(np.frombuffer(digest, np.uint64), n).argsort(kind="stable")
+
+
+_ZEROS = np.zeros(4, np.uint64)
+_idle: deque[np.random.Philox] = deque(maxlen=16)
+
+
+def _raw_bits(key: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
+    """What `Philox(key=key).random_raw(n)` gives, from a generator that is used again: a new one would ask the system for
+    a seed first, only to be given this key. Each operation of a deque is atomic."""
+    try:
+        generator = _idle.pop()
+    except IndexError:
+        generator = np.random.Philox(0)
+    generator.state = {
+        "bit_generator": "Philox",
+        "state": {"counter": _ZEROS, "key": key},
+        "buffer": _ZEROS,
+        "buffer_pos": 4,
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    raw = generator.random_raw(n)
+    _idle.append(generator)
+    return raw

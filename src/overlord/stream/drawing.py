@@ -1,0 +1,442 @@
+"""Drawing samples by weight. The order of draws is a function of the weights and the facts, wherever a run is cut.
+
+Every source moves along one virtual time: a sample of size s (1, or its tokens) of a source with weight w takes s / w of
+it, and the sample whose middle comes first is drawn next. So at any moment a source is within half a sample of its share
+of the virtual time, and sources do not influence each other's order. Draws are made in blocks: what is known of all
+sources is merged up to the first moment at which something is not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from overlord.declare.mixture import Stop
+from overlord.errors import DataError
+from overlord.records import record
+from overlord.stream.facts import (
+    ChunkFacts,
+    Floats,
+    ImageSizes,
+    Ints,
+    Samples,
+)
+from overlord.stream.progress import Progress
+
+Describe = Callable[[int, int], ChunkFacts]
+"""(source index, chunk) to facts."""
+Expect = Callable[[int, int], None]
+"""(source index, chunk): that chunk will be described soon."""
+Peek = Callable[[int, int], ChunkFacts | None]
+"""(source index, chunk) to facts, if they can be had without waiting for anybody."""
+
+_MOST_ROWS_OF_A_SOURCE = 8192  # per block: keeps the first step quick when chunks are huge
+_ROWS_POOLED = 2048  # about: enough that visiting every source seldom matters, few enough that merging stays quick
+_CHUNKS_EXPECTED = 8  # enough to keep several readers busy; more would only fill memory sooner than needed
+_FEWEST_CHUNKS_LOOKED_AT = 16  # before a source counts as one without rows
+_CHUNKS_EXTENDED = 8  # at most, in a block: about as many as are expected
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How long a source is: chunks in an epoch, and epochs until it ends (None: never)."""
+
+    chunks_per_epoch: int
+    num_epochs: int | None
+
+    @property
+    def end(self) -> int | None:
+        return None if self.num_epochs is None else self.chunks_per_epoch * self.num_epochs
+
+    @property
+    def most_chunks_without_rows(self) -> int:
+        """So many chunks in a row without a usable row show that the source has none.
+
+        An epoch of n chunks has every unit once, so where some unit has a usable row, no whole epoch is without one. Between
+        two chunks with rows, of which the first may begin one epoch and the second end the next, lie at most 2 n - 2 others:
+        2 n chunks in a row, wherever they begin, hold a whole epoch. There are more where n is small, for filters that draw
+        lots and may leave nothing of a few rows several times in a row.
+        """
+        return max(2 * self.chunks_per_epoch, _FEWEST_CHUNKS_LOOKED_AT)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One source inside a queue: a stretch of rows of one chunk, their virtual times, and how many are in the pool. `since`
+    is the source's progress of that name after the stretch."""
+
+    chunk: int
+    facts: ChunkFacts
+    first: int
+    times: Floats
+    since: int
+    pooled: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.times)
+
+
+class DrawQueue:
+    """The endless sequence of draws under fixed weights, from a progress on.
+
+    Every source with weight has a lane. The pool holds the rows of all lanes up to the virtual time `_until`, in the order
+    of their times. The block is the part of the pool up to the first lane's last row: what comes after that row is not
+    settled before more of that source is known. A lane that is all in the pool may be extended: replaced by one of the
+    source's next rows, at most one chunk beyond that of the source's first row in the block. Neither pool nor block nor
+    what was extended decides the order: they only bound the work.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        unit: str,
+        stop: Stop,
+        extents: Sequence[Extent],
+        describe: Describe,
+        expect: Expect | None = None,
+        peek: Peek | None = None,
+    ) -> None:
+        self._at = progress  # where the current block begins
+        self._by_tokens = unit == "tokens"
+        self._stop = stop
+        self._extents = extents
+        self._describe = describe
+        self._expect = expect
+        self._peek = peek
+        self._ended = False
+        self._read_once = progress.read_once.copy()
+        self._lanes: dict[int, _Lane] = {}
+        self._last_times = np.full(len(progress.names), np.inf)  # of each lane's last row
+        self._run_out: list[int] = np.flatnonzero(progress.weights > 0).tolist()  # sources whose lane is all drawn
+        self._pool = Pool.empty(progress.names)
+        self._until = -np.inf
+        self._first_rows = np.zeros(len(progress.names), np.int64)  # of all of the chunk where the source begins the block
+        self._lane_chunk = np.full(len(progress.names), -1)
+        self._lane_rows = np.zeros(len(progress.names), np.int64)  # of all of the lane's chunk
+        self._start_block(Samples.none(progress.names))
+
+    def next_samples(self, count: int) -> Samples:
+        """The next `count` draws; fewer when the run ends before."""
+        parts = []
+        while count > 0 and (self._position < len(self._block) or self._refill()):
+            end = min(self._position + count, len(self._block))
+            parts.append(self._take_to(end))
+            count -= len(parts[-1])
+        return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
+
+    def next_tokens(self, tokens: int, multiple: int = 1) -> Samples:
+        """The fewest next draws that hold at least `tokens` (documents padded to `multiple`); fewer at the run's end."""
+        parts = []
+        while tokens > 0 and (self._position < len(self._block) or self._refill()):
+            before = self._block_tokens[self._position - 1] if self._position else 0
+            sizes = self._block_tokens
+            if multiple > 1:
+                padded = -(-self._block.tokens[self._position :] // multiple) * multiple
+                sizes, before = np.concatenate([np.zeros(self._position, np.int64), np.cumsum(padded)]), 0
+            end = min(int(sizes.searchsorted(before + tokens)) + 1, len(self._block))
+            tokens -= int(sizes[end - 1] - before)
+            parts.append(self._take_to(end))
+        return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing left to draw, now and later."""
+        return self._ended and self._position == len(self._block)
+
+    @property
+    def samples_at_hand(self) -> int:
+        """Draws that need nothing more to be known."""
+        return len(self._block) - self._position
+
+    @property
+    def tokens_at_hand(self) -> int:
+        """The tokens of those draws."""
+        if self._position == len(self._block):
+            return 0
+        return int(self._block_tokens[-1] - (self._block_tokens[self._position - 1] if self._position else 0))
+
+    def bookmark(self, draws_ago: int = 0) -> Callable[[], Progress]:
+        """A function that gives the progress at this moment, or some draws ago (no more than were settled together with the
+        last one), computed when it is called."""
+        lanes = self._first_rows, self._lane_chunk, self._lane_rows
+        return partial(_advance, self._at, self._block, self._position - draws_ago, self._by_tokens, *lanes)
+
+    def _take_to(self, end: int) -> Samples:
+        part = self._block.take(slice(self._position, end))
+        self._position = end
+        return part
+
+    def _start_block(self, block: Samples) -> None:
+        self._block = block
+        self._block_tokens = block.tokens.cumsum()
+        self._position = 0
+
+    def _refill(self) -> bool:
+        """Replace the block, all drawn, by the next one. False when the run has ended."""
+        if self._ended:
+            return False
+        self._at = self.bookmark()()
+        # Bookmarks look into what was: it is changed no more.
+        self._first_rows = np.where(self._at.chunk == self._lane_chunk, self._lane_rows, self._first_rows)
+        self._lane_chunk, self._lane_rows = self._lane_chunk.copy(), self._lane_rows.copy()
+        is_first = not self._lanes
+        entered = [source for source in self._run_out if self._enter(source)]
+        self._run_out = []
+        self._at.read_once[:] = self._read_once
+        if self._ended or not self._lanes:
+            self._ended = True
+            self._start_block(Samples.none(self._at.names))
+            return False
+        self._fill_pool(entered)
+        if not is_first:  # which is to be there soon
+            self._extend()
+        self._start_block(self._settled())
+        self._look_ahead()
+        return True
+
+    def _look_ahead(self) -> None:
+        """Tell which chunks come next: those of the sources whose known rows run out first."""
+        if self._expect is None:
+            return
+        for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXPECTED].tolist():
+            if source in self._lanes:
+                chunk, end = self._lanes[source].chunk + 1, self._extents[source].end
+                if end is None or chunk < end or self._stop == "all_exhausted":
+                    self._expect(source, chunk)
+
+    def _enter(self, source: int) -> bool:
+        """Give the source a lane of its next rows; False when the source has ended."""
+        at, extent = self._at, self._extents[source]
+        chunk, row = int(at.chunk[source]), int(at.row[source])
+        first_chunk = chunk
+        while True:
+            has_none = chunk - first_chunk >= extent.most_chunks_without_rows
+            if extent.end is not None and chunk >= extent.end:
+                has_none = has_none or at.samples[source] == 0
+            if has_none:
+                raise DataError(
+                    f"source {at.names[source]!r} gave no usable row in a whole epoch ({extent.chunks_per_epoch} chunks): "
+                    "look at its filters, its bad-row policy and long_documents, or give it weight 0"
+                )
+            if extent.end is not None and chunk >= extent.end and self._has_ended(source):
+                self._lanes.pop(source, None)
+                self._last_times[source], self._lane_chunk[source] = np.inf, -1
+                return False
+            facts = self._describe(source, chunk)
+            if row < facts.num_rows:
+                break
+            chunk, row = chunk + 1, 0
+        at.chunk[source], at.row[source] = chunk, row  # `at` is this queue's own copy
+        self._first_rows[source] = facts.num_rows
+        self._begin_lane(source, chunk, facts, row, int(at.since[source]))
+        return True
+
+    def _begin_lane(self, source: int, chunk: int, facts: ChunkFacts, row: int, since: int) -> None:
+        end = min(row + _MOST_ROWS_OF_A_SOURCE, facts.num_rows)
+        sizes = facts.tokens[row:end] if self._by_tokens else np.ones(end - row, np.int64)
+        # From exact integers, so that a time does not depend on where a run was cut.
+        ends = since + sizes.cumsum()
+        times = self._at.lead[source] + (ends - sizes / 2) / self._at.weights[source]
+        self._lanes[source] = _Lane(chunk, facts, row, times, ends.item(-1))
+        self._last_times[source], self._lane_chunk[source], self._lane_rows[source] = times[-1], chunk, facts.num_rows
+
+    def _extend(self) -> None:
+        """Extend the lanes that bound the block, as far as their next rows are at hand: one large block costs less than
+        several small ones."""
+        extended = []
+        for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXTENDED].tolist():
+            if self._last_times[source] > self._until or not self._extend_lane(source):
+                break  # this one bounds the block
+            extended.append(source)
+        self._merge(extended)
+
+    def _extend_lane(self, source: int) -> bool:
+        lane = self._lanes[source]
+        if lane.end < lane.facts.num_rows:
+            self._begin_lane(source, lane.chunk, lane.facts, lane.end, lane.since)
+            return True
+        chunk, end = lane.chunk + 1, self._extents[source].end
+        # What the end of a source means is decided when it is reached, not before.
+        if self._peek is None or chunk == end or lane.chunk != self._at.chunk[source]:
+            return False
+        facts = self._peek(source, chunk)
+        if facts is None or facts.num_rows == 0:
+            return False
+        self._begin_lane(source, chunk, facts, 0, lane.since)
+        return True
+
+    def _has_ended(self, source: int) -> bool:
+        """What the end of a finite source means; False when the source starts again."""
+        if self._stop == "all_exhausted":
+            self._read_once[source] = True
+            active = [i for i in np.flatnonzero(self._at.weights > 0).tolist() if self._extents[i].end is not None]
+            self._ended = bool(self._read_once[active].all())
+            return self._ended
+        self._ended = self._ended or self._stop == "first_exhausted"
+        return True
+
+    def _fill_pool(self, entered: Sequence[int]) -> None:
+        """Put the rows of new lanes that belong into the pool there; when the pool is empty, those of all, further on."""
+        self._merge(entered)
+        while len(self._pool.times) == 0:
+            soonest = min(lane.times[lane.pooled] for lane in self._lanes.values() if lane.pooled < len(lane.times))
+            ahead = sum((lane.times[-1] - lane.times[0]) / len(lane.times) for lane in self._lanes.values()) / len(
+                self._lanes
+            )
+            # A source draws once in the mean distance of its rows, so this many times that gives about so many rows.
+            self._until = soonest + ahead * max(1, _ROWS_POOLED // len(self._lanes))
+            self._merge(self._lanes)
+
+    def _merge(self, sources: Iterable[int]) -> None:
+        """Move the rows of these lanes that lie before `_until` into the pool, by time and, where equal, by source."""
+        spans, times = [], []
+        for source in sources:
+            lane = self._lanes[source]
+            end = int(lane.times.searchsorted(self._until, "right"))
+            if end > lane.pooled:
+                spans.append(Span(source, lane.chunk, lane.facts, lane.first + lane.pooled, lane.first + end))
+                times.append(lane.times[lane.pooled : end])
+                lane.pooled = end
+        if not spans:
+            return
+        self._pool = self._pool.with_rows(samples_of(self._at.names, spans), times)
+
+    def _settled(self) -> Samples:
+        """Take the rows out of the pool that come before anything that is not known yet."""
+        bounding = int(self._last_times.argmin())  # of equal times the first source's, which is the one drawn first
+        horizon = self._last_times[bounding]
+        if horizon > self._until:
+            block, self._pool = self._pool.first(len(self._pool.times)), Pool.empty(self._at.names)
+            return block
+        end = self._pool.num_before(horizon, bounding)
+        block, self._pool = self._pool.first(end), self._pool.without_first(end)
+        self._run_out.append(bounding)
+        return block
+
+
+def _advance(
+    at: Progress, block: Samples, position: int, by_tokens: bool, first_rows: Ints, lane_chunk: Ints, lane_rows: Ints
+) -> Progress:
+    """The progress after the first `position` draws of a block that begins at `at`. A source that has drawn all rows of a
+    chunk comes to stand before the next one; a chunk has `lane_rows` if it is the lane's, else `first_rows`."""
+    if position == 0:
+        return replace(at, chunk=at.chunk.copy(), row=at.row.copy(), read_once=at.read_once.copy())
+    n, source = len(at.names), block.source[:position]
+    drawn = np.bincount(source, minlength=n)
+    tokens = np.bincount(source, weights=block.tokens[:position], minlength=n).astype(np.int64)
+    last = np.zeros(n, np.int64)
+    last[source] = np.arange(position)  # of equal sources the last stays
+    has_drawn = drawn > 0
+    chunk = np.where(has_drawn, block.chunk[last], at.chunk)
+    row = np.where(has_drawn, block.row[last] + 1, at.row)
+    all_drawn = has_drawn & (row >= np.where(chunk == lane_chunk, lane_rows, first_rows))
+    row[all_drawn] = 0
+    return replace(
+        at,
+        chunk=chunk + all_drawn,
+        row=row,
+        samples=at.samples + drawn,
+        tokens=at.tokens + tokens,
+        since=at.since + (tokens if by_tokens else drawn),
+        read_once=at.read_once.copy(),
+    )
+
+
+def reweighted(progress: Progress, weights: Floats, ended: Ints | np.ndarray) -> Progress:
+    """The same progress under new weights: what each source is ahead of the others, in samples or tokens, is kept.
+
+    A source that had no weight, or has none now, starts level with the one that is furthest behind.
+    """
+    if np.array_equal(weights, progress.weights):
+        return progress
+    stays = (progress.weights > 0) & (weights > 0) & ~ended
+    lead = np.zeros(len(weights))
+    if stays.any():
+        position = progress.lead[stays] + progress.since[stays] / progress.weights[stays]
+        ahead = (position - position.min()) * progress.weights[stays]
+        lead[stays] = ahead / weights[stays]
+    return replace(progress, weights=weights, lead=lead, since=np.zeros_like(progress.since))
+
+
+@record
+class Pool:
+    """Rows waiting for their turn: row `order[i]` of `rows`, which lie as they came, has the time `times[i]`.
+
+    Rows that were taken stay in `rows` until all are: most are moved twice, once in and once out.
+    """
+
+    rows: Samples
+    order: Ints
+    times: Floats
+
+    @staticmethod
+    def empty(names: tuple[str, ...]) -> Pool:
+        return Pool(Samples.none(names), np.zeros(0, np.int64), np.zeros(0))
+
+    def with_rows(self, new: Samples, times: Sequence[Floats]) -> Pool:
+        rows = Samples.concatenated([self.rows, new]) if len(self.times) else new
+        first = len(rows) - len(new)
+        order = np.concatenate([self.order, np.arange(first, len(rows))])
+        all_times = np.concatenate([self.times, *times])
+        by_time = all_times.argsort(kind="stable")  # quick on what is a few sorted runs
+        in_order = all_times[by_time]
+        if (in_order[1:] == in_order[:-1]).any():
+            by_time = np.lexsort((rows.source[order], all_times))
+            in_order = all_times[by_time]
+        return Pool(rows, order[by_time], in_order)
+
+    def num_before(self, time: float, source: int) -> int:
+        """How many rows come before that time, or at it and are of that source or an earlier one."""
+        first, last = self.times.searchsorted(time, "left"), self.times.searchsorted(time, "right")
+        return int(first + np.count_nonzero(self.rows.source[self.order[first:last]] <= source))
+
+    def first(self, count: int) -> Samples:
+        return self.rows.take(self.order[:count])
+
+    def without_first(self, count: int) -> Pool:
+        return Pool(self.rows, self.order[count:], self.times[count:])
+
+
+@record
+class Span:
+    """Rows `begin` to `end` of a chunk."""
+
+    source: int
+    chunk: int
+    facts: ChunkFacts
+    begin: int
+    end: int
+
+
+def samples_of(names: tuple[str, ...], spans: Sequence[Span]) -> Samples:
+    """The rows of each span, one span after the other."""
+    counts = [span.end - span.begin for span in spans]
+    rows = [(span.facts, span.begin, span.end) for span in spans]
+    tokens = np.concatenate([facts.tokens[begin:end] for facts, begin, end in rows])
+    size_names = dict.fromkeys(name for facts, _, _ in rows for name in facts.sizes)
+    return Samples.of_columns(
+        names,
+        np.repeat(np.array([span.source for span in spans], np.int64), counts),
+        np.repeat(np.array([span.chunk for span in spans], np.int64), counts),
+        np.concatenate([np.arange(begin, end) for _, begin, end in rows]),
+        np.zeros(len(tokens), np.int64),
+        tokens,
+        tokens,
+        np.concatenate([facts.loss_tokens[begin:end] for facts, begin, end in rows]),
+        sizes={
+            name: np.concatenate(
+                [
+                    facts.sizes[name][begin:end] if name in facts.sizes else np.zeros(end - begin, np.int64)
+                    for facts, begin, end in rows
+                ]
+            )
+            for name in size_names
+        },
+        images=ImageSizes.concatenated(
+            [None if facts.images is None else facts.images.take(slice(begin, end)) for facts, begin, end in rows], counts
+        ),
+    )

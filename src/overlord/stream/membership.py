@@ -1,0 +1,360 @@
+"""Which samples make which step. Decided by the mixture and the batch alone, before any strategy sees the step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from overlord.declare.batch import Batch
+from overlord.declare.mixture import Mixture
+from overlord.declare.policies import limit_at
+from overlord.records import record
+from overlord.stream.drawing import (
+    Describe,
+    DrawQueue,
+    Expect,
+    Extent,
+    Peek,
+    reweighted,
+)
+from overlord.stream.facts import (
+    LOSS_EXTRA,
+    Floats,
+    Ints,
+    LossCount,
+    Samples,
+)
+from overlord.stream.outliers import (
+    all_now,
+    not_placed,
+    released,
+    set_aside,
+)
+from overlord.stream.packing import Pieces, SamplesInRows, best_fit, concat_and_split, cut_samples, in_drawn_order
+from overlord.stream.progress import Progress
+from overlord.stream.weights import WeightSchedule
+
+_STEPS_TOGETHER = 8  # drawn at once where they can be: a call costs the same for some dozens of samples and for hundreds
+
+
+@record
+class DrawnStep:
+    """The samples of one step, the row that membership packing gave each (None for steps counted in samples and for those
+    that cut documents), and the progress after the step, computed when asked for."""
+
+    number: int
+    samples: Samples
+    rows: Ints | None
+    weights: Floats
+    after: Callable[[], Progress]
+    in_rows: SamplesInRows | None = None
+    """The samples cut at the ends of rows, where documents are cut and that was worked out for several steps at once."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # `after` looks into what the planner has drawn: only what it gives may travel.
+        after = partial(_same, self.after())
+        return DrawnStep, (self.number, self.samples, self.rows, self.weights, after, self.in_rows)
+
+
+def _same(progress: Progress) -> Progress:
+    return progress
+
+
+class StepDrawer:
+    """Draws step after step from a progress on."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        batch: Batch,
+        mixture: Mixture,
+        extents: Sequence[Extent],
+        describe: Describe,
+        count_loss: CountLoss | None = None,
+        expect: Expect | None = None,
+        schedule: WeightSchedule | None = None,
+        peek: Peek | None = None,
+    ) -> None:
+        self._batch = batch
+        self._mixture = mixture
+        self._schedule = schedule or WeightSchedule(mixture, progress.names)
+        self._extents = extents
+        self._ends = np.array([-1 if e.end is None else e.end for e in extents], np.int64)
+        self._describe = describe
+        self._count_loss = count_loss
+        self._expect = expect
+        self._peek = peek
+        self._number = progress.step
+        self._carried = progress.carried
+        self._num_first = 0  # candidates of a step that are placed before all others
+        self._weights = progress.weights
+        self._queue = self._new_queue(progress)
+        self._drawn: deque[DrawnStep] = deque()  # together with the step before
+        self._here: Callable[[], Progress] = partial(_same, progress)  # before the next step
+
+    @property
+    def number(self) -> int:
+        """The step that `next_step` will give."""
+        return self._number
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next step can be drawn from what is known: no loader has to be asked."""
+        if self._schedule.at(self._number) is not self._weights:
+            return False
+        if self._drawn:
+            return True
+        if self._batch.samples is not None:
+            return self._queue.samples_at_hand >= self._batch.samples
+        return self._queue.tokens_at_hand >= (self._batch.tokens or 0)
+
+    def next_step(self) -> DrawnStep | None:
+        """The next step, or None when the run has ended; once ended it stays so."""
+        weights = self._schedule.at(self._number)
+        if weights is not self._weights:
+            progress = self._here()
+            self._drawn.clear()  # these steps were drawn by the weights that held until now
+            self._carried = progress.carried
+            ended = (self._ends >= 0) & (progress.chunk >= self._ends) & (self._mixture.stop == "drop_exhausted")
+            self._queue = self._new_queue(reweighted(progress, weights, ended))
+            self._weights = weights
+        if not self._drawn:
+            self._drawn.extend(self._draw())
+        if not self._drawn:
+            return None
+        step = self._drawn.popleft()
+        self._number, self._here = step.number + 1, step.after
+        return step
+
+    def _draw(self) -> list[DrawnStep]:
+        """The next step, with some after it where they can be had at once; nothing when the run has ended."""
+        batch, number = self._batch, self._number
+        if batch.samples is not None:
+            drawn = self._by_samples(batch.samples)
+        elif batch.cut_documents and self._count_loss is None and batch.document_limits is None and len(self._carried) <= 1:
+            return self._cut_together(batch.tokens or 0)
+        elif batch.cut_documents:
+            drawn = self._cut(batch.tokens or 0)
+        else:
+            drawn = self._whole_documents(batch.tokens or 0)
+        if drawn is None:
+            return []
+        at, carried = self._queue.bookmark(), self._carried
+        after = partial(_progress, number + 1, at, lambda: carried)
+        return [DrawnStep(number, *drawn, self._weights, after)]
+
+    def _new_queue(self, progress: Progress) -> DrawQueue:
+        mixture = self._mixture
+        ask = self._describe, self._expect, self._peek
+        return DrawQueue(progress, mixture.unit, mixture.stop, self._extents, *ask)
+
+    def _by_samples(self, count: int) -> tuple[Samples, None] | None:
+        def more(have: Samples) -> Samples:
+            return self._queue.next_samples(count - len(have))
+
+        samples, waiting = self._candidates(more)
+        if len(samples) == 0 or (len(samples) < count and self._batch.drop_last):
+            return None
+        if len(samples) > count:  # more came due at once than a step has
+            samples, left = samples.take(slice(0, count)), not_placed(samples.take(slice(count, None)))
+            waiting = Samples.concatenated([left, waiting])
+        self._carried = waiting
+        return samples, None
+
+    def _cut_together(self, tokens: int) -> list[DrawnStep]:
+        """Steps of exactly `tokens` tokens, as many as are at hand: what `_cut` gives one after the other. Every sample has
+        tokens: a job whose steps are counted in them takes no source without."""
+        carried, number = self._carried, self._number
+        parts = [carried, self._queue.next_tokens(tokens - int(carried.tokens.sum()))]
+        surplus = int(parts[0].tokens.sum()) + int(parts[1].tokens.sum()) - tokens
+        if surplus < 0 and (self._batch.drop_last or surplus == -tokens):
+            return []
+        at_most = self._num_alike(_STEPS_TOGETHER) - 1
+        more = max(0, min(at_most, (surplus + self._queue.tokens_at_hand) // tokens))
+        parts.append(self._queue.next_tokens(more * tokens - surplus) if more else Samples.none(carried.source_names))
+        samples = Samples.concatenated([part for part in parts if len(part)])
+        ends = np.cumsum(samples.tokens)
+        steps, row_tokens, count = _cut_every(samples, ends, tokens, more + 1), self._batch.sequence_length, more + 1
+        # A step ends where a row does, so that the ends of all rows are as easy to find as those of the steps.
+        per_step = tokens // row_tokens
+        rows = _cut_every(samples, ends, row_tokens, count * per_step)
+        bounds = range(tokens, count * tokens + 1, tokens)
+        num_used = np.minimum(ends.searchsorted(bounds) + 1, len(samples)).tolist()
+        first_of_step = steps.bin.searchsorted(range(count + 1)).tolist()
+        first_of_rows = rows.bin.searchsorted(range(0, count * per_step + 1, per_step)).tolist()
+        drawn = []
+        for i, (used, bound) in enumerate(zip(num_used, bounds, strict=True)):
+            of_step = steps.samples.take(slice(first_of_step[i], first_of_step[i + 1]))
+            in_rows = slice(first_of_rows[i], first_of_rows[i + 1])
+            cut = SamplesInRows(rows.samples.take(in_rows), rows.bin[in_rows] - i * per_step)
+            at = self._queue.bookmark(draws_ago=len(samples) - max(used, len(carried)))
+            after = partial(_progress, number + i + 1, at, partial(_rest, samples, ends, used - 1, bound))
+            drawn.append(DrawnStep(number + i, of_step, None, self._weights, after, cut))
+        self._carried = _rest(samples, ends, num_used[-1] - 1, bounds[-1])
+        return drawn
+
+    def _num_alike(self, most: int) -> int:
+        """How many steps from the next one on are drawn by the same weights, up to `most`."""
+        count = 1
+        while count < most and self._schedule.at(self._number + count) is self._weights:
+            count += 1
+        return count
+
+    def _cut(self, tokens: int) -> tuple[Samples, None] | None:
+        """Exactly `tokens` tokens: the last document is cut and its rest carried to the next step."""
+        wanted = tokens - int(self._carried.tokens.sum())
+        samples = self._limited(self._with_carried(self._queue.next_tokens(wanted)))
+        ends = np.cumsum(samples.tokens)
+        total = int(ends[-1]) if len(ends) else 0
+        if total == 0 or (total < tokens and self._batch.drop_last):
+            return None
+        if total > tokens:
+            last = int(ends.searchsorted(tokens))
+            beyond, samples = samples.take(slice(last + 1, None)), samples.take(slice(0, last + 1))
+            surplus = ends.item(last) - tokens
+            if surplus:
+                samples, rest = self._cut_last(samples, surplus)
+                beyond = Samples.concatenated([rest, beyond])
+            self._carried = beyond
+        return samples, None
+
+    def _cut_last(self, samples: Samples, surplus: int) -> tuple[Samples, Samples]:
+        """The samples with `surplus` tokens cut off the last, and what was cut off as a sample of its own."""
+        last = len(samples) - 1
+        start, cut = samples.start.item(last), samples.stop.item(last) - surplus
+        loss = LossCount(cut - start)  # the document goes on, so every token of the first part has a successor to predict
+        if self._count_loss is not None:
+            source, chunk, row = (column.item(last) for column in (samples.source, samples.chunk, samples.row))
+            loss = self._count_loss(source, chunk, row, start, cut)
+        whole = samples.take(slice(last, None))
+        extra = whole.sizes.get(LOSS_EXTRA, 0)
+        rest = whole.with_columns(start=cut, tokens=surplus).with_loss(whole.loss_tokens - loss.tokens, extra - loss.extra)
+        first = whole.with_columns(stop=cut, tokens=cut - start).with_loss(loss.tokens, loss.extra)
+        table = samples.table.copy()
+        table[:, last:] = first.table
+        sizes = {name: np.append(column[:last], first.sizes[name]) for name, column in samples.sizes.items()}
+        return replace(samples, table=table, sizes=sizes), rest
+
+    def _whole_documents(self, tokens: int) -> tuple[Samples, Ints] | None:
+        """As many whole documents as can be packed into the step's rows; those that do not fit are carried to the next
+        step, where they are placed first."""
+        batch = self._batch
+
+        def more(have: Samples) -> Samples:
+            wanted = tokens - int(_padded(have.tokens, batch.document_multiple).sum())
+            return self._limited(self._queue.next_tokens(wanted, batch.document_multiple))
+
+        self._carried = self._limited(self._carried)
+        candidates, waiting = self._candidates(more)
+        num_carried = self._num_first
+        lengths = _padded(candidates.tokens, batch.document_multiple)
+        if len(candidates) == 0 or (int(lengths.sum()) < tokens and batch.drop_last):
+            return None
+        rows = in_drawn_order(best_fit(lengths, batch.num_rows or 1, batch.sequence_length, num_first=num_carried))
+        placed = rows >= 0
+        if placed.all():
+            self._carried = waiting
+            return candidates, rows
+        left = candidates.take(np.flatnonzero(~placed))
+        self._carried = left if self._batch.outliers is None else Samples.concatenated([not_placed(left), waiting])
+        return candidates.take(np.flatnonzero(placed)), rows[placed]
+
+    def _candidates(self, more: Callable[[Samples], Samples]) -> tuple[Samples, Samples]:
+        """The samples that may come in the next step, those carried to it first, and those that go on waiting. `more` draws
+        what is missing beside the samples that it is given."""
+        policy, step = self._batch.outliers, self._number
+        if policy is None:
+            self._num_first = len(self._carried)
+            samples = self._with_carried(more(self._carried))
+            return samples, self._carried
+        divided = released(self._carried, policy, step)
+        found, waiting, drawn = divided.coming, divided.waiting, Samples.none(self._carried.source_names)
+        self._num_first = len(found)
+        # What is set aside leaves room for more, which may have to be set aside too, until enough waits.
+        while len(drawn := more(found)) > 0:
+            divided = set_aside(drawn, policy, step, waiting, self._batch)
+            found, waiting = Samples.concatenated([found, divided.coming]), divided.waiting
+        if self._queue.has_ended:
+            self._num_first += len(waiting)
+            found, waiting = Samples.concatenated([all_now(waiting, step), found]), Samples.none(found.source_names)
+        return found, waiting
+
+    def _limited(self, samples: Samples) -> Samples:
+        """Documents in parts no longer than the batch's curriculum has it at this step."""
+        limits = self._batch.document_limits
+        return samples if limits is None else in_parts(samples, limit_at(limits, self._number), self._count_loss)
+
+    def _with_carried(self, samples: Samples) -> Samples:
+        if len(self._carried) == 0:
+            return samples
+        samples = Samples.concatenated([self._carried, samples])
+        self._carried = Samples.none(samples.source_names)
+        return samples
+
+
+@record
+class _Cut:
+    """Samples cut into bins, and the bin of each."""
+
+    samples: Samples
+    bin: Ints
+
+
+def _cut_every(samples: Samples, ends: Ints, tokens: int, num_bins: int) -> _Cut:
+    pieces = concat_and_split(samples.tokens, num_bins, tokens, ends)
+    return _Cut(cut_samples(samples, pieces), pieces.row)
+
+
+def _rest(samples: Samples, ends: Ints, last: int, bound: int) -> Samples:
+    """What is left of the sample at place `last` after `bound` tokens of all samples."""
+    surplus = ends.item(last) - bound
+    if surplus <= 0:
+        return Samples.none(samples.source_names)
+    whole = samples.take(slice(last, last + 1))
+    given = whole.tokens - surplus
+    loss = whole.loss_tokens - np.minimum(given, whole.loss_tokens)
+    return whole.with_columns(start=whole.start + given, tokens=surplus, loss_tokens=loss)
+
+
+def _progress(step: int, at: Callable[[], Progress], carried: Callable[[], Samples]) -> Progress:
+    return replace(at(), step=step, carried=carried())
+
+
+def _padded(tokens: Ints, multiple: int) -> Ints:
+    return tokens if multiple == 1 else -(-tokens // multiple) * multiple
+
+
+CountLoss = Callable[[int, int, int, int, int], LossCount]
+"""(source index, chunk, row, start, stop) to the loss of that part of the row."""
+
+
+def in_parts(samples: Samples, limit: int, count_loss: CountLoss | None = None) -> Samples:
+    """The same tokens in samples of at most `limit` tokens, the parts of a document one after the other.
+
+    The label of a part's last token is the first token of the next part, so no loss token is lost. Documents with images
+    stay whole: their images belong to all of their text.
+    """
+    is_long = samples.tokens > limit
+    if "num_images" in samples.sizes:
+        is_long &= samples.sizes["num_images"] == 0
+    if not is_long.any():
+        return samples
+    num_parts = np.where(is_long, -(-samples.tokens // limit), 1)
+    sample = np.repeat(np.arange(len(samples)), num_parts)
+    part = np.arange(len(sample)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    tokens = samples.tokens[sample]
+    stop = np.where(is_long[sample], np.minimum((part + 1) * limit, tokens), tokens)
+    found = cut_samples(samples, Pieces(sample, part * limit, stop, np.zeros(len(sample), np.int64)))
+    if count_loss is None:
+        return found
+    loss = found.loss_tokens.copy()
+    extra = found.sizes[LOSS_EXTRA].copy() if LOSS_EXTRA in found.sizes else np.zeros_like(loss)
+    # One by one, since each is asked of a loader: only with loss masks, and only for what is cut.
+    for i in np.flatnonzero(is_long[sample]).tolist():
+        columns = (found.source, found.chunk, found.row, found.start, found.stop)
+        loss[i], extra[i] = count_loss(*(column.item(i) for column in columns))
+    return found.with_loss(loss, extra)

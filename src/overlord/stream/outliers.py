@@ -1,0 +1,136 @@
+"""Which long documents wait, and which of those that waited come now. Functions of what waits and of the step's number.
+
+What waits is kept among the samples that are carried to the next step, marked by the step from which on it waits, so it is
+in every state. It never holds more than a few steps do: what is more is not delayed, so that a mixture of nothing but
+long documents goes on as if there were no policy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from overlord.declare.batch import Batch
+from overlord.declare.policies import OutlierDelay
+from overlord.stream.facts import Floats, Ints, Samples
+from overlord.stream.packing import padded
+
+WAITING = "waiting_since"
+"""Among the sizes of a carried sample: 1 + the step that it was drawn for and did not come in; 0 for others."""
+WAITED = "waited_steps"
+"""Among the sizes of a drawn sample, where the job delays outliers: how many steps later it came."""
+
+
+STEPS_WAITING = 4
+"""All that waits fills at most so many steps. With fewer, queues of several lengths do not fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What is carried to a step: what waits, and what must come if it fits, which is all that waited enough."""
+
+    coming: Samples
+    waiting: Samples
+
+
+def released(carried: Samples, policy: OutlierDelay, step: int) -> Waiting:
+    """Divide what is carried: those that did not fit before come first, then those that wait too long, then full queues."""
+    since = _column(carried, WAITING)
+    comes = (since == 0) | (step + 1 - since >= policy.most_steps)
+    level = np.searchsorted(policy.lengths, carried.tokens, side="right")
+    for number in range(1, len(policy.lengths) + 1):
+        queue = np.flatnonzero((level == number) & (since > 0))
+        if len(queue) >= policy.together:
+            comes[queue[: policy.together]] = True  # carried samples are in the order they were drawn
+    first = np.argsort(np.where(since == 0, 0, 1), kind="stable")
+    coming = carried.take(first[comes[first]])
+    waited = np.where(_column(coming, WAITING) > 0, step + 1 - _column(coming, WAITING), _column(coming, WAITED))
+    return Waiting(_with(coming, WAITED, waited, drop=WAITING), carried.take(np.flatnonzero(~comes)))
+
+
+def set_aside(drawn: Samples, policy: OutlierDelay, step: int, waiting: Samples, batch: Batch) -> Waiting:
+    """Divide what was drawn for a step: long documents wait, as far as not too many do already."""
+    is_long = drawn.tokens >= policy.lengths[0]
+    room = STEPS_WAITING - float(_shares(waiting, batch).sum())
+    waits = is_long & (np.cumsum(np.where(is_long, _shares(drawn, batch), 0.0)) <= room)
+    coming = drawn.take(np.flatnonzero(~waits))
+    aside = drawn.take(np.flatnonzero(waits))
+    aside = _with(aside, WAITING, np.full(len(aside), step + 1))
+    both = aside if len(waiting) == 0 else Samples.concatenated([waiting, aside])
+    return Waiting(_with(coming, WAITED, np.zeros(len(coming), np.int64)), both)
+
+
+def not_placed(samples: Samples) -> Samples:
+    """Samples that came to their step and found no room: carried, but no longer waiting. They are a step later then."""
+    return _with(samples, WAITED, _column(samples, WAITED) + 1)
+
+
+def all_now(waiting: Samples, step: int) -> Samples:
+    """Everything that waits, at the end of the data."""
+    return _with(waiting, WAITED, step + 1 - _column(waiting, WAITING), drop=WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """How much later documents came than they were drawn, by a policy that delays outliers."""
+
+    documents: int = 0
+    """That came later."""
+    document_steps: int = 0
+    """The steps that they waited, summed up."""
+    token_steps: int = 0
+    """The same, counted once for each of their tokens."""
+    tokens: int = 0
+    """Of all documents, delayed or not."""
+
+    @staticmethod
+    def of(counts: Mapping[str, Mapping[str, int]]) -> Delay | None:
+        """From what `count_delays` counted for each source; None where no policy delays anything."""
+        if not any("tokens" in of_source for of_source in counts.values()):
+            return None
+        names = ("delayed", "delayed_steps", "delayed_token_steps", "tokens")
+        return Delay(*(sum(of_source.get(name, 0) for of_source in counts.values()) for name in names))
+
+    @property
+    def mean_steps(self) -> float:
+        """How long a delayed document waited on average."""
+        return self.document_steps / self.documents if self.documents else 0.0
+
+    @property
+    def mean_steps_per_token(self) -> float:
+        """How long a token waited on average, over all tokens."""
+        return self.token_steps / self.tokens if self.tokens else 0.0
+
+
+def count_delays(samples: Samples, counts: Mapping[str, Counter[str]]) -> None:
+    """Add what came later in a step to the counts of each source."""
+    if WAITED not in samples.sizes:
+        return
+    for number in np.unique(samples.source).tolist():
+        of_source = samples.source == number
+        waited, tokens = samples.sizes[WAITED][of_source], samples.tokens[of_source]
+        counts[samples.source_names[number]].update(
+            delayed=int(np.count_nonzero(waited)),
+            delayed_steps=int(waited.sum()),
+            delayed_token_steps=int((waited * tokens).sum()),
+            tokens=int(tokens.sum()),
+        )
+
+
+def _shares(samples: Samples, batch: Batch) -> Floats:
+    """The share of a step that each sample takes. Of documents longer than half a row, a row holds one."""
+    if batch.samples is not None:
+        return np.full(len(samples), 1 / batch.samples)
+    in_row = batch.sequence_length // np.maximum(padded(samples.tokens, batch.document_multiple), 1)
+    return 1 / (np.maximum(in_row, 1) * (batch.num_rows or 1))
+
+
+def _column(samples: Samples, name: str) -> Ints:
+    return samples.sizes.get(name, np.zeros(len(samples), np.int64))
+
+
+def _with(samples: Samples, name: str, values: Ints, drop: str | None = None) -> Samples:
+    return replace(samples, sizes={**{key: each for key, each in samples.sizes.items() if key != drop}, name: values})

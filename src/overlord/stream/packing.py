@@ -1,0 +1,119 @@
+"""Putting documents into rows (best fit without cutting, concatenate-and-split) and into microbatches of even cost."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from overlord.stream.facts import (
+    LOSS_EXTRA,
+    Ints,
+    Samples,
+)
+
+
+def padded(tokens: Ints, multiple: int) -> Ints:
+    """The tokens that documents take up when each is padded to a multiple."""
+    return tokens if multiple == 1 else -(-tokens // multiple) * multiple
+
+
+def best_fit(lengths: Ints, num_rows: int, capacity: int, num_first: int = 0) -> Ints:
+    """The row of each document, longest first into the fullest row that still has room; -1 where none has.
+
+    The first `num_first` documents are placed before all others: what one step could not hold, the next one
+    does.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    if num_first:
+        order = order[np.argsort(order >= num_first, kind="stable")]
+    rows = [-1] * len(lengths)
+    shortest = int(lengths.min(initial=capacity))
+    # Rows in use, sorted by room: each is room * 2^shift + row, so that one integer orders them. A row with
+    # less room than the shortest document leaves the list.
+    shift = max(1, num_rows).bit_length()
+    mask = (1 << shift) - 1
+    open_rows: list[int] = []
+    num_used = 0
+    # A loop over documents, because each choice depends on the one before: about half a microsecond each.
+    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect_left(open_rows, length << shift)
+        if at < len(open_rows):
+            key = open_rows.pop(at)
+        elif num_used < num_rows and length <= capacity:
+            key = (capacity << shift) | num_used
+            num_used += 1
+        else:
+            continue
+        rows[i] = key & mask
+        key -= length << shift
+        if key >> shift >= shortest:
+            insort(open_rows, key)
+    return np.array(rows, np.int64)
+
+
+def in_drawn_order(rows: Ints) -> Ints:
+    """Rows numbered by their first sample, so that dealing them in turn is blind to how long their documents are."""
+    used, first = np.unique(rows, return_index=True)
+    if len(used) and used[0] < 0:
+        used, first = used[1:], first[1:]
+    if len(used) == 0:
+        return rows
+    number = np.empty(int(used[-1]) + 1, np.int64)
+    number[used[np.argsort(first, kind="stable")]] = np.arange(len(used))
+    return np.where(rows < 0, -1, number[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Documents cut at row ends: piece p is the tokens [start, stop) of document `sample[p]` and lies in
+    `row[p]`."""
+
+    sample: Ints
+    start: Ints
+    stop: Ints
+    row: Ints
+
+
+def concat_and_split(lengths: Ints, num_rows: int, capacity: int, ends: Ints | None = None) -> Pieces:
+    """The documents one after the other, cut at every multiple of `capacity`; what is past the last row is
+    left out. `ends` are the sums of the lengths, where they are known."""
+    ends = lengths.cumsum() if ends is None else ends
+    total = min(int(ends[-1]) if len(ends) else 0, num_rows * capacity)
+    cuts = np.concatenate([ends, np.arange(capacity, total + capacity, capacity)])
+    np.minimum(cuts, total, out=cuts)
+    cuts.sort()
+    begins = np.empty_like(cuts)
+    begins[:1], begins[1:] = 0, cuts[:-1]
+    apart = begins < cuts
+    begins, cuts = begins[apart], cuts[apart]
+    # The document that a piece lies in is the first to end after it begins; empty documents have no piece.
+    sample = ends.searchsorted(begins, side="right")
+    origin = ends[sample] - lengths[sample]
+    return Pieces(sample, begins - origin, cuts - origin, begins // capacity)
+
+
+class SamplesInRows(NamedTuple):
+    """Samples, some of them cut at the ends of rows of sequence_length, and the row of each."""
+
+    samples: Samples
+    row: Ints
+
+
+def cut_samples(samples: Samples, pieces: Pieces) -> Samples:
+    """Samples for the pieces. Every token of a cut document but its last predicts the next one, so loss
+    tokens are counted from the front and the last piece has the rest. What loss weights add is counted in the first piece:
+    only the sum over a step is ever used."""
+    taken = samples.take(pieces.sample)
+    loss = np.minimum(pieces.stop, taken.loss_tokens) - np.minimum(pieces.start, taken.loss_tokens)
+    made = taken.with_columns(
+        start=taken.start + pieces.start,
+        stop=taken.start + pieces.stop,
+        tokens=pieces.stop - pieces.start,
+        loss_tokens=loss,
+    )
+    if LOSS_EXTRA not in taken.sizes:
+        return made
+    return made.with_loss(loss, np.where(pieces.start == 0, taken.sizes[LOSS_EXTRA], 0))

@@ -1,0 +1,210 @@
+"""The whole progress of a run: a step number, one cursor per source, the mixture's balance, and carried samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlord.records import record
+from overlord.stream.facts import COLUMNS as SAMPLE_COLUMNS
+from overlord.stream.facts import (
+    LOSS_EXTRA,
+    Floats,
+    ImageSizes,
+    Ints,
+    Samples,
+)
+from overlord.stream.plain import (
+    MOST,
+    DamagedError,
+    keyed,
+    listed,
+    mapping,
+    number,
+    shown,
+    text,
+    whole,
+)
+
+COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once")
+
+
+@record
+class Progress:
+    """Where a run stands before `step`. Arrays have one entry per source, in the order of `names`.
+
+    The next sample of source i is row `row[i]` of chunk `chunk[i]`; a row past the chunk's end means the next chunk.
+    `since` counts what was drawn (in the mixture's unit) since the weights last changed, and `lead` how far ahead of its
+    share the source was at that moment: together they are its position in virtual time, exactly, wherever a run is cut.
+    `read_once` marks finite sources that have been read to their end.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    chunk: Ints
+    row: Ints
+    samples: Ints
+    tokens: Ints
+    since: Ints
+    lead: Floats
+    weights: Floats
+    read_once: NDArray[np.bool_]
+    carried: Samples
+
+    @staticmethod
+    def start(names: tuple[str, ...]) -> Progress:
+        def zeros() -> Ints:
+            return np.zeros(len(names), np.int64)
+
+        return Progress(
+            step=0,
+            names=names,
+            chunk=zeros(),
+            row=zeros(),
+            samples=zeros(),
+            tokens=zeros(),
+            since=zeros(),
+            lead=np.zeros(len(names)),
+            weights=np.zeros(len(names)),
+            read_once=np.zeros(len(names), bool),
+            carried=Samples.none(names),
+        )
+
+    def for_sources(self, names: tuple[str, ...]) -> Progress:
+        """The same progress for another set of sources: new ones start at their beginning, others are forgotten."""
+        if names == self.names:
+            return self
+        old = {name: i for i, name in enumerate(self.names)}
+        kept = [(new, old[name]) for new, name in enumerate(names) if name in old]
+        new_index, old_index = (np.array(side, np.int64) for side in zip(*kept, strict=True)) if kept else ([], [])
+        fresh = Progress.start(names)
+        columns = {}
+        for column in COLUMNS:
+            values = getattr(fresh, column)
+            values[new_index] = getattr(self, column)[old_index]
+            columns[column] = values
+        return replace(fresh, step=self.step, carried=self.carried.for_sources(names), **columns)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The same as numbers and strings, for JSON; every float comes back as it was."""
+        columns = zip(self.names, *(getattr(self, column).tolist() for column in COLUMNS), strict=True)
+        return {
+            "step": self.step,
+            "sources": {name: values for name, *values in columns},
+            "carried": plain_samples(self.carried),
+        }
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Progress:
+        """Raises DamagedError for what `to_plain` did not make."""
+        sources = mapping(plain["sources"], "sources")
+        kinds = (*[np.int64] * 5, np.float64, np.float64, np.bool_)
+        rows = [_source_row(values, f"sources.{name}") for name, values in sources.items()]
+        columns = list(zip(*rows, strict=True)) or [()] * len(COLUMNS)
+        arrays: dict[str, Any] = {
+            column: np.array(values, kind) for column, values, kind in zip(COLUMNS, columns, kinds, strict=True)
+        }
+        progress = Progress(
+            step=whole(plain["step"], "step"), names=tuple(sources), carried=Samples.none(tuple(sources)), **arrays
+        )
+        return replace(progress, carried=progress.carried_from_plain(plain["carried"]))
+
+    def carried_from_plain(self, plain: Mapping[str, Any] | None) -> Samples:
+        """Carried samples, which must have been drawn by now."""
+        carried = samples_from_plain(plain, self.names)
+        chunk, row = self.chunk[carried.source], self.row[carried.source]
+        ahead = np.flatnonzero((carried.chunk > chunk) | ((carried.chunk == chunk) & (carried.row >= row)))
+        if len(ahead):
+            i = int(ahead[0])
+            raise DamagedError(
+                f"carried.rows holds row {carried.row[i]} of chunk {carried.chunk[i]} of source "
+                f"{self.names[carried.source[i]]!r}, which is drawn only up to row {row[i]} of chunk {chunk[i]}"
+            )
+        return carried
+
+
+def _source_row(values: Any, at: str) -> list[Any]:
+    """The cursor of a source and what goes with it, in the order of COLUMNS."""
+    values = listed(values, at, length=len(COLUMNS))
+    counts = [whole(value, f"{at}[{i}] ({COLUMNS[i]})") for i, value in enumerate(values[:5])]
+    lead, weight, read_once = values[5:]
+    if type(read_once) is not bool:
+        raise DamagedError(f"{at}[7] (read_once) must be true or false, it is {shown(read_once)}")
+    return [*counts, number(lead, f"{at}[5] (lead)"), number(weight, f"{at}[6] (weights)", least=0), read_once]
+
+
+def plain_samples(samples: Samples) -> dict[str, Any] | None:
+    """Samples as numbers and strings; None where there are none. Sizes that are all 0 are left out: whether samples have
+    such a column depends on which others they were once in a table with."""
+    if len(samples) == 0:
+        return None
+    sizes = {name: column.tolist() for name, column in sorted(samples.sizes.items()) if column.any()}
+    plain = {
+        "names": list(samples.source_names),
+        "sizes": list(sizes),
+        "rows": [list(row) for row in zip(*samples.table.tolist(), *sizes.values(), strict=True)],
+    }
+    images = samples.images
+    return plain if images is None or not images.count.any() else {**plain, "images": images.to_lists()}
+
+
+def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) -> Samples:
+    """Raises DamagedError for what `plain_samples` did not make."""
+    if plain is None:
+        return Samples.none(names)
+    plain = keyed(plain, "carried", needed=("names", "sizes", "rows"), allowed=("images",))
+    own = tuple(
+        text(name, f"carried.names[{i}]", among=names) for i, name in enumerate(listed(plain["names"], "carried.names"))
+    )
+    kinds = tuple(text(name, f"carried.sizes[{i}]") for i, name in enumerate(listed(plain["sizes"], "carried.sizes")))
+    if len(set(own)) < len(own) or len(set(kinds)) < len(kinds):
+        raise DamagedError("carried names a source or a size twice")
+    rows = listed(plain["rows"], "carried.rows")
+    if not rows:
+        raise DamagedError("carried.rows is empty: where nothing is carried, carried is null")
+    n = len(SAMPLE_COLUMNS)
+    if not _are_samples(rows, n + len(kinds), len(own)):
+        for i, row in enumerate(rows):  # one of them is to be named
+            _check_carried(listed(row, f"carried.rows[{i}]", length=n + len(kinds)), f"carried.rows[{i}]", len(own), kinds)
+    columns = np.array(rows, np.int64).T
+    images = None if plain.get("images") is None else _images_from_plain(plain["images"], len(rows))
+    sizes = dict(zip(kinds, columns[n:], strict=True))
+    return Samples.of_columns(own, *columns[:n], sizes=sizes, images=images).for_sources(names)
+
+
+def _are_samples(rows: Sequence[Any], width: int, num_sources: int) -> bool:
+    """Whether all rows would pass `_check_carried`, found out at once: a log has hundreds of them for each step."""
+    if any(type(row) is not list or len(row) != width for row in rows) or {type(v) for row in rows for v in row} != {int}:
+        return False
+    try:
+        columns = np.array(rows, np.int64).T
+    except OverflowError:
+        return False
+    start, stop, tokens, loss_tokens = columns[3:7]
+    are_whole = ((tokens == 0) | (tokens == stop - start)) & (stop >= start) & (loss_tokens <= tokens)
+    return bool(are_whole.all() and columns.min() >= 0 and columns.max() <= MOST and columns[0].max() < num_sources)
+
+
+def _check_carried(row: Sequence[Any], at: str, num_sources: int, kinds: Sequence[str]) -> None:
+    for name, value in zip(SAMPLE_COLUMNS, row, strict=False):
+        whole(value, f"{at} ({name})", most=num_sources - 1 if name == "source" else MOST)
+    for kind, value in zip(kinds, row[len(SAMPLE_COLUMNS) :], strict=True):
+        whole(value, f"{at} ({kind})", least=-MOST if kind == LOSS_EXTRA else 0)
+    start, stop, tokens, loss_tokens = row[3:7]
+    if stop < start or tokens not in (0, stop - start) or loss_tokens > tokens:
+        raise DamagedError(
+            f"{at} is no sample: it has {tokens} tokens, {loss_tokens} of them with loss, from {start} to {stop}"
+        )
+
+
+def _images_from_plain(plain: Any, num_samples: int) -> ImageSizes:
+    images = listed(plain, "carried.images", length=num_samples)
+    for i, each in enumerate(images):
+        for size in listed(each, f"carried.images[{i}]"):
+            for side in listed(size, f"carried.images[{i}]", length=2):
+                whole(side, f"carried.images[{i}]")
+    return ImageSizes.of(images)

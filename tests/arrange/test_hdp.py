@@ -1,0 +1,390 @@
+"""Documents over a pool of ranks: every token once, no rank over its memory, no ring that waits for ever, all together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.arrange.cost import TransformerCost
+from overlord.arrange.explain import explain
+from overlord.arrange.graph import DGraph
+from overlord.arrange.hdp.offload import Offload
+from overlord.arrange.hdp.rings import Chunk, Ring, Rings, chunks_of
+from overlord.arrange.hdp.split import split
+from overlord.arrange.hdp.spread import Pool, Spread, spread
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import Plan
+from overlord.arrange.strategies import hdp
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.errors import SpecError
+from overlord.stream.facts import Samples
+from overlord.testing import assert_strategy_conserves
+
+COST = TransformerCost(per_token=0.0046, per_length_squared=1.7e-07)
+STEEP = TransformerCost(per_token=1.0, per_length_squared=0.05)
+
+
+@given(st.integers(1, 5000), st.integers(1, 40))
+def test_the_parts_of_a_document_are_all_of_it_and_as_even_as_can_be(length, num_parts):
+    num_parts = min(num_parts, length)
+    parts = [chunks_of(length, num_parts, part) for part in range(num_parts)]
+    assert [i for chunk in sorted(c for p in parts for c in p) for i in range(*chunk)] == list(range(length))
+    tokens = [sum(end - begin for begin, end in part) for part in parts]
+    assert set(tokens) <= {length // num_parts, -(-length // num_parts)}
+    scores = [sum((begin + end + 1) * (end - begin) for begin, end in part) / 2 for part in parts]
+    assert max(scores) - min(scores) <= 2 * length  # of about length² / 2 over all parts
+
+
+def test_the_cut_is_what_its_words_say():
+    assert [chunks_of(11, 3, part) for part in range(3)] == [
+        [Chunk(0, 1), Chunk(9, 11)],
+        [Chunk(1, 3), Chunk(7, 9)],
+        [Chunk(3, 5), Chunk(5, 7)],
+    ]
+    assert chunks_of(11, 1, 0) == [Chunk(0, 11)]
+    assert [chunks_of(3, 3, part) for part in range(3)] == [[Chunk(2, 3)], [Chunk(1, 2)], [Chunk(0, 1)]]
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[np.ndarray, Pool]:
+    num_ranks, capacity = draw(st.integers(1, 12)), draw(st.integers(1, 40))
+    longest = min(200, num_ranks * capacity)
+    lengths = np.array(draw(st.lists(st.integers(1, longest), max_size=40)), np.int64)
+    pp = draw(st.sampled_from([1, 1, 2, 4]))
+    widen, communication = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5]))
+    pool = Pool(num_ranks, capacity, "pp" if pp > 1 else "dp", pp, communication=communication, widen=widen)
+    return lengths, pool
+
+
+def _costs(lengths: np.ndarray) -> np.ndarray:
+    return STEEP(Samples.of_lengths(lengths))
+
+
+def _programs(found: Spread, num_ranks: int) -> list[list[int]]:
+    """The ring of every microbatch of every rank, in order."""
+    ends = np.cumsum(found.counts)
+    return [found.ring_of_micro[end - count : end].tolist() for end, count in zip(ends, found.counts, strict=True)][
+        :num_ranks
+    ]
+
+
+@given(pools())
+def test_every_token_is_placed_once_and_no_microbatch_is_over_the_capacity(made):
+    lengths, pool = made
+    found = spread(lengths, _costs(lengths), pool)
+    covered = defaultdict(list)
+    for document, begin, end in zip(found.sample.tolist(), found.start.tolist(), found.stop.tolist(), strict=True):
+        assert begin < end
+        covered[document] += range(begin, end)
+    assert {document: sorted(places) for document, places in covered.items()} == {
+        document: list(range(length)) for document, length in enumerate(lengths.tolist())
+    }
+    micro = (np.cumsum(found.counts) - found.counts)[found.rank] + found.micro
+    assert (found.micro < found.counts[found.rank]).all()
+    held = np.bincount(micro, found.stop - found.start, int(found.counts.sum()))
+    assert (held <= pool.capacity).all()
+    assert (held > 0).all()
+    needed = -(-lengths // pool.capacity)
+    assert (found.num_parts >= needed).all()
+    if not pool.widen:
+        assert (found.num_parts == needed).all()
+
+
+@given(pools())
+def test_pieces_of_a_ring_are_those_of_the_cut_on_its_ranks_and_nothing_else_is_in_its_microbatches(made):
+    lengths, pool = made
+    found = spread(lengths, _costs(lengths), pool)
+    first = np.cumsum(found.counts) - found.counts
+    ring = found.ring_of_micro[first[found.rank] + found.micro]
+    for number, (begin, end) in enumerate(zip(found.bounds, found.bounds[1:], strict=False)):
+        ranks = found.members[begin:end].tolist()
+        assert ranks == sorted(set(ranks))
+        (document,) = set(found.sample[ring == number].tolist())
+        assert found.num_parts[document] == len(ranks) > 1
+        for part, rank in enumerate(ranks):
+            own = (ring == number) & (found.rank == rank)
+            pieces = list(zip(found.start[own].tolist(), found.stop[own].tolist(), strict=True))
+            assert pieces == chunks_of(int(lengths[document]), len(ranks), part)
+    assert (found.num_parts[found.sample[ring < 0]] == 1).all()
+
+
+@given(pools())
+def test_ranks_run_the_rings_they_share_in_one_order_and_pipelines_at_one_index(made):
+    lengths, pool = made
+    found = spread(lengths, _costs(lengths), pool)
+    programs = _programs(found, pool.num_ranks)
+    members = [set(found.members[a:b].tolist()) for a, b in zip(found.bounds, found.bounds[1:], strict=False)]
+    for rank, program in enumerate(programs):
+        rings = [ring for ring in program if ring >= 0]
+        assert rings == sorted(set(rings))
+        assert rings == [ring for ring, ranks in enumerate(members) if rank in ranks]
+    if pool.pp > 1:
+        for ring, ranks in enumerate(members):
+            assert len({programs[rank].index(ring) for rank in ranks}) == 1
+    assert _all_end(programs, members, pool.pp)
+
+
+def _all_end(programs: list[list[int]], members: list[set[int]], pp: int) -> bool:
+    """Whether all passes end when a stage waits for the other ranks of a ring, and for its neighbours, pass by pass."""
+    todo = {(rank, stage): _one_f_one_b(len(p), pp, stage) for rank, p in enumerate(programs) for stage in range(pp)}
+    done: set[tuple[int, int, str, int]] = set()
+    while any(todo.values()):
+        heads = {(at, passes[0]) for at, passes in todo.items() if passes}
+        ready = []
+        for (rank, stage), (kind, index) in heads:
+            before = stage - 1 if kind == "forward" else stage + 1
+            arrived = not 0 <= before < pp or (rank, before, kind, index) in done
+            if kind == "backward" and stage == pp - 1:
+                arrived = (rank, stage, "forward", index) in done
+            ring = programs[rank][index]
+            others = members[ring] if ring >= 0 else {rank}
+            together = all(((o, stage), (kind, programs[o].index(ring) if ring >= 0 else index)) in heads for o in others)
+            if arrived and together:
+                ready.append((rank, stage, kind, index))
+        if not ready:
+            return False
+        for rank, stage, kind, index in ready:
+            done.add((rank, stage, kind, index))
+            todo[rank, stage].pop(0)
+    return True
+
+
+def _one_f_one_b(count: int, pp: int, stage: int) -> list[tuple[str, int]]:
+    ahead = min(pp - 1 - stage, count)
+    passes = [("forward", i) for i in range(ahead)]
+    for i in range(ahead, count):
+        passes += [("forward", i), ("backward", i - ahead)]
+    return passes + [("backward", i) for i in range(count - ahead, count)]
+
+
+def test_rings_in_two_orders_would_wait_for_ever():
+    """The check above can fail."""
+    members = [{0, 1}, {0, 1}]
+    assert _all_end([[0, 1], [0, 1]], members, 1)
+    assert not _all_end([[0, 1], [1, 0]], members, 1)
+    assert _all_end([[0, 1], [0, -1, -1, -1, 1]], members, 1)
+    assert not _all_end([[0, 1], [0, -1, -1, -1, 1]], members, 3)
+
+
+def _heavy_tail(seed: int, tokens: int, longest: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(np.exp(rng.normal(7.5, 2.0, 200_000)).astype(np.int64) + 16, longest)
+    return lengths[np.cumsum(lengths) <= tokens]
+
+
+def _slowest(found: Spread, num_ranks: int) -> float:
+    """When the last rank ends, rings waited for, over the mean; run from the plan, not as planning adds it up."""
+    first = np.cumsum(found.counts) - found.counts
+    micro = np.bincount(first[found.rank] + found.micro, found.cost, int(found.counts.sum()))
+    at = [0] * num_ranks
+    clock = np.zeros(num_ranks)
+    programs = _programs(found, num_ranks)
+
+    def run_alone(rank: int) -> None:
+        while at[rank] < len(programs[rank]) and programs[rank][at[rank]] < 0:
+            clock[rank] += micro[first[rank] + at[rank]]
+            at[rank] += 1
+
+    for begin, end in zip(found.bounds.tolist(), found.bounds[1:].tolist(), strict=False):
+        ranks = found.members[begin:end].tolist()
+        for rank in ranks:
+            run_alone(rank)
+        clock[ranks] = clock[ranks].max() + max(micro[first[rank] + at[rank]] for rank in ranks)
+        for rank in ranks:
+            at[rank] += 1
+    for rank in range(num_ranks):
+        run_alone(rank)
+    return float(clock.max() / (found.cost.sum() / num_ranks))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("num_ranks", "capacity"), [(8, 131_072), (64, 32_768), (256, 16_384)])
+def test_the_slowest_rank_ends_within_three_percent_of_the_mean_whatever_the_longest_document(seed, num_ranks, capacity):
+    longest = min(1 << 20, num_ranks * capacity)
+    lengths = _heavy_tail(seed, max(4 << 20, num_ranks * 65_536), longest)
+    costs = COST(Samples.of_lengths(lengths))
+    found = spread(lengths, costs, Pool(num_ranks, capacity))
+    assert _slowest(found, num_ranks) <= 1.03
+    blind = np.bincount(np.arange(len(lengths)) % num_ranks, costs, num_ranks)
+    assert blind.max() / blind.mean() > 1.5
+
+
+def test_one_giant_and_many_tiny_ones_are_even_where_memory_alone_would_leave_one_rank_behind():
+    lengths = np.array([100_000] + [200] * 3000)
+    costs = COST(Samples.of_lengths(lengths))
+    kept = spread(lengths, costs, Pool(64, 131_072, widen=False))
+    cut = spread(lengths, costs, Pool(64, 131_072))
+    assert kept.num_parts[0] == 1
+    assert _slowest(kept, 64) > 20
+    assert cut.num_parts[0] > 20
+    assert (cut.num_parts[1:] == 1).all()
+    assert _slowest(cut, 64) < 1.02
+
+
+def test_what_passing_keys_round_costs_is_counted_and_may_make_cutting_further_pointless():
+    lengths = np.array([64, 4, 4])
+    costs = _costs(lengths)
+    found = spread(lengths, costs, Pool(4, 32, communication=1.0, widen=False))
+    assert found.cost[found.sample == 0].sum() == pytest.approx(costs[0] + 2 * 64 * 1 / 2)
+    dear = spread(lengths, costs, Pool(4, 64, communication=1000.0))
+    assert dear.num_parts.tolist() == [1, 1, 1]
+
+
+def test_costly_microbatches_share_few_pipelines_and_these_run_few():
+    """Twenty that cost 600 and 400 that cost 150, over 8 pipelines that cost three times their costliest to fill."""
+    lengths = np.array([100] * 20 + [10] * 4000)
+    found = spread(lengths, _costs(lengths), Pool(8, 100, "pp", 4, widen=False))
+    costly = sorted(set(found.rank[found.sample < 20].tolist()))
+    assert len(costly) <= 3
+    full = [rank for rank in costly if (found.rank[found.sample < 20] == rank).sum() > 5]
+    cheap = [rank for rank in range(8) if rank not in costly]
+    assert found.counts[cheap].min() > found.counts[full].max()
+    work = np.bincount(found.rank, found.cost, 8)
+    assert work[full].max() < work[cheap].min(), "who takes longer to fill has less to do"
+
+
+def offload(**changes: float) -> Offload:
+    given = {"bytes_per_token": 1000.0, "bytes_per_s": 1e9, "bytes_constant": 0.0} | changes
+    return Offload(layers=32, time=TransformerCost(1e-7, 1e-12), **given)
+
+
+def test_offloading_follows_the_published_model():
+    """l = 32, capacity 8,192 tokens: a document of 65,536 would take 8 ranks."""
+    model = offload(bytes_per_s=25e9)
+    lengths = np.array([4_096, 8_192, 65_536])
+    assert model.most_ratio(lengths).tolist() == [1.0, 1.0, 1.0]
+    ranks = model.fewest_ranks(lengths, 8_192)
+    ratios = model.ratios(lengths, 8_192, ranks)
+    # With r = 1 only two layers stay: 2 x 65,536 / (32 x 8,192) is half a rank; r is what one whole rank leaves to move.
+    assert ranks.tolist() == [1, 1, 1]
+    assert ratios[:2].tolist() == [0.0, 0.0]
+    assert ratios[2] == pytest.approx(1 - (32 * 8_192 / 65_536 - 2) / 30)
+    slow = offload(bytes_per_s=1e9)  # T(s) / Act(s) x bandwidth = (1e-7 + 1e-12 s) / 1000 x 1e9
+    assert slow.most_ratio(lengths) == pytest.approx([0.1 + 4_096e-6, 0.1 + 8_192e-6, 0.1 + 65_536e-6])
+    ranks = slow.fewest_ranks(lengths, 8_192)
+    ratios = slow.ratios(lengths, 8_192, ranks)
+    assert ranks.tolist() == [1, 1, 7]
+    assert 0 < ratios[2] <= 0.165536
+
+
+@given(st.integers(1, 10**6), st.integers(64, 10**5), st.floats(1e8, 1e11), st.sampled_from([0.0, 1e6]))
+def test_a_document_moves_out_no_more_than_saves_a_rank_and_no_more_than_the_bus_carries(length, capacity, speed, constant):
+    model = offload(bytes_per_s=speed, bytes_constant=constant)
+    lengths = np.array([length])
+    found = model.fewest_ranks(lengths, capacity)
+    (ranks,), (ratio,) = found, model.ratios(lengths, capacity, found)
+    act, room = float(model.activations(lengths)[0]), 32 * float(model.activations(np.array(capacity)))
+    assert 0 <= ratio <= model.most_ratio(lengths)[0] + 1e-9
+    assert (2 + (1 - ratio) * 30) * act <= ranks * room * (1 + 1e-6)
+    without = max(1, int(np.ceil(32 * act / room - 1e-9)))
+    assert ranks <= without
+    assert (ratio > 0) == (ranks < without)
+    assert model.ratios(lengths, capacity, found + 1)[0] < ratio or ratio == 0
+
+
+def test_a_document_that_fits_by_offloading_has_its_rank_for_itself():
+    lengths = np.array([20_000, 300, 400, 500])
+    found = spread(
+        lengths, COST(Samples.of_lengths(lengths)), Pool(4, 8_192, offload=offload(bytes_per_s=25e9), widen=False)
+    )
+    assert found.num_parts.tolist() == [1, 1, 1, 1]
+    assert found.offload[0] > 0
+    assert found.offload[1:].tolist() == [0, 0, 0]
+    alone = (found.rank == found.rank[found.sample == 0][0]) & (found.micro == found.micro[found.sample == 0][0])
+    assert found.sample[alone].tolist() == [0]
+
+
+def _graph(lengths: list[int], mesh: Mesh, **batch: object) -> DGraph:
+    given = {"samples": max(1, len(lengths)), "sequence_length": 256} | batch
+    return DGraph(Samples.of_lengths(np.array(lengths, np.int64)), Batch(**given), ClientPlaceTree(mesh))
+
+
+@given(
+    st.lists(st.integers(1, 200), max_size=40),
+    st.builds(Mesh, dp=st.integers(2, 4), cp=st.integers(2, 3), pp=st.integers(1, 2), tp=st.integers(1, 2)),
+)
+def test_the_strategy_hands_out_every_token_once_and_to_constructors_by_rank(lengths, mesh):
+    strategy = hdp(STEEP, capacity=64)
+    plan = assert_strategy_conserves(strategy, lengths, Batch(samples=max(1, len(lengths)), sequence_length=256), mesh)
+    assert plan.loss_tokens == sum(max(length - 1, 0) for length in lengths)
+    handed = []
+    for dp in range(mesh.dp):
+        part = plan.for_constructor(0, dp, mesh.cp)
+        assert part.counts is not None
+        assert part.counts == tuple(plan.counts[dp * mesh.cp : (dp + 1) * mesh.cp].tolist())
+        assert len(part.microbatches) == sum(part.counts)
+        handed += part.microbatches
+    tokens = [
+        (row, token)
+        for micro in handed
+        for row, begin, end in zip(
+            *(c.tolist() for c in (micro.samples.row, micro.samples.start, micro.samples.stop)), strict=True
+        )
+        for token in range(begin, end)
+    ]
+    assert sorted(tokens) == [(row, token) for row, length in enumerate(lengths) for token in range(length)]
+    for micro in handed:
+        ring = micro.part(Ring)
+        assert ring is not None
+        assert (ring.offset + micro.samples.tokens <= ring.whole).all()
+
+
+def _costs_of(plan: Plan) -> np.ndarray:
+    rings = plan.part(Rings)
+    assert rings is not None
+    return plan.group_costs(rings.cost)
+
+
+def test_the_plan_and_its_explanation_say_what_ranks_do_against_a_static_mesh():
+    lengths = [200, 150, 90] + [10] * 40
+    plan = hdp(STEEP, capacity=64)(_graph(lengths, Mesh(dp=2, cp=2)))
+    assert plan.stages[-1].bucket_costs is not None
+    assert _costs_of(plan) == pytest.approx(plan.stages[-1].bucket_costs)
+    assert _costs_of(plan).sum() == pytest.approx(_costs(np.array(lengths)).sum())
+    (static,) = [stage.bucket_costs for stage in plan.stages if stage.name == "distribute"]
+    dealt = np.bincount(np.arange(43) % 2, _costs(np.array(lengths)))
+    assert static.tolist() == pytest.approx([dealt[0] / 2] * 2 + [dealt[1] / 2] * 2)
+    text = explain(plan)
+    assert "3 of 43 samples over 2 to 4 ranks each" in text
+    assert "dp-balance, up to 64 tokens" in text
+    whole = explain(hdp(STEEP, capacity=64)(_graph([5] * 8, Mesh(dp=2, cp=2))))
+    assert "every sample stays whole on one rank" in whole
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hdp(STEEP, capacity=50)(_graph([201], Mesh(dp=2, cp=2))), "needs 5 ranks of 50 tokens, and dp x cp is 4"),
+        (lambda: hdp(STEEP, capacity=0)(_graph([1], Mesh())), "at least 1, got 0"),
+        (lambda: hdp(STEEP, capacity=9, mode="dp")(_graph([1], Mesh(pp=2))), "use mode='pp', or leave it out"),
+        (lambda: hdp(STEEP, capacity=9, mode="up")(_graph([1], Mesh())), "not 'up'"),
+        (lambda: hdp(STEEP, capacity=9, communication=-1)(_graph([1], Mesh())), "at least 0, got -1"),
+        (lambda: hdp(STEEP, capacity=9)(_graph([1], Mesh(), layout="padded")), "call pack"),
+        (lambda: hdp(STEEP, capacity=9)(_graph([1], Mesh(), document_multiple=4)), "document_multiple=1"),
+        (lambda: hdp(STEEP, capacity=9)(_graph([1], Mesh(), image_token=7)), "leave Batch.image_token and fuse"),
+        (lambda: split(_graph([1], Mesh()).cost(STEEP).distribute("dp"), 9), r"distribute\('cp'\) before it"),
+        (lambda: split(_graph([1], Mesh()).distribute("cp"), 9), r"call cost\(fn\) before it"),
+        (lambda: Offload(layers=1, time=COST, bytes_per_token=1, bytes_per_s=1), "at least 2, got 1"),
+        (lambda: offload(bytes_per_s=0.0), "bytes_per_s must be a number above 0"),
+        (
+            lambda: hdp(STEEP, capacity=9, broadcast=("cp",))(_graph([1], Mesh(cp=2))).check_groups(
+                ClientPlaceTree(Mesh(cp=2))
+            ),
+            "cannot broadcast them",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_way_out(make, message):
+    with pytest.raises(SpecError, match=message):
+        make()
+
+
+def test_a_step_without_samples_makes_a_plan_of_nothing():
+    plan = hdp(STEEP, capacity=9)(_graph([], Mesh(dp=2, cp=2)))
+    assert plan.counts.tolist() == [0, 0, 0, 0]
+    assert plan.for_constructor(0, 1, 2).microbatches == ()

@@ -1,0 +1,116 @@
+"""Every rank has its place, whichever way the mesh is declared."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.arrange.mesh_tree import ClientPlaceTree, Needs, Place
+from overlord.declare.mesh import Mesh
+from overlord.errors import SpecError
+
+sizes = st.integers(1, 4)
+meshes = st.builds(Mesh, dp=sizes, cp=sizes, tp=sizes, pp=sizes, order=st.permutations(("pp", "dp", "cp", "tp")).map(tuple))
+
+
+@given(meshes)
+def test_ranks_and_places_are_one_to_one(mesh):
+    tree = ClientPlaceTree(mesh)
+    places = [tree.coordinates(rank) for rank in range(tree.world_size)]
+    assert [tree.rank_of(pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp) for p in places] == list(range(mesh.world_size))
+    assert sorted(rank for dp in range(mesh.dp) for rank in tree.ranks_of(dp)) == list(range(mesh.world_size))
+
+
+@given(meshes, st.sets(st.sampled_from(("tp", "cp", "pp"))))
+def test_broadcast_reaches_every_rank_from_one_that_fetches_the_same_samples(mesh, broadcast):
+    tree = ClientPlaceTree(mesh)
+    fetchers = tree.fetchers(broadcast)
+    assert {tree.source_of(rank, broadcast) for rank in range(tree.world_size)} == set(fetchers)
+    for rank in range(tree.world_size):
+        assert tree.coordinates(rank).dp == tree.coordinates(tree.source_of(rank, broadcast)).dp
+
+
+def test_megatron_puts_tp_innermost_and_pp_outermost():
+    tree = ClientPlaceTree.from_megatron(world_size=32, tp=2, cp=2, pp=2)
+    assert tree.mesh == Mesh(dp=4, cp=2, tp=2, pp=2)
+    assert tree.coordinates(1) == Place(rank=1, pp=0, dp=0, cp=0, tp=1)
+    assert tree.coordinates(16).pp == 1
+    dp_outside_pp = ClientPlaceTree.from_megatron("tp-cp-ep-pp-dp", world_size=32, tp=2, cp=2, pp=2)
+    assert dp_outside_pp.coordinates(16) == Place(rank=16, pp=0, dp=2, cp=0, tp=0)
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes", "message"),
+    [
+        ("tp-cp-ep-dp-pp", {"world_size": 12, "tp": 8}, "does not divide the world of 12"),
+        ("tp-dp-pp", {"world_size": 8, "cp": 2}, "does not name cp"),
+        ("tp-cp-dp-pp-zz", {"world_size": 8}, "once each"),
+    ],
+)
+def test_a_megatron_order_that_does_not_fit_is_refused(order, sizes, message):
+    with pytest.raises(SpecError, match=message):
+        ClientPlaceTree.from_megatron(order, **sizes)
+
+
+def test_first_stage_needs_inputs_last_labels_middle_neither():
+    tree = ClientPlaceTree(Mesh(pp=3))
+    assert [tree.needs(rank) for rank in range(3)] == [
+        Needs(True, False),
+        Needs(False, False),
+        Needs(False, True),
+    ]
+    assert ClientPlaceTree(Mesh()).needs(0) == Needs(True, True)
+
+
+def test_groups_lie_along_dp_cp_or_the_world():
+    tree = ClientPlaceTree(Mesh(dp=2, cp=2, tp=2))
+    assert [tree.group_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [tree.group_of(rank, "cp") for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [tree.group_of(rank, "world", 4) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    with pytest.raises(SpecError, match="dp, cp or world, not 'pp'"):
+        tree.num_groups("pp")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SpecError, match="must divide the 2 places along dp, got 3"):
+        tree.num_groups("dp", 3)
+
+
+def test_a_rank_outside_the_world_is_refused():
+    with pytest.raises(SpecError, match="from 0 to 3, got 4"):
+        ClientPlaceTree(Mesh(dp=4)).coordinates(4)
+
+
+@pytest.fixture
+def make_device_mesh():
+    distributed = pytest.importorskip("torch.distributed")
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    device_mesh = pytest.importorskip("torch.distributed.device_mesh")
+    distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=16)
+    yield lambda shape, names: device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    distributed.destroy_process_group()
+
+
+def test_a_device_mesh_gives_sizes_and_order(make_device_mesh):
+    tree = ClientPlaceTree.from_device_mesh(make_device_mesh((2, 2, 2, 2), ("pp", "dp_replicate", "dp_shard", "tp")))
+    assert tree.mesh == Mesh(pp=2, dp=4, tp=2, order=("cp", "pp", "dp", "tp"))
+    assert tree.coordinates(9) == Place(rank=9, pp=1, dp=0, cp=0, tp=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("dp", "xp"), "'xp'.* are not known"),
+        (None, "no dimension names"),
+    ],
+)
+def test_a_device_mesh_with_other_dimensions_is_refused(make_device_mesh, names, message):
+    with pytest.raises(SpecError, match=message):
+        ClientPlaceTree.from_device_mesh(make_device_mesh((4, 4), names))
+
+
+def test_a_part_of_a_device_mesh_is_refused(make_device_mesh):
+    whole = make_device_mesh((2, 8), ("dp", "tp"))
+    with pytest.raises(SpecError, match="pass the root mesh"):
+        ClientPlaceTree.from_device_mesh(whole["dp"])
+
+
+def test_dp_dimensions_apart_are_refused(make_device_mesh):
+    with pytest.raises(SpecError, match="must be neighbours"):
+        ClientPlaceTree.from_device_mesh(make_device_mesh((2, 4, 2), ("dp_replicate", "tp", "dp_shard")))

@@ -1,0 +1,87 @@
+"""Tensors over the memory of a batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from overlord.batches.collate import collate
+from overlord.batches.tensors import to_torch
+from overlord.errors import SpecError
+from tests.batches.microbatches import microbatch
+
+
+def test_tensors_share_the_memory_of_the_arrays():
+    batch = collate(*microbatch([3, 5], document_multiple=4))
+    tensors = to_torch(batch)
+    assert tensors.keys() == batch.keys()
+    for name, value in batch.items():
+        if isinstance(value, np.ndarray):
+            assert tensors[name].data_ptr() == value.ctypes.data, name
+            np.testing.assert_array_equal(tensors[name].numpy(), value)
+        else:
+            assert tensors[name] == value, name
+    assert tensors["tokens"].dtype == torch.int32
+    assert tensors["labels"].dtype == torch.int64
+    assert tensors["loss_mask"].dtype == torch.bool
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8, np.bool_])
+def test_read_only_arrays_are_shared_without_a_warning(dtype):
+    array = np.frombuffer(np.ones(6, dtype).tobytes(), dtype).reshape(2, 3)
+    assert not array.flags.writeable
+    tensor = to_torch({"tokens": array})["tokens"]
+    assert tensor.data_ptr() == array.ctypes.data
+    assert tensor.tolist() == array.tolist()
+
+
+def test_a_tensor_keeps_its_memory_alive():
+    array = np.arange(1_000_000, dtype=np.int64)
+    array.flags.writeable = False
+    tensor = to_torch({"tokens": array})["tokens"]
+    del array
+    np.zeros(1_000_000, np.int64)  # would land on the freed memory
+    assert tensor[123_456].item() == 123_456
+
+
+def test_empty_arrays_lists_of_images_and_columns_pass():
+    images = [np.zeros((2, 3, 3), np.uint8), np.zeros((1, 1, 3), np.uint8)]
+    column = pa.array(["a"])
+    empty = np.empty((0, 0, 0, 3), np.uint8)
+    tensors = to_torch({"images": images, "none": empty, "url": column, "num_rows": 2})
+    assert [tuple(image.shape) for image in tensors["images"]] == [(2, 3, 3), (1, 1, 3)]
+    assert tuple(tensors["none"].shape) == (0, 0, 0, 3)
+    assert tensors["url"] is column
+    assert tensors["num_rows"] == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_pinning_without_a_gpu_is_refused():
+    with pytest.raises(SpecError, match="pin_memory=True needs a CUDA device"):
+        to_torch({"tokens": np.zeros(3, np.int32)}, pin_memory=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pinned_tensors_are_page_locked_copies():
+    batch = collate(*microbatch([3, 5]))
+    tensors = to_torch(batch, pin_memory=True)
+    assert tensors["tokens"].is_pinned()
+    assert tensors["tokens"].to("cuda", non_blocking=True).tolist() == batch["tokens"].tolist()
+
+
+def test_collation_needs_no_torch_and_its_absence_names_the_extra():
+    script = """
+import sys
+sys.modules["torch"] = None  # what an absent package looks like to import
+import overlord.batches.collate, overlord.batches.slices
+from overlord.batches.tensors import to_torch
+to_torch({})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "SpecError" in done.stderr
+    assert "pip install 'overlord[torch]'" in done.stderr

@@ -1,0 +1,91 @@
+"""Loaders that come, go and die on every engine: the stream stays what it was, byte for byte."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import overlord as ol
+from overlord.loaders.model import Partition, Share
+from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.roles.planner import Planner
+from overlord.runtime.engine import Handle
+from tests.contract.conftest import Start, on_ray
+from tests.contract.streams import part, stream, text_job
+from tests.faults.disturbance import send
+
+ONE = ((Share("web"), Share("code"), Share("chat")),)
+MANY = ((Share("web", 0, 3), Share("code")), (Share("web", 1, 3), Share("chat")), (Share("web", 2, 3),))
+
+
+def repartition(loader: ol.Loader, hosts: tuple[tuple[Share, ...], ...], **ahead: int) -> None:
+    cursors = loader._planner.ask(Planner.cursors).result()
+    loader._fleet.repartition(Partition(hosts), cursors, ahead)
+
+
+def standing(loader: ol.Loader, host: str) -> Standing:
+    return Handle[LoaderHost](loader._engine, host).ask(LoaderHost.standing).result(60)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> ol.Job:
+    return text_job(tmp_path, mesh=ol.Mesh(dp=2))
+
+
+def test_a_run_whose_loaders_change_is_the_same_on_every_engine_and_gives_hosts_back(start: Start, job: ol.Job):
+    with ol.start(job) as loader:
+        expected = stream(loader, 60)
+    with start(job, partition=Partition(ONE)) as loader:
+        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        found = _stream(clients, 2)
+        repartition(loader, MANY, web=3)
+        assert loader.report().loaders == {"web": 3, "code": 1, "chat": 1}
+        found += _stream(clients, 4)
+        repartition(loader, (*ONE, (), ()))
+        found += _stream(clients, 54)
+        loader._fleet.tidy(loader._planner.ask(Planner.cursors).result())
+        assert [host.name for host in loader._fleet.hosts] == ["loaders/0"]
+        assert loader.report().loaders == {"web": 1, "code": 1, "chat": 1}
+        assert found == expected
+
+
+def _stream(clients: list[ol.Client], count: int) -> list:
+    return [[part(next(client)) for client in clients] for _ in range(count)]
+
+
+def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.Job, monkeypatch: pytest.MonkeyPatch):
+    with ol.start(job) as loader:
+        expected = stream(loader, 20)
+    # Looked after by hand: the thread would do the same, at moments of its own.
+    never = ol.Autoscale(budget=ol.Budget(cpus=2, memory_bytes=1 << 30), every_s=3600)
+    with on_ray(job, shadows=ol.Budget(cpus=2, memory_bytes=1 << 30), autoscale=never) as loader:
+        fleet, keeper = loader._fleet, loader._upkeep._shadows
+        assert keeper is not None
+        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        monkeypatch.setattr("overlord.loaders.fleet._ANSWER_S", 60.0)  # a busy machine must not look like a lost loader
+        host = fleet.names[0]
+        shadow = fleet.add_shadow(host)
+        found = _stream(clients, 6)  # in which everybody has looked the shadow up
+        assert keeper.look(6, fleet.standing(), None, job.mix) == ()
+        os.kill(standing(loader, host).process, signal.SIGKILL)
+        found += _stream(clients, 4)
+        standing(loader, host)  # it is made anew by now
+        changes = keeper.look(10, fleet.standing(), None, job.mix)
+        assert [(change.host, change.change) for change in changes] == [(host, "its shadow took over")]
+        assert fleet.names == (shadow,)
+        assert loader.report().shadows == {shadow: host}, "the one that was lost"
+
+        monkeypatch.setattr("overlord.loaders.fleet._ANSWER_S", 1.0)
+        stopped = standing(loader, shadow).process
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            found += _stream(clients, 4)
+            changes = [change for _ in range(3) for change in keeper.look(14, fleet.standing(), None, job.mix)]
+        finally:
+            send(stopped, signal.SIGCONT)
+        assert [change.reason for change in changes] == ["it did not answer and was ended"]
+        assert fleet.names == (shadow,), "the name means another now"
+        assert standing(loader, shadow).process != stopped
+        found += _stream(clients, 6)
+        assert found == expected

@@ -1,0 +1,58 @@
+"""Sources spread over loader hosts: every share in one place, loads nearly even, the same each time."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.errors import SpecError
+from overlord.loaders.model import (
+    Partition,
+    Share,
+    by_share,
+    evenly,
+)
+
+NAMES = st.sampled_from([f"source {i}" for i in range(12)])
+SOURCES = st.dictionaries(NAMES, st.tuples(st.integers(1, 4), st.floats(0, 100)), min_size=1)
+
+
+@given(SOURCES, st.integers(1, 8))
+def test_every_share_lives_in_one_host_and_no_host_is_idle(sources, num_hosts):
+    num_shares = {name: n for name, (n, _) in sources.items()}
+    partition = evenly(num_shares, {name: load for name, (_, load) in sources.items()}, num_hosts)
+    assert len(partition.hosts) == min(num_hosts, sum(num_shares.values()))
+    assert all(len(partition.hosts_of(name)) == n for name, n in num_shares.items())
+    assert partition == evenly(num_shares, {name: load for name, (_, load) in sources.items()}, num_hosts)
+
+
+@given(st.dictionaries(NAMES, st.floats(0.1, 100), min_size=1), st.integers(1, 6))
+def test_no_host_has_more_than_its_part_and_one_share(loads, num_hosts):
+    partition = evenly(dict.fromkeys(loads, 1), loads, num_hosts)
+    carried = [sum(loads[share.source] for share in host) for host in partition.hosts]
+    assert max(carried) <= sum(loads.values()) / len(partition.hosts) + max(loads.values()) + 1e-9
+
+
+def test_the_shares_of_a_heavy_source_go_to_different_hosts():
+    partition = evenly({"heavy": 3, "a": 1, "b": 1}, {"heavy": 90.0, "a": 1.0, "b": 1.0}, 3)
+    assert sorted(partition.hosts_of("heavy")) == [0, 1, 2]
+
+
+def test_in_one_process_share_i_of_every_source_is_in_host_i():
+    partition = by_share({"a": 2, "b": 1})
+    assert partition.hosts == ((Share("a", 0, 2), Share("b", 0, 1)), (Share("a", 1, 2),))
+    assert partition.hosts_of("a") == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Share("a", 2, 2), "'a' in 2 shares has shares 0 to 1, not 2"),
+        (lambda: Partition(((Share("a", 0, 2),),)), "every share of source 'a' must live in one .* have 0 of 2"),
+        (lambda: Partition(((Share("a"),), (Share("a"),))), "the hosts have 0 of 1, 0 of 1"),
+        (lambda: by_share({"a": 1}).hosts_of("b"), "no loader host holds source 'b'"),
+        (lambda: evenly({"a": 1}, {"a": 1.0}, 0), "at least 1 loader host, got 0"),
+    ],
+)
+def test_a_wrong_partition_is_refused(make, message):
+    with pytest.raises(SpecError, match=message):
+        make()

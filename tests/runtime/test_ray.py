@@ -1,0 +1,295 @@
+"""The Ray engine by itself: names that outlive actors, errors that come home, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pytest
+
+import overlord as ol
+from overlord.roles.client import Client
+from overlord.runtime.engine import WorkplaceSize
+from tests.commands import python
+from tests.faults.disturbance import send
+from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
+from tests.small_sources import Numbered, job_of
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+SMALL = ol.ActorOptions(max_concurrency=4)
+
+
+class TwoPartError(Exception):
+    """Does not pickle: its pickled form calls it with one argument."""
+
+    def __init__(self, left: str, right: str) -> None:
+        super().__init__(f"{left} and {right}")
+
+
+@pytest.fixture
+def engine() -> Iterator[ol.Ray]:
+    engine = ol.Ray("auto", others=SMALL, patience_s=20)
+    engine.open(WorkplaceSize(1, 1))
+    yield engine
+    engine.close()
+
+
+def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Ray):
+    counter = engine.spawn("counter", partial(make_counter, 5))
+    assert counter.ask(Counter.add, 2).result() == 7
+    pid = counter.ask(Counter.pid).result()
+    hanging = counter.ask(Counter.hang)
+    os.kill(pid, signal.SIGKILL)
+    assert counter.ask(Counter.add, 1).result() == 6
+    assert counter.ask(Counter.pid).result() != pid
+    with pytest.raises(ol.WaitTimeoutError, match=r"role 'counter' did not answer 'hang' within 0\.5 s"):
+        hanging.result(0.5)  # it was asked again, of the new one
+
+
+def test_a_name_can_mean_another_role_also_for_handles_inside_actors_and_for_asks_under_way(engine: ol.Ray):
+    counter = engine.spawn("counter", partial(make_counter, 0))
+    asker = engine.spawn("asker", partial(make_asker, counter))
+    assert asker.ask(Asker.add, 1).result() == 1
+    stopped = counter.ask(Counter.pid).result()
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        waiting = asker.ask(Asker.add, 1)
+        engine.spawn("counter/shadow", partial(make_counter, 100))
+        engine.rebind("counter", "counter/shadow")
+        assert waiting.result(20) == 101
+        assert counter.ask(Counter.add, 1).result(20) == 102
+    finally:
+        send(stopped, signal.SIGCONT)
+
+
+def test_a_role_that_dies_whenever_it_is_asked_is_named_when_patience_ends(ray_cluster: None):
+    engine = ol.Ray("auto", others=SMALL, patience_s=1.5)
+    engine.open(WorkplaceSize(1, 1))
+    try:
+        counter = engine.spawn("counter", partial(make_counter, 0))
+        with pytest.raises(ol.WorkerDiedError, match="role 'counter' died and did not come back"):
+            counter.ask(Counter.die).result(30)
+    finally:
+        engine.close()
+
+
+def test_errors_come_home_as_themselves_with_notes_and_where_they_were_raised(engine: ol.Ray):
+    counter = engine.spawn("counter", partial(make_counter, 0))
+    asker = engine.spawn("asker", partial(make_asker, counter))
+    error = KeyError("gone")
+    error.add_note("while looking for it")
+    with pytest.raises(KeyError) as caught:
+        asker.ask(Asker.fail, error).result()
+    assert caught.value.args == ("gone",)
+    notes = caught.value.__notes__
+    assert notes[0] == "while looking for it"
+    raised = [note for note in notes if note.startswith("raised in role 'counter'")]
+    assert len(raised) == 1
+    assert "raise error" in raised[0]
+
+
+def test_an_error_that_does_not_pickle_is_told_in_words(engine: ol.Ray):
+    def make(workplace: object) -> Counter:
+        class Odd(Counter):
+            def add(self, amount: int) -> int:
+                raise TwoPartError("this", "that")
+
+        return Odd()
+
+    with pytest.raises(ol.OverlordError, match="TwoPartError: this and that"):
+        engine.spawn("odd", make).ask(Counter.add, 1).result()
+
+
+def test_an_error_in_making_a_role_is_raised_when_roles_have_started(engine: ol.Ray):
+    engine.spawn("counter", partial(make_counter, 0))
+    engine.spawn("nothing", make_nothing)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        engine.started()
+
+
+def test_a_role_that_no_node_has_room_for_is_named_with_what_it_needs(ray_cluster: None):
+    engine = ol.Ray("auto", loaders=ol.ActorOptions(num_cpus=1000), loader_hosts=1, patience_s=1)
+    with pytest.raises(ol.WaitTimeoutError, match=r"role 'loaders/0' did not start .* needs num_cpus=1000, and the cluster"):
+        ol.start(job_of({"a": Numbered(first=1)}), engine=engine)
+
+
+def test_large_arguments_of_several_roles_are_stored_once_and_found_again_after_a_kill(engine: ol.Ray):
+    large, own = bytes(3 << 20), bytes(2 << 20)
+    counters = [engine.spawn(f"length/{i}", partial(make_length, large, {"own": own, "small": "abc"})) for i in range(2)]
+    assert engine._packer.num_stored == 2 + len(counters)
+    assert [counter.ask(Counter.add, 0).result() for counter in counters] == [(5 << 20) + 3] * 2
+    os.kill(counters[0].ask(Counter.pid).result(), signal.SIGKILL)
+    assert counters[0].ask(Counter.add, 0).result() == (5 << 20) + 3
+
+
+def test_closing_wakes_an_ask_that_waits(engine: ol.Ray):
+    counter = engine.spawn("counter", partial(make_counter, 0))
+    engine.started()
+    hanging = counter.ask(Counter.hang)
+    raised: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            hanging.result()
+        except ol.ClosedError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    engine.close()
+    waiting.join(20)
+    assert len(raised) == 1
+    with pytest.raises(ol.ClosedError):
+        counter.ask(Counter.pid).result()
+
+
+def test_many_small_sources_share_a_few_loader_hosts(ray_cluster: None):
+    sources = {f"s{i:02}": Numbered(rows=10, first=1 + 10 * i, loaders=3 if i == 0 else 1) for i in range(20)}
+    with ol.start(job_of(sources), engine=ol.Ray("auto", loader_hosts=3)) as loader:
+        next(loader.client(0, timeout=60))
+        assert len(loader._fleet.hosts) == 3
+        assert list(loader.report().buffers) == list(sources)
+
+
+def test_what_is_in_the_object_store_stays_bounded_however_long_a_run_is(ray_cluster: None):
+    source = Numbered(rows=64, unit_rows=64, first=1, longest=900)
+    batch = ol.Batch(tokens=131_072, sequence_length=65_536, micro_tokens=131_072)
+    with ol.start(job_of({"a": source}, batch), engine=ol.Ray("auto", loader_hosts=1)) as loader:
+        client = loader.client(0, timeout=60)
+        step_bytes = sum(field.nbytes for micro in next(client) for field in micro.values() if hasattr(field, "nbytes"))
+        assert step_bytes > 1 << 20
+        most = 0
+        for _ in range(40):
+            step = next(client)  # held while it is looked at
+            use = loader.report().store
+            assert use is not None
+            most = max(most, use.num_bytes)
+            del step
+    assert 0 < most < 8 * step_bytes
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ol.Ray(loader_hosts=0), "loader_hosts must be at least 1, got 0"),
+        (lambda: ol.Ray(patience_s=0), "patience_s is a positive number"),
+        (lambda: ol.Ray(hung_after_s=0), "hung_after_s is a positive number of seconds or None, got 0"),
+        (lambda: ol.ActorOptions(num_cpus=-1), "num_cpus cannot be negative, got -1"),
+        (lambda: ol.ActorOptions(placement="near"), "placement is spread, here or any, not 'near'"),
+        (lambda: ol.start(job_of({"a": Numbered()}), engine=ol.Ray("10.1.1.1:6379")), "is connected to the Ray cluster at"),
+        (lambda: ol.start(job_of({"a": Numbered()}), engine=ol.Ray("auto", near=["nowhere"])), "the node 'nowhere', but"),
+    ],
+)
+def test_a_wrong_option_is_refused_and_says_why(make, message):
+    with pytest.raises(ol.SpecError, match=message):
+        make()
+
+
+SCRIPT = """
+import overlord as ol
+from tests.small_sources import Numbered, job_of
+
+job = job_of({"a": Numbered(first=1)}, num_workers=1)
+with ol.start(job, engine=ol.Ray(num_cpus=2, object_store_bytes=80 << 20, loader_hosts=1)) as loader:
+    for step in loader.client(0, timeout=60):
+        print("step", step.number, flush=True)
+"""
+
+
+def test_an_interrupted_program_leaves_no_process_behind_and_listens_on_loopback_only(tmp_path: Path):
+    with tempfile.TemporaryDirectory(prefix="ol", dir="/tmp") as folder:  # sockets have short paths
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        program = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**environment, "RAY_TMPDIR": folder},
+            start_new_session=True,
+        )
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "step 0\n"
+            family = psutil.Process(program.pid).children(recursive=True)
+            assert len(family) > 3
+            listeners = {
+                connection.laddr.ip
+                for process in [psutil.Process(program.pid), *family]
+                for connection in process.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            }
+            assert {address.removeprefix("::ffff:") for address in listeners} <= {"127.0.0.1", "::1"}
+            os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+            program.stdout.close()
+            program.wait(30)
+            _, left = psutil.wait_procs(family, timeout=20)
+            assert left == []
+        finally:
+            program.kill()
+            program.wait()
+
+
+IMPORTED_BEFORE = """
+import os
+del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # of these tests
+import ray  # before Overlord can say anything about it
+import psutil
+import overlord as ol
+from tests.small_sources import Numbered, job_of
+
+engine = ol.Ray(num_cpus=2, object_store_bytes=100 << 20, loader_hosts=1)
+with ol.start(job_of({"a": Numbered(first=1)}), engine=engine) as loader:
+    next(loader.client(0, timeout=60))
+    here = psutil.Process()
+    listening = [
+        (process.name(), connection.laddr)
+        for process in [here, *here.children(recursive=True)]
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+    ]
+print(listening)
+"""
+
+
+@pytest.mark.strangers
+def test_a_cluster_of_our_own_listens_on_loopback_also_where_ray_was_imported_before():
+    run = python("-c", IMPORTED_BEFORE)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+@dataclass(frozen=True)
+class AfterFile(Numbered):
+    """Its reads wait until a file is there."""
+
+    gate: str = ""
+
+    def read(self, unit: ol.Unit) -> pa.Table:
+        while not Path(self.gate).exists():
+            time.sleep(0.01)
+        return super().read(unit)
+
+
+@pytest.mark.strangers
+def test_how_a_run_stands_is_told_while_a_source_hangs_and_a_client_says_what_it_waits_for(tmp_path, caplog):
+    source = AfterFile(rows=40, first=1, gate=str(tmp_path / "gate"))
+    with ol.start(job_of({"slow": source}), engine=ol.Ray("auto", loader_hosts=1)) as loader:
+        client = Client(0, loader.client(0)._channel, tell_after_s=0.2)
+        reader = threading.Thread(target=next, args=(client,))
+        reader.start()
+        while "rank 0 waits for step 0" not in caplog.text or "source 'slow'" not in caplog.text:
+            assert reader.is_alive()
+        report = loader.report()
+        assert (report.step, report.mix["slow"].samples, loader.status().reached) == (0, 0, 0)
+        assert reader.is_alive(), "and all that while the source hung"
+        (tmp_path / "gate").touch()
+        reader.join(60)
+        assert client.step == 1

@@ -1,0 +1,126 @@
+"""`overlord serve`: says where it listens in one line, lets in who may come, and stops without losing a step."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import overlord as ol
+from tests.commands import environment
+from tests.service.served import content, streams, two_sources, undisturbed
+
+JOB = """
+import overlord as ol
+from tests.service.served import two_sources
+job = two_sources(mesh=ol.Mesh(dp=2))
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path) -> Path:
+    path = tmp_path / "served_job.py"
+    path.write_text(JOB)
+    return path
+
+
+class Serving:
+    """`overlord serve` in a process of its own."""
+
+    def __init__(self, job: Path, *arguments: object) -> None:
+        command = [sys.executable, "-m", "overlord.cli", "serve", job, "--json", *arguments]
+        self.process = subprocess.Popen(
+            list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.told = json.loads(line) if line else {}
+
+    def __enter__(self) -> "Serving":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def stopped_by(self, number: int) -> str:
+        """What it says on the way out; it must have ended well."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, errors
+        return errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_stops_at_a_signal_keeps_the_state_and_goes_on_from_it_for_the_same_clients(job_file, tmp_path, number):
+    job, state = two_sources(mesh=ol.Mesh(dp=2)), tmp_path / "state.json"
+    with Serving(job_file, "--state", state) as first:
+        assert first.told["ranks"] == 2
+        assert first.told["step"] == 0
+        address = first.told["address"]
+        clients = [ol.connect(address, rank=rank, timeout=60) for rank in range(2)]
+        before = streams(clients, 3)
+        told = first.stopped_by(number)
+    assert f"stopped before step 3; state saved to {state}" in told
+    port = address.rpartition(":")[2]
+    with Serving(job_file, "--resume", state, "--address", f"127.0.0.1:{port}") as second:
+        assert second.told == {"address": address, "ranks": 2, "step": 3}
+        after = streams(clients, 3)
+        second.stopped_by(number)
+    assert [a + b for a, b in zip(before, after, strict=True)] == undisturbed(job, 6)
+
+
+def test_when_stopped_every_rank_still_gets_the_step_that_one_has(job_file, tmp_path):
+    state = tmp_path / "state.json"
+    with Serving(job_file, "--state", state) as serving:
+        left, right = (ol.connect(serving.told["address"], rank=rank, timeout=60) for rank in range(2))
+        streams([left, right], 1)
+        expected = next(left).loss_tokens
+        serving.process.send_signal(signal.SIGTERM)
+        assert serving.process.stderr is not None
+        assert "stopping" in serving.process.stderr.readline()
+        assert next(right).loss_tokens == expected
+        serving.process.communicate(timeout=60)
+        assert serving.process.returncode == 0
+    assert json.loads(state.read_text())["step"] == 2
+
+
+def test_the_token_is_read_from_its_file(job_file, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("hard-to-guess\n")
+    with Serving(job_file, "--token-file", token) as serving:
+        with pytest.raises(ol.ServiceError, match="wants its token"):
+            ol.connect(serving.told["address"], rank=0, timeout=20)
+        client = ol.connect(serving.told["address"], rank=0, token="hard-to-guess", timeout=20)
+        assert content(next(client)) == undisturbed(two_sources(mesh=ol.Mesh(dp=2)), 1)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--address", "0.0.0.0:0"], "needs a token"),
+        (["--tls-cert", "x.pem"], "TLS needs both files"),
+        (["--token-file", "nowhere"], "the token cannot be read from nowhere"),
+        (["--resume", "nowhere"], "there is no state file nowhere"),
+        (["--resume", "log"], "--resume log goes on from a log: say where it is with --log"),
+        (["--address", "here"], "an address is host:port"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_served(job_file, arguments, message):
+    with Serving(job_file, *arguments) as serving:
+        out, errors = serving.process.communicate(timeout=60)
+        assert (serving.process.returncode, out) == (1, "")
+        assert errors.startswith("error: ")
+        assert message in errors
+        assert "Traceback" not in errors
+
+
+def test_on_a_ray_of_its_own_it_serves_the_same_and_drains_all_the_same(job_file, tmp_path):
+    job, state = two_sources(mesh=ol.Mesh(dp=2)), tmp_path / "state.json"
+    with Serving(job_file, "--ray", "--state", state) as serving:
+        clients = [ol.connect(serving.told["address"], rank=rank, timeout=60) for rank in range(2)]
+        assert streams(clients, 2) == undisturbed(job, 2)
+        serving.stopped_by(signal.SIGTERM)  # Ray has a handler of its own for it
+    assert json.loads(state.read_text())["step"] == 2
