@@ -46,7 +46,11 @@ from overlord.roles.client import Client
 from overlord.runtime.ray import ActorOptions, Ray
 from overlord.service.channel import connect
 from overlord.service.run import Loader, start
-from overlord.sources import ArrowIpc, Jsonl, Parquet, Retry, WebDataset
+from overlord.sources.arrow_ipc import ArrowIpc
+from overlord.sources.jsonl import Jsonl
+from overlord.sources.object_store import Retry
+from overlord.sources.parquet import Parquet
+from overlord.sources.webdataset import WebDataset
 from overlord.steering.cost_file import load_cost
 
 __all__ = [

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError
-from overlord.sources import ArrowIpc
+from overlord.sources.arrow_ipc import ArrowIpc
 from overlord.sources.files import held_bytes
 from tests.sources.damage import rewrite
 
@@ -247,7 +247,7 @@ def test_a_dictionary_with_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> 
 
 FLIP_BITS = """
 import random, sys
-from overlord.sources import ArrowIpc
+from overlord.sources.arrow_ipc import ArrowIpc
 from overlord.errors import OverlordError
 
 path = sys.argv[1]

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError, SpecError
-from overlord.sources import Jsonl
 from overlord.sources.files import BLOCK_BYTES
+from overlord.sources.jsonl import Jsonl
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -426,7 +426,7 @@ def peak_of(code: str) -> int:
 import resource
 import pyarrow as pa
 import overlord as ol
-from overlord.sources import Jsonl
+from overlord.sources.jsonl import Jsonl
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     {code}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow.parquet import encryption
 
 from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError, SpecError
-from overlord.sources import Parquet
+from overlord.sources.parquet import Parquet
 from tests.sources.damage import rewrite
 
 
@@ -189,7 +189,7 @@ def test_an_encrypted_column_is_named_and_the_others_can_be_read(tmp_path: Path)
 
 FLIP_BITS = """
 import sys
-from overlord.sources import Parquet
+from overlord.sources.parquet import Parquet
 from overlord.errors import OverlordError
 
 path, start, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import SourceError
 from overlord.runtime.threads import Threads, is_crowded
-from overlord.sources import Parquet
+from overlord.sources.parquet import Parquet
 from overlord.sources.parquet_lists import (
     NotFlat,
     is_worth_it,

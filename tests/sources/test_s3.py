@@ -23,20 +23,18 @@ from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
 from overlord.errors import SourceError, SpecError, StorageError
-from overlord.sources import (
-    ArrowIpc,
-    Jsonl,
-    Parquet,
-    WebDataset,
-    object_store,
-)
+from overlord.sources import object_store
+from overlord.sources.arrow_ipc import ArrowIpc
+from overlord.sources.jsonl import Jsonl
 from overlord.sources.object_store import (
     Listed,
     ObjectStore,
     Retry,
     num_retries,
 )
+from overlord.sources.parquet import Parquet
 from overlord.sources.storage import Storage
+from overlord.sources.webdataset import WebDataset
 
 CREDENTIALS = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1"}
 BIG = Listed("t/big", 256 * 1024, "")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.errors import BadRowError, SchemaError, SourceError, SpecError
-from overlord.sources import WebDataset
 from overlord.sources.files import held_bytes
 from overlord.sources.tar_index import members
+from overlord.sources.webdataset import WebDataset
 
 
 def tar(files: dict[str, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:

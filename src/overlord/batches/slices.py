@@ -24,8 +24,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from overlord.arrange.hdp.rings import chunk_begins
-from overlord.batches.collate import Fields
 from overlord.errors import SpecError
+from overlord.messages import Fields
 from overlord.stream.facts import Ints
 
 PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "loss_weights", "attention_mask", "image_row")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from overlord.batches.collate import Fields
 from overlord.errors import SpecError
+from overlord.messages import Fields
 
 if TYPE_CHECKING:
     import torch

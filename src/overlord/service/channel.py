@@ -23,7 +23,7 @@ import msgspec
 import pyarrow as pa
 
 from overlord.batches.buffers import Arenas
-from overlord.checkpoint.state import State
+from overlord.checkpoint.form import State
 from overlord.declare.arguments import seconds_or_none, switch, whole
 from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later, StepReport
