@@ -33,14 +33,14 @@ from overlord.simulate.simulation import (
     pooled,
     static_mesh,
 )
-from overlord.simulate.step_time import Links, Shape, TimeModel
+from overlord.simulate.step_time import Links, ModelShape, TimeModel
 
 CAPACITY = 8192
 TOKENS_A_RANK = 32_768
 SOURCES = 64
 HOST_BYTES_PER_S = 25e9  # between device and host, half of PCIe 5
 
-SHAPES = {"llama-8b-like": Shape(), "llama-7b-like": Shape(kv_heads=32, ffn=11008, vocab=32_000)}
+SHAPES = {"llama-8b-like": ModelShape(), "llama-7b-like": ModelShape(kv_heads=32, ffn=11008, vocab=32_000)}
 CONTEXTS = tuple(size << 10 for size in (256, 512, 1024, 2048))
 RANKS = (1024, 4096, 16_384)
 
@@ -110,7 +110,7 @@ def row(model_name: str, table: LengthTable, context: int, ranks: int, steps: in
 
 
 def _summary(
-    shape: Shape,
+    shape: ModelShape,
     table: LengthTable,
     context: int,
     ranks: int,

@@ -35,11 +35,11 @@ from overlord.errors import (
     WaitTimeoutError,
     WorkerDiedError,
 )
-from overlord.loaders.autoscaler import Autoscale
+from overlord.fleet.autoscaler import Autoscale
+from overlord.fleet.sizing import partition
 from overlord.loaders.autoscaling import ScalingPolicy
 from overlord.loaders.model import Budget, Partition, Share
 from overlord.loaders.partition import Partitioning
-from overlord.loaders.sizing import partition
 from overlord.media.images import DecodeImage
 from overlord.messages import Step
 from overlord.roles.client import Client

@@ -13,9 +13,9 @@ from overlord.arrange.cost import TransformerCost
 from overlord.arrange.explain import explain
 from overlord.arrange.graph import DGraph
 from overlord.arrange.hdp.offload import Offload
-from overlord.arrange.hdp.rings import Chunk, Ring, Rings, chunks_of
+from overlord.arrange.hdp.rings import RingPart, Rings, TokenRange, chunks_of
 from overlord.arrange.hdp.split import split
-from overlord.arrange.hdp.spread import Pool, Spread, spread
+from overlord.arrange.hdp.spread import RankPool, Spread, spread
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.arrange.plan import Plan
 from overlord.arrange.strategies import hdp
@@ -42,22 +42,22 @@ def test_the_parts_of_a_document_are_all_of_it_and_as_even_as_can_be(length, num
 
 def test_the_cut_is_what_its_words_say():
     assert [chunks_of(11, 3, part) for part in range(3)] == [
-        [Chunk(0, 1), Chunk(9, 11)],
-        [Chunk(1, 3), Chunk(7, 9)],
-        [Chunk(3, 5), Chunk(5, 7)],
+        [TokenRange(0, 1), TokenRange(9, 11)],
+        [TokenRange(1, 3), TokenRange(7, 9)],
+        [TokenRange(3, 5), TokenRange(5, 7)],
     ]
-    assert chunks_of(11, 1, 0) == [Chunk(0, 11)]
-    assert [chunks_of(3, 3, part) for part in range(3)] == [[Chunk(2, 3)], [Chunk(1, 2)], [Chunk(0, 1)]]
+    assert chunks_of(11, 1, 0) == [TokenRange(0, 11)]
+    assert [chunks_of(3, 3, part) for part in range(3)] == [[TokenRange(2, 3)], [TokenRange(1, 2)], [TokenRange(0, 1)]]
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> tuple[np.ndarray, Pool]:
+def pools(draw: st.DrawFn) -> tuple[np.ndarray, RankPool]:
     num_ranks, capacity = draw(st.integers(1, 12)), draw(st.integers(1, 40))
     longest = min(200, num_ranks * capacity)
     lengths = np.array(draw(st.lists(st.integers(1, longest), max_size=40)), np.int64)
     pp = draw(st.sampled_from([1, 1, 2, 4]))
     widen, communication = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5]))
-    pool = Pool(num_ranks, capacity, "pp" if pp > 1 else "dp", pp, communication=communication, widen=widen)
+    pool = RankPool(num_ranks, capacity, "pp" if pp > 1 else "dp", pp, communication=communication, widen=widen)
     return lengths, pool
 
 
@@ -208,7 +208,7 @@ def test_the_slowest_rank_ends_within_three_percent_of_the_mean_whatever_the_lon
     longest = min(1 << 20, num_ranks * capacity)
     lengths = _heavy_tail(seed, max(4 << 20, num_ranks * 65_536), longest)
     costs = COST(Samples.of_lengths(lengths))
-    found = spread(lengths, costs, Pool(num_ranks, capacity))
+    found = spread(lengths, costs, RankPool(num_ranks, capacity))
     assert _slowest(found, num_ranks) <= 1.03
     blind = np.bincount(np.arange(len(lengths)) % num_ranks, costs, num_ranks)
     assert blind.max() / blind.mean() > 1.5
@@ -217,8 +217,8 @@ def test_the_slowest_rank_ends_within_three_percent_of_the_mean_whatever_the_lon
 def test_one_giant_and_many_tiny_ones_are_even_where_memory_alone_would_leave_one_rank_behind():
     lengths = np.array([100_000] + [200] * 3000)
     costs = COST(Samples.of_lengths(lengths))
-    kept = spread(lengths, costs, Pool(64, 131_072, widen=False))
-    cut = spread(lengths, costs, Pool(64, 131_072))
+    kept = spread(lengths, costs, RankPool(64, 131_072, widen=False))
+    cut = spread(lengths, costs, RankPool(64, 131_072))
     assert kept.num_parts[0] == 1
     assert _slowest(kept, 64) > 20
     assert cut.num_parts[0] > 20
@@ -229,16 +229,16 @@ def test_one_giant_and_many_tiny_ones_are_even_where_memory_alone_would_leave_on
 def test_what_passing_keys_round_costs_is_counted_and_may_make_cutting_further_pointless():
     lengths = np.array([64, 4, 4])
     costs = _costs(lengths)
-    found = spread(lengths, costs, Pool(4, 32, communication=1.0, widen=False))
+    found = spread(lengths, costs, RankPool(4, 32, communication=1.0, widen=False))
     assert found.cost[found.sample == 0].sum() == pytest.approx(costs[0] + 2 * 64 * 1 / 2)
-    dear = spread(lengths, costs, Pool(4, 64, communication=1000.0))
+    dear = spread(lengths, costs, RankPool(4, 64, communication=1000.0))
     assert dear.num_parts.tolist() == [1, 1, 1]
 
 
 def test_costly_microbatches_share_few_pipelines_and_these_run_few():
     """Twenty that cost 600 and 400 that cost 150, over 8 pipelines that cost three times their costliest to fill."""
     lengths = np.array([100] * 20 + [10] * 4000)
-    found = spread(lengths, _costs(lengths), Pool(8, 100, "pp", 4, widen=False))
+    found = spread(lengths, _costs(lengths), RankPool(8, 100, "pp", 4, widen=False))
     costly = sorted(set(found.rank[found.sample < 20].tolist()))
     assert len(costly) <= 3
     full = [rank for rank in costly if (found.rank[found.sample < 20] == rank).sum() > 5]
@@ -290,7 +290,7 @@ def test_a_document_moves_out_no_more_than_saves_a_rank_and_no_more_than_the_bus
 def test_a_document_that_fits_by_offloading_has_its_rank_for_itself():
     lengths = np.array([20_000, 300, 400, 500])
     found = spread(
-        lengths, COST(Samples.of_lengths(lengths)), Pool(4, 8_192, offload=offload(bytes_per_s=25e9), widen=False)
+        lengths, COST(Samples.of_lengths(lengths)), RankPool(4, 8_192, offload=offload(bytes_per_s=25e9), widen=False)
     )
     assert found.num_parts.tolist() == [1, 1, 1, 1]
     assert found.offload[0] > 0
@@ -329,7 +329,7 @@ def test_the_strategy_hands_out_every_token_once_and_to_constructors_by_rank(len
     ]
     assert sorted(tokens) == [(row, token) for row, length in enumerate(lengths) for token in range(length)]
     for micro in handed:
-        ring = micro.part(Ring)
+        ring = micro.part(RingPart)
         assert ring is not None
         assert (ring.offset + micro.samples.tokens <= ring.whole).all()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord.arrange.hdp.rings import Ring, chunks_of
+from overlord.arrange.hdp.rings import RingPart, chunks_of
 from overlord.batches.buffers import Arenas
 from overlord.batches.collate import collate
 from overlord.messages import Delivery
@@ -133,7 +133,7 @@ def test_images_come_once_with_the_first_piece_of_a_document(same_size):
     shapes = [(4, 4, 3), (4, 4, 3) if same_size else (2, 6, 3)]
     images = [[np.full(shape, i, np.uint8) for i, shape in enumerate(shapes)]] * 2
     collated = collate(made.micro, replace(made.payload, images=images), made.batch)
-    ring = Ring(7, np.array([0, 3]), 1, np.array([3, 10]), np.array([14, 14]), np.zeros(2))
+    ring = RingPart(7, np.array([0, 3]), 1, np.array([3, 10]), np.array([14, 14]), np.zeros(2))
     fields, _ = ring.build(collated)
     assert fields["image_document"].tolist() == [0, 0]
     assert [image.max() for image in fields["images"]] == [0, 1]

@@ -63,7 +63,7 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
         fleet, keeper = loader._fleet, loader._upkeep._shadows
         assert keeper is not None
         clients = [loader.client(rank, timeout=60) for rank in range(2)]
-        monkeypatch.setattr("overlord.loaders.fleet._ANSWER_S", 60.0)  # a busy machine must not look like a lost loader
+        monkeypatch.setattr("overlord.fleet.hosts._ANSWER_S", 60.0)  # a busy machine must not look like a lost loader
         host = fleet.names[0]
         shadow = fleet.add_shadow(host)
         found = _stream(clients, 6)  # in which everybody has looked the shadow up
@@ -76,7 +76,7 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
         assert fleet.names == (shadow,)
         assert loader.report().shadows == {shadow: host}, "the one that was lost"
 
-        monkeypatch.setattr("overlord.loaders.fleet._ANSWER_S", 1.0)
+        monkeypatch.setattr("overlord.fleet.hosts._ANSWER_S", 1.0)
         stopped = standing(loader, shadow).process
         os.kill(stopped, signal.SIGSTOP)
         try:

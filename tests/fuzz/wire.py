@@ -50,7 +50,7 @@ def _requests(job: str, state: dict[str, Any]) -> dict[str, bytes]:
         "state_before": wire.StateBefore(job, 0),
         "load_state": wire.LoadState(job, state, 0),
         "doing": wire.Doing(job),
-        "feedback": wire.Feedback(job, 0, 0, 0, _BY_SOURCE, _BY_SOURCE, [0.5, 0.25]),
+        "feedback": wire.FeedbackRequest(job, 0, 0, 0, _BY_SOURCE, _BY_SOURCE, [0.5, 0.25]),
         "change_weights": wire.ChangeWeights(job, _BY_SOURCE, None, _SESSION),
         "decisions": wire.Decisions(job),
     }

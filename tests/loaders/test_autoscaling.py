@@ -13,9 +13,9 @@ from overlord.declare.mixture import Mixture
 from overlord.declare.source import MIB
 from overlord.errors import SpecError
 from overlord.loaders.autoscaling import (
-    Decision,
     Observed,
     Scaling,
+    ScalingDecision,
     ScalingPolicy,
     ScalingState,
     decide,
@@ -60,7 +60,7 @@ class Run:
         self.partition: Partition = by_share(dict.fromkeys(costs, 1))
         self.state = ScalingState()
         self.at_s = 0.0
-        self.log: list[tuple[float, Decision]] = []
+        self.log: list[tuple[float, ScalingDecision]] = []
 
     def look(self, waited: dict[str, float] | None = None) -> Scaling:
         step = int(self.at_s / self.step_s)

@@ -10,7 +10,7 @@ ARRAY = {"type": "array", "name": "tokens", "dtype": "<i4", "shape": [4], "regio
 
 
 @pytest.mark.strangers
-@pytest.mark.parametrize("kind", [wire.Ticket, wire.Hello, wire.Feedback])
+@pytest.mark.parametrize("kind", [wire.Ticket, wire.Hello, wire.FeedbackRequest])
 def test_a_request_with_text_that_is_not_utf8_is_refused_like_any_other_damage(kind):
     data = b"\x81\xa3\xff\xfe\xfd\x01"  # a map whose key is no text
     with pytest.raises(msgspec.DecodeError, match="malformed: 'utf-8' codec can't decode"):

@@ -34,14 +34,14 @@ from overlord.simulate.step_time import (
     H200_FLOPS,
     Encoder,
     Links,
-    Shape,
+    ModelShape,
     TimeModel,
 )
 from overlord.stream.facts import Samples
 from overlord.stream.packing import best_fit, in_drawn_order
 
 K = 1024
-SHAPE = Shape()
+SHAPE = ModelShape()
 MODEL = TimeModel(cost=SHAPE.on_h200(), shape=SHAPE, links=Links())
 
 MEASURED_MS = {
@@ -208,7 +208,7 @@ def test_the_length_tables_are_as_published():
 
 
 def scenario(table_context: int, ranks: int, kv_heads: int = 8) -> Scenario:
-    shape = Shape(kv_heads=kv_heads)
+    shape = ModelShape(kv_heads=kv_heads)
     model = TimeModel(cost=shape.on_h200(), shape=shape, links=Links())
     mesh = static_mesh(ranks, context=table_context, capacity=8192)
     batch = Batch(tokens=ranks * 32 * K, sequence_length=table_context)
@@ -232,7 +232,7 @@ def test_hybrid_data_parallelism_beats_the_static_mesh_the_more_the_longer_the_c
 def test_the_static_mesh_of_bytescales_case_takes_as_long_as_they_measured():
     # 7B, Byted, 2M, 1,024 GPUs, cp 256: 8 min 40 s a step, 97.6 % of it communication. Their network is not told; 200 Gb/s
     # a GPU is what was common.
-    shape = Shape(kv_heads=32, ffn=11008, vocab=32_000)
+    shape = ModelShape(kv_heads=32, ffn=11008, vocab=32_000)
     model = TimeModel(cost=shape.on_h200(), shape=shape, links=Links(network_bytes_per_s=25e9))
     mesh = static_mesh(1024, context=2048 * K, capacity=8192)
     batch = Batch(tokens=32 << 20, sequence_length=2048 * K)

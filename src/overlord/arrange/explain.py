@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from overlord.arrange.balancing import max_over_mean
-from overlord.arrange.plan import Plan, Stage
+from overlord.arrange.plan import Plan, PlanStage
 from overlord.stream.facts import Floats
 from overlord.stream.outliers import WAITED
 
@@ -22,7 +22,7 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _stage_line(stage: Stage) -> str:
+def _stage_line(stage: PlanStage) -> str:
     groups, microbatches = _straggler(stage.bucket_costs), _straggler(stage.micro_costs)
     return f"{stage.name:<14}{groups:>13}  {microbatches:>18}   {stage.detail}"
 

@@ -28,7 +28,7 @@ from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree
 from overlord.arrange.microbatches import (
     Arrangement,
     Microbatches,
-    Rows,
+    PackedRows,
     as_many_as_needed,
     as_many_in_each,
     checked_max_tokens,
@@ -37,7 +37,7 @@ from overlord.arrange.microbatches import (
     numbered,
     variable,
 )
-from overlord.arrange.plan import Plan, PlanPart, Stage
+from overlord.arrange.plan import Plan, PlanPart, PlanStage
 from overlord.declare.batch import Batch
 from overlord.errors import SpecError
 from overlord.stream.facts import Floats, Ints, Samples
@@ -82,13 +82,13 @@ class DGraph:
     num_groups: int = 0
     axis: Bucket = "dp"
     group_size: int = 1
-    rows: Rows | None = None
+    rows: PackedRows | None = None
     arrangement: Arrangement | None = None
     extra: Ints | None = None
     """Tokens that each sample takes up beside those of its text."""
     parts: tuple[GraphPart, ...] = ()
     broadcast: frozenset[str] = frozenset()
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[PlanStage, ...] = ()
     in_force: CostsInForce | None = None
     declared_cost: CostFunction | None = None
     """The cost function as the strategy gave it; `cost_function` is that with what was learned since."""
@@ -101,7 +101,7 @@ class DGraph:
 
     def mix(self, weights: Floats, unit: str = "samples") -> DGraph:
         """Note how the step was drawn: by these weights, one per source, which share out samples or tokens."""
-        return self.change(Stage("mix", "share of {} asked/drawn: {}", (unit, Shares(weights, self.samples, unit))))
+        return self.change(PlanStage("mix", "share of {} asked/drawn: {}", (unit, Shares(weights, self.samples, unit))))
 
     def cost(self, function: CostFunction) -> DGraph:
         """Say what each sample costs. Costs by module ({'encoder': ..., 'backbone': ...}) are added up."""
@@ -109,7 +109,7 @@ class DGraph:
         if isinstance(function, LearnedCost):
             function = function.as_learned(self.in_force)
         costs = costs_of(function, self.samples)
-        stage = Stage("cost", "total {:.6g}, costliest sample {:.6g}", (costs.sum(), costs.max(initial=0.0)))
+        stage = PlanStage("cost", "total {:.6g}, costliest sample {:.6g}", (costs.sum(), costs.max(initial=0.0)))
         return self.change(stage, cost_function=function, costs=costs, declared_cost=declared)
 
     def pack(self, tokens: int | None = None, method: RowPacker | None = None) -> DGraph:
@@ -130,7 +130,7 @@ class DGraph:
         if method is None and is_known and self.in_rows is not None:
             samples, row = self.in_rows
             costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
-            rows = Rows(row, self.batch.num_rows or 1, tokens)
+            rows = PackedRows(row, self.batch.num_rows or 1, tokens)
             return self.change(_packed("concat and split", rows), samples=samples, costs=costs, rows=rows)
         if method is None:
             method = concat_and_split if self.batch.cut_documents else best_fit
@@ -145,7 +145,7 @@ class DGraph:
             # Along cp, as a static mesh would: dealt over dp, every document cut over all cp ranks of its group.
             cut = self.place.mesh.cp if axis == "cp" and group_size == 1 else 1
             costs = np.repeat(summed(blind % (num_groups // cut), self.costs / cut, num_groups // cut), cut)
-        stage = Stage("distribute", "{} groups along {}; costs as if dealt blindly", (num_groups, axis), costs)
+        stage = PlanStage("distribute", "{} groups along {}; costs as if dealt blindly", (num_groups, axis), costs)
         return self.change(stage, num_groups=num_groups, axis=axis, group_size=group_size)
 
     def deal(self) -> DGraph:
@@ -180,7 +180,7 @@ class DGraph:
         batch, lengths, groups = self.batch, self.lengths, self.num_groups
         cap = checked_max_tokens(batch, lengths, max_tokens)
         group = method(self.costs, groups, lengths, group_tokens(batch, lengths, groups, cap) if equal_counts else None)
-        graph = self.change(Stage("balance", "{} over {} groups", (_name(method), groups), self._group_costs(group)))
+        graph = self.change(PlanStage("balance", "{} over {} groups", (_name(method), groups), self._group_costs(group)))
         filling = batch, lengths, self.costs, group, groups, cap
         found, how = as_many_in_each(*filling, self.reference_rows) if equal_counts else as_many_as_needed(*filling)
         counts = (found.counts.min(), found.counts.max())
@@ -191,7 +191,7 @@ class DGraph:
         for axis in axes:
             if axis not in ("tp", "cp", "pp"):
                 raise SpecError(f"broadcast_at takes tp, cp or pp, not {axis!r}: dp groups hold different samples")
-        return self.change(Stage("broadcast_at", "{}", (", ".join(axes),)), broadcast=self.broadcast | {*axes})
+        return self.change(PlanStage("broadcast_at", "{}", (", ".join(axes),)), broadcast=self.broadcast | {*axes})
 
     def plan(self) -> Plan:
         """The arrangement as a plan: samples sorted by microbatch and row."""
@@ -225,7 +225,7 @@ class DGraph:
             parts=tuple(part.in_plan(a, order) for part in self.parts),
         )
 
-    def change(self, stage: Stage, **changes: object) -> DGraph:
+    def change(self, stage: PlanStage, **changes: object) -> DGraph:
         """The graph with other values in some of its fields, and a stage that says what was done."""
         if unknown := changes.keys() - _FIELDS:
             raise TypeError(f"a DGraph has no field {', '.join(sorted(unknown))}")
@@ -240,7 +240,7 @@ class DGraph:
         bucket_costs = micro_costs = None
         if self.costs is not None:
             bucket_costs, micro_costs = self._group_costs(arrangement.group), self.micro_costs(arrangement)
-        return self.change(Stage(name, text, values, bucket_costs, micro_costs), arrangement=arrangement)
+        return self.change(PlanStage(name, text, values, bucket_costs, micro_costs), arrangement=arrangement)
 
     def micro_costs(self, a: Arrangement) -> Floats:
         """What each microbatch costs, group by group. Samples must have costs."""
@@ -275,12 +275,12 @@ class DGraph:
         return graph._in_rows(_name(method), found, num_rows, tokens)
 
     def _in_rows(self, how: str, row: Ints, num_rows: int, tokens: int) -> DGraph:
-        rows = Rows(row, num_rows, tokens)
+        rows = PackedRows(row, num_rows, tokens)
         return self.change(_packed(how, rows), rows=rows)
 
     def _rows_to(self, group: Ints, turn: Ints) -> Arrangement:
         """An arrangement of rows, given the group of each sample and its row's number within the group."""
-        rows = cast(Rows, self.rows)
+        rows = cast(PackedRows, self.rows)
         if self.batch.layout == "padded" and self.batch.samples is not None and self.batch.micro_tokens is None:
             per_micro = -(-max(self.batch.samples, rows.num_rows) // self.num_groups)  # one microbatch
         else:
@@ -294,7 +294,7 @@ class DGraph:
             return Arrangement(group, np.zeros(len(turn), np.int64), turn, counts, per_micro, row_tokens)
         return Arrangement(group, turn // per_micro, turn % per_micro, counts, per_micro, row_tokens)
 
-    def _balanced_rows(self, method: Balancer, rows: Rows, costs: Floats) -> DGraph:
+    def _balanced_rows(self, method: Balancer, rows: PackedRows, costs: Floats) -> DGraph:
         row_costs = summed(rows.row, costs, rows.num_rows)
         most = -(-rows.num_rows // self.num_groups)
         ones = np.ones(rows.num_rows, np.int64)
@@ -314,8 +314,8 @@ class DGraph:
         return slowness(self.in_force, self.num_groups) if is_learned else None
 
 
-def _packed(how: str, rows: Rows) -> Stage:
-    return Stage("pack", "{}: {} samples in {} rows of {} tokens", (how, len(rows.row), rows.num_rows, rows.row_tokens))
+def _packed(how: str, rows: PackedRows) -> PlanStage:
+    return PlanStage("pack", "{}: {} samples in {} rows of {} tokens", (how, len(rows.row), rows.num_rows, rows.row_tokens))
 
 
 def _name(function: object) -> str:

@@ -125,7 +125,7 @@ def _enough_for_each(lengths: Ints, group: Ints, counts: Ints) -> Ints:
     return group
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Rows of fixed length: the row of each sample."""
 
     row: Ints

@@ -50,7 +50,7 @@ class PlanPart(Protocol):
 
 
 @record
-class Stage:
+class PlanStage:
     """What one primitive did to a step, for `explain`. The words are put together only when they are read."""
 
     name: str
@@ -121,7 +121,7 @@ class Plan:
     row_tokens: int
     """Tokens that every row is padded to; 0 when rows are as long as their samples."""
     broadcast: frozenset[str]
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[PlanStage, ...] = ()
     axis: Bucket = "dp"
     """The mesh axis that the groups lie along, `group_size` neighbours on it to a group."""
     group_size: int = 1

@@ -5,8 +5,9 @@ What `state_dict()` returns has the same three keys in every state, with text in
     {"overlord": 2, "step": 120, "state": "<JSON>"}
 
 so that libraries which load in place, or take nested dicts apart and put them together again, can hold it: a dict whose keys
-come and go, or an empty list in it, would not survive them. The text is JSON of the contents, which `checkpoint/state.py` describes;
-`contents_of` returns them. The contents by themselves are accepted wherever a state is, and so is the JSON text of either.
+come and go, or an empty list in it, would not survive them. The text is JSON of the contents, which `checkpoint/state.py`
+describes; `contents_of` returns them. The contents by themselves are accepted wherever a state is, and so is the JSON text
+of either.
 
 The contents end with a checksum over all of them, as sorted JSON. The first release wrote contents without one.
 """

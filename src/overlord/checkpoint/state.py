@@ -6,9 +6,9 @@
      "steered": {"decisions": [[step, name, value], ...], "heard": [...]},    where something was decided
      "checksum": "..."}
 
-`checkpoint/form.py` has the form in which they are handed out. A state continues the job that wrote it under any mesh, strategy,
-mixture, engine and number of loaders, and with sources added or removed. What would change the meaning of a cursor is
-refused, and said. So is a state that was edited or damaged, before anything is started.
+`checkpoint/form.py` has the form in which they are handed out. A state continues the job that wrote it under any mesh,
+strategy, mixture, engine and number of loaders, and with sources added or removed. What would change the meaning of a cursor
+is refused, and said. So is a state that was edited or damaged, before anything is started.
 """
 
 from __future__ import annotations

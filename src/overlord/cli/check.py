@@ -20,7 +20,7 @@ from overlord.service.run import start
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class SourceListing:
     """What a source holds, as far as its listing tells."""
 
     reader: str
@@ -80,9 +80,9 @@ def _units(job: Job) -> tuple[dict[str, Sequence[Unit]], list[str]]:
     return units, errors
 
 
-def _listed(job: Job, name: str, units: Sequence[Unit]) -> Listed:
+def _listed(job: Job, name: str, units: Sequence[Unit]) -> SourceListing:
     rows = [unit.num_rows for unit in units]
-    return Listed(
+    return SourceListing(
         reader=type(job.sources[name]).__name__,
         weight=job.mix.at(0).get(name, 0.0),
         files=len({unit.path for unit in units}),
@@ -140,7 +140,7 @@ def _crowded(name: str, source: Source, units: Sequence[Unit]) -> str:
 def _print(
     job: Job,
     path: Path,
-    listed: Mapping[str, Listed],
+    listed: Mapping[str, SourceListing],
     first: FirstStep | None,
     warnings: Sequence[str],
     errors: Sequence[str],

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.cli.output import short, table
-from overlord.service.dry_run import Meter, Share
+from overlord.service.dry_run import SourceShare, Throughput
 
 TERMINAL_EVERY_S = 0.1
 PLAIN_EVERY_S = 5.0
@@ -46,7 +46,7 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, meter: Meter, shares: Callable[[], Mapping[str, Share]]) -> None:
+    def show(self, meter: Throughput, shares: Callable[[], Mapping[str, SourceShare]]) -> None:
         now = self._clock()
         if now - self._drawn < self._every_s:
             return
@@ -60,17 +60,17 @@ class LiveView:
         else:
             self._live.update(self._picture(meter, line, shares()), refresh=True)
 
-    def _steps(self, meter: Meter) -> str:
+    def _steps(self, meter: Throughput) -> str:
         return f"step {meter.num_steps:,}" + (f" of {self._num_steps:,}" if self._num_steps else "")
 
-    def _picture(self, meter: Meter, line: str, shares: Mapping[str, Share]) -> Group:
+    def _picture(self, meter: Throughput, line: str, shares: Mapping[str, SourceShare]) -> Group:
         head = Table.grid(padding=(0, 2))
         head.add_row(Text(self._title, "bold"), line)
         bar = [ProgressBar(self._num_steps, meter.num_steps, width=60)] if self._num_steps else []
         return Group(head, *bar, mix_table(shares, self._unit))
 
 
-def mix_table(shares: Mapping[str, Share], unit: str, title: str | None = None) -> Table:
+def mix_table(shares: Mapping[str, SourceShare], unit: str, title: str | None = None) -> Table:
     return table(
         "source",
         f"{unit} asked",

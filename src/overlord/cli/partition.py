@@ -13,9 +13,9 @@ from overlord.cli.files import load_job
 from overlord.cli.output import console, size, table, write_json
 from overlord.cli.partition_options import PartitionOptions
 from overlord.declare.job import Job
+from overlord.fleet.profile import Effort, Profiled
+from overlord.fleet.sizing import Sizing, profiles_of, sized
 from overlord.loaders.model import Budget, told_s
-from overlord.loaders.profile import Effort, Profiled
-from overlord.loaders.sizing import Sizing, profiles_of, sized
 
 
 def partition(options: PartitionOptions, as_json: bool) -> int:

@@ -13,8 +13,8 @@ from overlord.cli.live import LiveView, mix_table
 from overlord.cli.output import console, short, size, write_json
 from overlord.runtime.memory import peak_rss_bytes
 from overlord.service.dry_run import (
-    Meter,
-    Share,
+    SourceShare,
+    Throughput,
     shares_of,
     steps_of,
 )
@@ -26,7 +26,7 @@ def run(path: Path, num_steps: int | None, rank: int | None, state: Path | None,
     if state is not None:
         check_writable(state)
     saved = None if resume is None else read_state(resume)
-    meter = Meter()
+    meter = Throughput()
     loader = start(job, resume=saved)
     try:
         interrupted = not _read(loader, meter, rank, num_steps, path.name)
@@ -48,10 +48,10 @@ def run(path: Path, num_steps: int | None, rank: int | None, state: Path | None,
     return INTERRUPTED if interrupted else 0
 
 
-def _read(loader: Loader, meter: Meter, rank: int | None, num_steps: int | None, title: str) -> bool:
+def _read(loader: Loader, meter: Throughput, rank: int | None, num_steps: int | None, title: str) -> bool:
     """False when Ctrl-C stopped it."""
 
-    def shares() -> Mapping[str, Share]:
+    def shares() -> Mapping[str, SourceShare]:
         return shares_of(loader.report().mix, loader.job.mix.unit)
 
     try:
@@ -64,7 +64,7 @@ def _read(loader: Loader, meter: Meter, rank: int | None, num_steps: int | None,
     return True
 
 
-def _summary(loader: Loader, meter: Meter, state: Mapping[str, Any], interrupted: bool) -> dict[str, Any]:
+def _summary(loader: Loader, meter: Throughput, state: Mapping[str, Any], interrupted: bool) -> dict[str, Any]:
     summary = {
         "steps": meter.num_steps,
         "next_step": state["step"],
@@ -89,10 +89,10 @@ def _summary(loader: Loader, meter: Meter, state: Mapping[str, Any], interrupted
     }
 
 
-def _print(summary: Mapping[str, Any], meter: Meter, state: Path | None) -> None:
+def _print(summary: Mapping[str, Any], meter: Throughput, state: Path | None) -> None:
     out = console()
     if "mix" in summary:
-        out.print(mix_table({name: Share(**share) for name, share in summary["mix"].items()}, summary["mix_unit"]))
+        out.print(mix_table({name: SourceShare(**share) for name, share in summary["mix"].items()}, summary["mix_unit"]))
     first = "" if meter.first_batch_s is None else f", first after {meter.first_batch_s:.2f} s"
     out.print(
         f"{meter.num_steps:,} steps in {meter.seconds:.1f} s{first}: {short(meter.tokens_per_s)} tokens/s, "

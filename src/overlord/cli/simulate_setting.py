@@ -35,7 +35,7 @@ from overlord.simulate.step_time import (
     H200_FLOPS,
     Encoder,
     Links,
-    Shape,
+    ModelShape,
     TimeModel,
 )
 from overlord.steering.cost_file import load_cost
@@ -142,7 +142,7 @@ def _mesh(options: SimulateOptions, context: int) -> Mesh:
 
 
 def _model(options: SimulateOptions, mesh: Mesh) -> TimeModel:
-    shape = Shape(**{name: getattr(options, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn")})
+    shape = ModelShape(**{name: getattr(options, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn")})
     if options.costs == "shape":
         cost = shape.at(H200_FLOPS)
     elif options.costs == "h200":

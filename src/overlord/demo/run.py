@@ -22,9 +22,9 @@ from overlord.demo.straggler import Straggler, measured_straggler
 from overlord.demo.stream import StepRecord, first_difference, recorded
 from overlord.runtime.memory import peak_rss_bytes
 from overlord.service.dry_run import (
-    Meter,
-    Share,
+    SourceShare,
     Taken,
+    Throughput,
     shares_of,
     steps_of,
 )
@@ -38,7 +38,7 @@ UNCUT_MESH = Mesh(dp=1, cp=1)
 class Shown(Protocol):
     """Somewhere to show how a run stands."""
 
-    def show(self, meter: Meter, shares: Callable[[], Mapping[str, Share]]) -> None: ...
+    def show(self, meter: Throughput, shares: Callable[[], Mapping[str, SourceShare]]) -> None: ...
 
 
 Watch = Callable[[str, int], AbstractContextManager[Shown]]
@@ -73,7 +73,7 @@ class Resume:
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     corpus_s: float
-    mix: dict[str, Share]
+    mix: dict[str, SourceShare]
     legs: tuple[Leg, Leg]
     """Before it was stopped, and after, on another mesh."""
     uncut: Leg
@@ -115,13 +115,13 @@ class _LegRun:
     leg: Leg
     records: list[StepRecord]
     state: dict[str, Any]
-    mix: dict[str, Share]
+    mix: dict[str, SourceShare]
 
 
 def _leg(job: Job, num_steps: int, watch: Watch, resume: Mapping[str, Any] | None = None) -> _LegRun:
     mesh = f"dp {job.mesh.dp} x cp {job.mesh.cp}"
     title = f"on {mesh}" if resume is None else f"resumed on {mesh}"
-    meter, records = Meter(), []
+    meter, records = Throughput(), []
     with start(job, resume=resume) as loader, watch(title, num_steps) as view:
         for taken in steps_of(loader, num_steps=num_steps):
             meter.add(taken)
@@ -147,5 +147,5 @@ def _record(loader: Loader, taken: Taken) -> StepRecord:
     return recorded(planned.plan.samples, taken, loader.tree, loader.job.batch.pad_token)
 
 
-def _shares(loader: Loader) -> dict[str, Share]:
+def _shares(loader: Loader) -> dict[str, SourceShare]:
     return shares_of(loader.report().mix, loader.job.mix.unit)

@@ -78,7 +78,7 @@ class ScalingPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """A line of the log. `before` and `after` are loaders of the source; they are equal where a share only moves to another
     host, or where the budget does not allow what is needed."""
 
@@ -127,7 +127,7 @@ class Scaling:
     partition: Partition
     """Host i is host i of the partition before. One that is left without shares is empty, to be stopped, and may be filled
     again later; new ones come at the end."""
-    decisions: tuple[Decision, ...]
+    decisions: tuple[ScalingDecision, ...]
     state: ScalingState
     workers: Mapping[str, float]
     """What each source needs, and the budget allows."""
@@ -285,7 +285,9 @@ class _Look:
             )
         return f"{needs}{self.demand.shortage}" if self.demand.shortage and num_wanted > wish.wants else ""
 
-    def changes(self, wishes: Mapping[str, _Wish], granted: Mapping[str, int], refused: Mapping[str, str]) -> list[Decision]:
+    def changes(
+        self, wishes: Mapping[str, _Wish], granted: Mapping[str, int], refused: Mapping[str, str]
+    ) -> list[ScalingDecision]:
         found = []
         for name, wish in wishes.items():
             after, why_no_more = granted[name], refused.get(name, "")
@@ -297,7 +299,7 @@ class _Look:
                 reason = why_no_more
             else:
                 continue
-            found.append(Decision(self.now.step, name, wish.has, after, reason))
+            found.append(ScalingDecision(self.now.step, name, wish.has, after, reason))
         return found
 
     def _why_more(self, wish: _Wish) -> str:
@@ -319,7 +321,7 @@ class _Look:
         early = "" if after == wish.wants else ", and others need the memory"
         return f"for {told_s(lower_s)} it has needed no more (now {self.demand.workers[wish.source]:.3g} workers){early}"
 
-    def moved(self, target: Partition) -> list[Decision]:
+    def moved(self, target: Partition) -> list[ScalingDecision]:
         """The shares that only change their host."""
         num_shares, room = target.num_shares(), self.budget.workers_per_host
         found = []
@@ -330,7 +332,7 @@ class _Look:
             else:
                 why = f"host {before} had so little to do that others have room for it"
             n = num_shares[share.source]
-            found.append(Decision(self.now.step, share.source, n, n, f"loader {share.index} to host {after}: {why}"))
+            found.append(ScalingDecision(self.now.step, share.source, n, n, f"loader {share.index} to host {after}: {why}"))
         return found
 
     def remembered(self, wish: _Wish, after: int, is_refused: bool) -> Watch:

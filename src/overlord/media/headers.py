@@ -22,7 +22,7 @@ _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ImageHeader:
     kind: Literal["jpeg", "png"]
     height: int
     width: int
@@ -30,7 +30,7 @@ class Header:
     bits: int = 8
 
 
-def header_of(data: memoryview, tail: memoryview | None = None) -> Header | None:
+def header_of(data: memoryview, tail: memoryview | None = None) -> ImageHeader | None:
     """The header of a JPEG or PNG, None for anything else. A file that is damaged or cut short is a DataError.
 
     With `tail`, `data` is only the first bytes of the file and `tail` the last ones: then an error may mean no more
@@ -45,7 +45,7 @@ def header_of(data: memoryview, tail: memoryview | None = None) -> Header | None
     return None
 
 
-def _jpeg(data: memoryview, tail: memoryview | None) -> Header:
+def _jpeg(data: memoryview, tail: memoryview | None) -> ImageHeader:
     place = 2
     while True:
         while data[place : place + 2] == b"\xff\xff":  # markers may be padded
@@ -71,10 +71,10 @@ def _jpeg(data: memoryview, tail: memoryview | None) -> Header:
     # Inside a scan 0xff is always escaped, so that this finds the end of the image and no accident.
     if not _holds(data[place:] if tail is None else tail, _END_OF_JPEG):
         raise DataError(f"JPEG of {len(data)} bytes is cut short: no end marker")
-    return Header("jpeg", height, width, channels, bits)
+    return ImageHeader("jpeg", height, width, channels, bits)
 
 
-def _png(data: memoryview, tail: memoryview | None) -> Header:
+def _png(data: memoryview, tail: memoryview | None) -> ImageHeader:
     if len(data) < 33 or data[12:16] != b"IHDR":
         raise DataError(f"PNG of {len(data)} bytes is cut short in its header")
     width, height, bits, colour = struct.unpack_from(">IIBB", data, 16)
@@ -82,7 +82,7 @@ def _png(data: memoryview, tail: memoryview | None) -> Header:
         raise DataError(f"PNG states a size of {width} x {height}")
     if not _holds(data if tail is None else tail, _END_OF_PNG):
         raise DataError(f"PNG of {len(data)} bytes is cut short: no end chunk")
-    return Header("png", height, width, {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0), bits)
+    return ImageHeader("png", height, width, {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0), bits)
 
 
 def _holds(data: memoryview, mark: bytes) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import DataError, OverlordError, SchemaError, SourceError, SpecError
-from overlord.media.headers import TAIL_BYTES, Header, header_of
+from overlord.media.headers import TAIL_BYTES, ImageHeader, header_of
 from overlord.media.resample import Pixels, Span, resized
 from overlord.sources.storage import StoredFile, opened, read_at
 from overlord.sources.views import StoredValues, is_view, stored_value
@@ -154,7 +154,7 @@ class DecodeImage:
                 f"image of {width} x {height} has more than the {self.max_pixels:,} pixels allowed; raise max_pixels"
             )
 
-    def _jpeg(self, content: memoryview, header: Header, out: Pixels | None) -> Pixels:
+    def _jpeg(self, content: memoryview, header: ImageHeader, out: Pixels | None) -> Pixels:
         simplejpeg = _simplejpeg()
         if self.size is None:
             return _decoded(simplejpeg, content, "RGB", self.strict)

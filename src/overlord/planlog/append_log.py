@@ -33,7 +33,7 @@ def framed(body: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class SegmentContents:
     """The records of a segment up to the first that is damaged."""
 
     bodies: list[bytes]
@@ -44,7 +44,7 @@ class Contents:
     """Good records after a damaged one. 0: only the end is torn, as by a crash in the middle of a write."""
 
 
-def unframed(data: bytes) -> Contents:
+def unframed(data: bytes) -> SegmentContents:
     bodies = []
     offset = 0
     while (body := _record_at(data, offset)) is not None:
@@ -56,7 +56,7 @@ def unframed(data: bytes) -> Contents:
         found = _record_at(data, search)
         num_after += found is not None
         search = data.find(_MARK, search + (1 if found is None else _HEAD.size + len(found)))
-    return Contents(bodies, len(data), offset, num_after)
+    return SegmentContents(bodies, len(data), offset, num_after)
 
 
 @dataclass(frozen=True, slots=True)

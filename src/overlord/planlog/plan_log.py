@@ -32,8 +32,8 @@ from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError, StateError, StorageError
 from overlord.planlog.append_log import (
     AppendLog,
-    Contents,
     LogPosition,
+    SegmentContents,
     unframed,
 )
 from overlord.planlog.records import (
@@ -309,7 +309,7 @@ def _lasting(found: Found) -> tuple[Decision, ...]:
     return tuple(decision for decision in found.recovered.decisions if decision.name not in (MESH, COSTS))
 
 
-def _refuse_damage(name: str, contents: Contents) -> None:
+def _refuse_damage(name: str, contents: SegmentContents) -> None:
     if contents.num_after_damage:
         raise StateError(
             f"{name} is damaged at byte {contents.good_bytes}: the record there is not what was written, and "

@@ -19,10 +19,10 @@ from overlord.loaders.model import (
     by_share,
     evenly,
 )
-from overlord.loaders.routes import Routes
 from overlord.planlog.plan_log import Era, PlanLog
 from overlord.roles.loader_host import Held, LoaderHost
 from overlord.roles.planner import Planner
+from overlord.roles.routes import Routes
 from overlord.roles.source_loader import SourceLoader
 from overlord.runtime.engine import Engine, Workplace
 from overlord.runtime.long_waits import waiting

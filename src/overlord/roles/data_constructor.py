@@ -28,9 +28,9 @@ from overlord.batches.payload import Payload
 from overlord.batches.slices import cp_slices, fields_for, receive_only
 from overlord.declare.batch import Batch
 from overlord.errors import ClosedError, SpecError
-from overlord.loaders.routes import Routes
 from overlord.messages import Delivery, Fields, Later
 from overlord.roles.planner import Planner
+from overlord.roles.routes import Routes
 from overlord.runtime.engine import Handle
 from overlord.runtime.threads import Threads
 

@@ -30,12 +30,12 @@ from overlord.arrange.strategies import Strategy
 from overlord.declare.batch import Batch
 from overlord.declare.mixture import Mixture
 from overlord.errors import DataError, OverlordError, SpecError
-from overlord.loaders.routes import Routes
 from overlord.messages import Later, StepReport, WeightChange
 from overlord.planlog.append_log import LogPosition
 from overlord.planlog.plan_log import PlanLog
 from overlord.planlog.records import same
 from overlord.records import record
+from overlord.roles.routes import Routes
 from overlord.steering.decisions import Decision, Steered
 from overlord.steering.steering import Steering
 from overlord.stream.drawing import Extent

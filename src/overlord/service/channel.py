@@ -147,7 +147,7 @@ class FlightChannel:
     def feedback(self, report: StepReport, generation: int) -> list[str]:
         known = self._generations[generation]
         losses, tokens = dict(report.losses), dict(report.tokens)
-        told = wire.Feedback(self._welcome.job, known, report.rank, report.step, losses, tokens, list(report.seconds))
+        told = wire.FeedbackRequest(self._welcome.job, known, report.rank, report.step, losses, tokens, list(report.seconds))
         try:
             return self._asked_once(Action.FEEDBACK, told)
         except (Unreachable, OverlordError) as error:  # training goes on without its report

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.declare.job import Job
-from overlord.loaders.routes import Routes
 from overlord.messages import Delivery, Later
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Planner
+from overlord.roles.routes import Routes
 from overlord.runtime.engine import Handle, Workplace
 
 if TYPE_CHECKING:

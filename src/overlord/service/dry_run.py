@@ -55,7 +55,7 @@ def _places(micro: Mapping[str, Any]) -> int:
     return int(micro.get("cu_seqlens_padded", micro["cu_seqlens"])[-1])
 
 
-class Meter:
+class Throughput:
     """Adds up what was taken, and how long it took from the moment the meter was made."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +89,7 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SourceShare:
     """What one source was asked for and gave, as shares of the mixture's unit."""
 
     asked: float
@@ -98,7 +98,7 @@ class Share:
     tokens: int
 
 
-def shares_of(mix: Mapping[str, Mix], unit: str) -> dict[str, Share]:
+def shares_of(mix: Mapping[str, Mix], unit: str) -> dict[str, SourceShare]:
     drawn = {name: entry.tokens if unit == "tokens" else entry.samples for name, entry in mix.items()}
     total = sum(drawn.values()) or 1
-    return {name: Share(entry.weight, drawn[name] / total, entry.samples, entry.tokens) for name, entry in mix.items()}
+    return {name: SourceShare(entry.weight, drawn[name] / total, entry.samples, entry.tokens) for name, entry in mix.items()}

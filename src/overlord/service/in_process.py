@@ -19,7 +19,7 @@ _LEAVE_S = 10.0  # a constructor that hangs must not hold up a trainer that ends
 _log = logging.getLogger(__name__)
 
 
-class Run(Protocol):
+class RunApi(Protocol):
     """What a channel needs of a running job."""
 
     @property
@@ -35,7 +35,7 @@ class Run(Protocol):
 
 
 class InProcess:
-    def __init__(self, run: Run, constructor_of: Callable[[int], Handle[C]]) -> None:
+    def __init__(self, run: RunApi, constructor_of: Callable[[int], Handle[C]]) -> None:
         """`constructor_of` gives the constructor of a rank; a mesh that is resized deals ranks to other groups."""
         self._run = run
         self._constructor_of = constructor_of

@@ -27,18 +27,18 @@ from overlord.declare.job import Job, Log
 from overlord.declare.mesh import Mesh
 from overlord.declare.source import Unit
 from overlord.errors import SpecError, WaitTimeoutError, WorkerDiedError
-from overlord.loaders.autoscaler import Autoscale
-from overlord.loaders.autoscaling import Decision
-from overlord.loaders.control_loop import Loaders, Upkeep
+from overlord.fleet.autoscaler import Autoscale
+from overlord.fleet.control_loop import Loaders, Upkeep
+from overlord.fleet.shadows import ShadowChange
+from overlord.loaders.autoscaling import ScalingDecision
 from overlord.loaders.model import Budget, Partition
-from overlord.loaders.routes import Routes
-from overlord.loaders.shadows import ShadowChange
 from overlord.messages import StepReport, WeightChange
 from overlord.planlog.plan_log import Era, resumed, starting_point
 from overlord.roles.assembly import is_kept, list_units, make_partition, make_planner
 from overlord.roles.client import Client
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Mix, Planned, Planner, PlannerStatus
+from overlord.roles.routes import Routes
 from overlord.roles.source_loader import BufferUse
 from overlord.runtime.embedded import Embedded
 from overlord.runtime.engine import Answer, Engine, Handle, StoreUse, WorkplaceSize
@@ -47,8 +47,7 @@ from overlord.runtime.long_waits import waiting
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.in_process import InProcess
 from overlord.service.resizing import agreed_step, thaw
-from overlord.steering.decisions import Decision as Decided
-from overlord.steering.decisions import Steered
+from overlord.steering.decisions import Decision, Steered
 from overlord.stream.outliers import Delay
 from overlord.stream.progress import Progress
 
@@ -287,7 +286,7 @@ class Loader:
             store=self._engine.store_use(),
         )
 
-    def scaling(self) -> tuple[Decision | ShadowChange, ...]:
+    def scaling(self) -> tuple[ScalingDecision | ShadowChange, ...]:
         """What the autoscaler decided and which shadows came, went and took over, with reasons, the newest last."""
         return tuple(self._upkeep.history)
 
@@ -307,7 +306,7 @@ class Loader:
             first = max(self._start.step, *(answer.result() for answer in reached))
             return self._planner.ask(Planner.change_weights, change, first).result()
 
-    def decisions(self) -> tuple[Decided, ...]:
+    def decisions(self) -> tuple[Decision, ...]:
         """What was decided while the run ran: by `set_weights`, by reported losses and by reported times."""
         return self._planner.ask(Planner.decisions).result()
 

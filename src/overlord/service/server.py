@@ -55,7 +55,7 @@ class Steps(Protocol):
     def leave(self, rank: int) -> None: ...
 
 
-class Run(Protocol):
+class ServedRun(Protocol):
     """What a server is asked about the whole run. A `Channel` is one."""
 
     def start(self) -> int: ...
@@ -83,7 +83,7 @@ class Service:
         *,
         instance: str | None = None,
         steps: Steps | None = None,
-        run: Run | None = None,
+        run: ServedRun | None = None,
         locate: Callable[[int], str | None] = lambda _: None,
         serves: Callable[[int], bool] = lambda _: True,
         ranks: Callable[[], Collection[int]] = tuple,
@@ -200,7 +200,7 @@ class Service:
                 self._ours(_parsed(body, wire.Doing))
                 return self._of_run().doing()
             case Action.FEEDBACK:
-                told = self._ours(_parsed(body, wire.Feedback))
+                told = self._ours(_parsed(body, wire.FeedbackRequest))
                 report = StepReport(told.step, told.rank, told.losses, told.tokens, tuple(told.seconds))
                 return self._of_run().feedback(report, told.generation)
             case Action.CHANGE_WEIGHTS:
@@ -230,7 +230,7 @@ class Service:
         where = self._locate(hello.rank)
         return wire.Welcome(self.job, self.instance, where, run.start(), run.generation(), every_s)
 
-    def _of_run(self) -> Run:
+    def _of_run(self) -> ServedRun:
         if self._run is None:
             raise ServiceError("this server only hands out steps; ask the one that `overlord.connect` was given")
         return self._run

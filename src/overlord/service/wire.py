@@ -104,7 +104,7 @@ class Doing(Struct, frozen=True, forbid_unknown_fields=True):
     job: JobId
 
 
-class Feedback(Struct, frozen=True, forbid_unknown_fields=True):
+class FeedbackRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A rank's report of a step, see `StepReport`."""
 
     job: JobId

@@ -38,7 +38,7 @@ H200_FLOPS = 6 * _H200_BLOCK_WEIGHTS / H200_BLOCK.per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ModelShape:
     """A decoder with gated feed-forward layers; Llama 3's 8B unless told otherwise."""
 
     hidden: int = 4096
@@ -134,7 +134,7 @@ class TimeModel:
 
     cost: TransformerCost
     """Seconds of one document on one rank that holds the whole model."""
-    shape: Shape
+    shape: ModelShape
     links: Links
     tp: int = 1
     pp: int = 1

@@ -26,7 +26,7 @@ MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class WeightUpdate:
     """What a rule made of a window."""
 
     weights: dict[str, float]
@@ -34,20 +34,22 @@ class Moved:
     """Why the rule was not followed; empty where it was."""
 
 
-def moved(rule: Rule, weights: Mapping[str, float], losses: Mapping[str, float]) -> Moved:
+def moved(rule: Rule, weights: Mapping[str, float], losses: Mapping[str, float]) -> WeightUpdate:
     """The weights that a rule gives, or the old ones where it gives none that can be used."""
     if not losses:
-        return Moved(dict(weights), "no losses were reported")
+        return WeightUpdate(dict(weights), "no losses were reported")
     try:
         new = {str(name): float(weight) for name, weight in rule(weights, losses).items()}
     except Exception as error:  # noqa: BLE001 - whatever a user's rule raises, the run goes on with the weights it has
-        return Moved(dict(weights), f"the rule raised {type(error).__name__}: {error}")
+        return WeightUpdate(dict(weights), f"the rule raised {type(error).__name__}: {error}")
     unknown = [name for name in new if name not in weights]
     if unknown:
-        return Moved(dict(weights), f"the rule gave a weight to {', '.join(map(repr, unknown))}: there is no such source")
+        return WeightUpdate(
+            dict(weights), f"the rule gave a weight to {', '.join(map(repr, unknown))}: there is no such source"
+        )
     if not all(math.isfinite(weight) and weight >= 0 for weight in new.values()) or not any(new.values()):
-        return Moved(dict(weights), f"the rule must give numbers >= 0, not all 0; it gave {new}")
-    return Moved(shares(new))
+        return WeightUpdate(dict(weights), f"the rule must give numbers >= 0, not all 0; it gave {new}")
+    return WeightUpdate(shares(new))
 
 
 def loss_sums(losses: Mapping[str, float], tokens: Mapping[str, float]) -> tuple[Sums, list[str]]:

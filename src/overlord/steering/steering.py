@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from overlord.arrange.learned_cost import CostsInForce
 from overlord.arrange.mesh_tree import ClientPlaceTree
@@ -18,7 +18,6 @@ from overlord.arrange.plan import Plan
 from overlord.declare.mixture import Mixture, shares
 from overlord.errors import SpecError, StorageError
 from overlord.messages import StepReport, WeightChange
-from overlord.planlog.plan_log import PlanLog
 from overlord.steering.decisions import (
     COSTS,
     MESH,
@@ -36,6 +35,30 @@ from overlord.stream.weights import WeightSchedule
 _log = logging.getLogger("overlord.steering")
 
 
+class DecisionLog(Protocol):
+    """Where decisions are written down before anything follows from them. `planlog.PlanLog` is one."""
+
+    heard: Heard
+    """Reported losses that no decision has followed from yet."""
+    lock: threading.RLock
+    """Held while `heard` is looked at or changed."""
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]: ...
+
+    def decide(self, decision: Decision) -> None:
+        """Write a decision down. Raises StorageError where that cannot be done: then it must not be followed."""
+        ...
+
+    def note(self, decision: Decision) -> None:
+        """Write down a decision that changes nothing, if that can be done."""
+        ...
+
+    def add_report(self, step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> bool:
+        """Write down reported losses; False where that cannot be done."""
+        ...
+
+
 class Steering:
     """See the module's docstring. `is_safe` says whether what is decided outlives a lost planner: with a log, or where the
     planner lives and dies with the run."""
@@ -46,7 +69,7 @@ class Steering:
         start: Progress,
         place: ClientPlaceTree,
         steered: Steered,
-        log: PlanLog | None = None,
+        log: DecisionLog | None = None,
         is_safe: bool = True,
     ) -> None:
         self._mixture = mixture

@@ -32,7 +32,7 @@ from overlord.stream.facts import Floats, Ints, Samples
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RingPart:
     """One rank's side of one microbatch, for a trainer that attends over several ranks.
 
     `places` are the ranks that run it together, as numbers dp * cp size + cp index, in the order of the ring: one alone for
@@ -55,7 +55,7 @@ class Ring:
         """A ring needs no samples but those of its microbatch."""
         return None
 
-    def build(self, fields: Fields, images: Sequence[NDArray[np.uint8]] = ()) -> tuple[Fields, Ring]:
+    def build(self, fields: Fields, images: Sequence[NDArray[np.uint8]] = ()) -> tuple[Fields, RingPart]:
         """The fields of a collated microbatch whose documents are pieces. Positions are moved in place."""
         del images  # those of the pieces are in `fields`
         lengths = fields["document_lengths"]
@@ -107,17 +107,17 @@ class Rings:
         del arrangement, order
         return self
 
-    def microbatch(self, plan: Plan, group: int, micro: int, documents: Ints, samples: Samples) -> tuple[Samples, Ring]:
+    def microbatch(self, plan: Plan, group: int, micro: int, documents: Ints, samples: Samples) -> tuple[Samples, RingPart]:
         """The side that a rank (each is a group of its own) has of a microbatch."""
         del plan
         number = int(self.of_micro[micro])
         places = np.array([group]) if number < 0 else self.members[self.bounds[number] : self.bounds[number + 1]]
         index = int(np.flatnonzero(places == group)[0])
         columns = (self.offset[documents], self.whole[documents], self.offload[documents])
-        return samples, Ring(number, places, index, *columns)
+        return samples, RingPart(number, places, index, *columns)
 
 
-class Chunk(NamedTuple):
+class TokenRange(NamedTuple):
     """The tokens [begin, end) of a document."""
 
     begin: int
@@ -130,11 +130,11 @@ def chunk_begins(lengths: Ints, num_parts: Ints, chunks: Ints) -> Ints:
     return chunks * size + np.maximum(0, chunks - (2 * num_parts - longer))
 
 
-def chunks_of(length: int, num_parts: int, part: int) -> list[Chunk]:
+def chunks_of(length: int, num_parts: int, part: int) -> list[TokenRange]:
     """What rank `part` of `num_parts` takes of one document: its early and its late chunk, without empty ones; all of it in
     one piece when there is one rank."""
     if num_parts == 1:
-        return [Chunk(0, length)]
+        return [TokenRange(0, length)]
     chunks = np.array([part, 2 * num_parts - 1 - part])
     begins, ends = (chunk_begins(np.array(length), np.array(num_parts), c).tolist() for c in (chunks, chunks + 1))
-    return [Chunk(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
+    return [TokenRange(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]

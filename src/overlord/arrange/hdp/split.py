@@ -9,13 +9,13 @@ from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.hdp.rings import Rings
 from overlord.arrange.hdp.spread import (
     Mode,
-    Pool,
+    RankPool,
     Spread,
     spread,
 )
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.arrange.microbatches import Arrangement
-from overlord.arrange.plan import Stage
+from overlord.arrange.plan import PlanStage
 from overlord.errors import SpecError
 from overlord.stream.facts import Floats
 from overlord.stream.packing import Pieces, cut_samples
@@ -67,7 +67,7 @@ def _pool(
     offload: Offload | None,
     communication: float,
     widen: bool,
-) -> Pool:
+) -> RankPool:
     """The dp x cp ranks of a mesh as one pool."""
     mesh = place.mesh
     if mode == "dp" and mesh.pp > 1:
@@ -76,7 +76,7 @@ def _pool(
             "each other for ever; use mode='pp', or leave it out"
         )
     mode = mode or ("pp" if mesh.pp > 1 else "dp")
-    return Pool(place.num_groups("cp"), capacity, mode, mesh.pp, offload, communication, widen)
+    return RankPool(place.num_groups("cp"), capacity, mode, mesh.pp, offload, communication, widen)
 
 
 def _checked_costs(graph: DGraph) -> Floats:
@@ -100,13 +100,13 @@ def _checked_costs(graph: DGraph) -> Floats:
     return graph.costs
 
 
-def _cuts(found: Spread) -> Stage:
+def _cuts(found: Spread) -> PlanStage:
     parts = found.num_parts[found.num_parts > 1]
     if not len(parts):
-        return Stage("split", "every sample stays whole on one rank")
+        return PlanStage("split", "every sample stays whole on one rank")
     text, values = "{} of {} samples over {} to {} ranks each", (len(parts), len(found.num_parts), parts.min(), parts.max())
     moved = found.offload[found.offload > 0]
     if len(moved):
         text += "; {} move up to {:.0%} of their activations to the host"
         values = (*values, len(moved), moved.max())
-    return Stage("split", text, values)
+    return PlanStage("split", text, values)

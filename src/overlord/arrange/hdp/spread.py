@@ -55,7 +55,7 @@ _MOST_WORK = {"dp": 200_000, "pp": 120_000}
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class RankPool:
     """The ranks that documents are spread over, and what they can do."""
 
     num_ranks: int
@@ -135,7 +135,7 @@ class _Indices(NamedTuple):
     counts: Ints
 
 
-def spread(lengths: Ints, costs: Floats, pool: Pool) -> Spread:
+def spread(lengths: Ints, costs: Floats, pool: RankPool) -> Spread:
     """Every document's place; see the module's docstring."""
     placed, micro = _best(lengths, costs, pool.fewest_ranks(lengths), pool)
     if micro is None:
@@ -144,7 +144,7 @@ def spread(lengths: Ints, costs: Floats, pool: Pool) -> Spread:
     return _pieces(lengths, costs, placed, _in_order(placed, units, pool.num_ranks), pool)
 
 
-def _best(lengths: Ints, costs: Floats, needed: Ints, pool: Pool) -> tuple[Placed, Ints | None]:
+def _best(lengths: Ints, costs: Floats, needed: Ints, pool: RankPool) -> tuple[Placed, Ints | None]:
     """The documents placed, cut finer while that may help; and the microbatch of each whole one, where that is settled."""
     place = _levelled if pool.mode == "pp" else _filled
     best = place(lengths, costs, needed, pool)
@@ -163,11 +163,11 @@ def _best(lengths: Ints, costs: Floats, needed: Ints, pool: Pool) -> tuple[Place
     return best
 
 
-def _filled(lengths: Ints, costs: Floats, num_parts: Ints, pool: Pool) -> tuple[Placed, None]:
+def _filled(lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool) -> tuple[Placed, None]:
     return filled(costs, lengths, num_parts, pool.num_ranks, widen=pool.widen, communication=pool.communication), None
 
 
-def _levelled(lengths: Ints, costs: Floats, num_parts: Ints, pool: Pool) -> tuple[Placed, Ints]:
+def _levelled(lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool) -> tuple[Placed, Ints]:
     """Rings and full microbatches of whole documents, as jobs for pipelines. Every rank runs its rings first."""
     cut, whole = np.flatnonzero(num_parts > 1), np.flatnonzero(num_parts == 1)
     shares = pool.shares(costs[cut], lengths[cut], num_parts[cut])
@@ -189,7 +189,7 @@ def _levelled(lengths: Ints, costs: Floats, num_parts: Ints, pool: Pool) -> tupl
     return Placed(cut, members, bounds, whole, rank, after, found.slowest), row
 
 
-def _packed(lengths: Ints, costs: Floats, placed: Placed, pool: Pool) -> Ints:
+def _packed(lengths: Ints, costs: Floats, placed: Placed, pool: RankPool) -> Ints:
     """The microbatch of each whole document, numbered within those that lie between the same rings of a rank."""
     if not len(placed.whole):
         return placed.whole
@@ -238,7 +238,7 @@ def _in_order(placed: Placed, units: _Units, num_ranks: int) -> _Indices:
     return _Indices(turn + before - first_unit[placed.members], unit[units.of_whole], num_units + num_rings)
 
 
-def _pieces(lengths: Ints, costs: Floats, placed: Placed, at: _Indices, pool: Pool) -> Spread:
+def _pieces(lengths: Ints, costs: Floats, placed: Placed, at: _Indices, pool: RankPool) -> Spread:
     sizes = np.diff(placed.bounds)
     cut, parts = np.repeat(placed.rings, sizes), np.repeat(sizes, sizes)
     part = np.arange(len(cut)) - np.repeat(placed.bounds[:-1], sizes)

@@ -29,7 +29,7 @@ from overlord.arrange.balancing import max_over_mean, summed
 from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree, Place
 from overlord.arrange.microbatches import Arrangement
-from overlord.arrange.plan import Plan, Stage
+from overlord.arrange.plan import Plan, PlanStage
 from overlord.arrange.vision.images import ImageCost, Images, sizes_of
 from overlord.errors import DataError, SpecError
 from overlord.messages import Fields
@@ -260,7 +260,7 @@ def encode(graph: DGraph, images: Images, cost: ImageCost, axis: Bucket = "cp") 
         )
     found = spread(images, cost(images), a, graph.place, axis)
     text = "{} images over {} ranks along {}: slowest {:.3f}x mean; {:.0%} of their tokens stay in their group"
-    stage = Stage("encode", text, (len(images), found.num_places, axis, found.straggler, found.share_that_stays))
+    stage = PlanStage("encode", text, (len(images), found.num_places, axis, found.straggler, found.share_that_stays))
     return graph.change(stage, parts=(*graph.parts, found))
 
 

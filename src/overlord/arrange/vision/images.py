@@ -10,7 +10,7 @@ import numpy as np
 
 from overlord.arrange.cost import ATTENTION_SLOWDOWN
 from overlord.arrange.graph import DGraph
-from overlord.arrange.plan import Stage
+from overlord.arrange.plan import PlanStage
 from overlord.errors import SpecError
 from overlord.stream.facts import Floats, ImageSizes, Ints, Samples
 
@@ -89,7 +89,7 @@ def images_of(samples: Samples, grid: PatchGrid) -> Images:
 def fuse(graph: DGraph, images: Images) -> DGraph:
     """Count the tokens of its images to every sample's length, for texts that have no places for them."""
     extra = np.bincount(images.sample, images.tokens, len(graph.samples)).astype(np.int64)
-    return graph.change(Stage("fuse", "{} images with {} tokens", (len(images), int(extra.sum()))), extra=extra)
+    return graph.change(PlanStage("fuse", "{} images with {} tokens", (len(images), int(extra.sum()))), extra=extra)
 
 
 def fused(samples: Samples, images: Images) -> Samples:

@@ -40,7 +40,7 @@ from overlord.chunks.workers.worker import (
     Failed,
     Load,
     NotLoaded,
-    Run,
+    RunSlice,
 )
 from overlord.errors import ClosedError, SchemaError, SpecError
 from overlord.sources.views import compact
@@ -272,7 +272,7 @@ class _Attendant:
     def _try(self, piece: _Slice) -> _Part:
         worker = self._living()
         self._load(worker, piece.function)
-        run = Run(piece.function.load.number, piece.context, piece.origin, piece.stop_at_error)
+        run = RunSlice(piece.function.load.number, piece.context, piece.origin, piece.stop_at_error)
         answer, table = worker.ask(run, compact(piece.table), piece.timeout_s)
         if isinstance(answer, Failed):
             error = pickle.loads(answer.pickled)

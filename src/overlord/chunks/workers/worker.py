@@ -35,7 +35,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunSlice:
     """Ask: run a function over the table that follows. `stop_at_error`: raise rather than leave bad rows out."""
 
     number: int
@@ -96,7 +96,7 @@ def _serve(connection: socket.socket) -> None:
             worker_wire.send(connection, answer, result)
 
 
-def _run(function: Invoke, ask: Run, table: pa.Table | None) -> tuple[Done | Failed, pa.Table | None]:
+def _run(function: Invoke, ask: RunSlice, table: pa.Table | None) -> tuple[Done | Failed, pa.Table | None]:
     assert table is not None  # every Run carries one
     bad: list[tuple[int, str]] = []
     on_bad = None if ask.stop_at_error else lambda origin, error: bad.append((origin, error))

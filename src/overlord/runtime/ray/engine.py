@@ -20,7 +20,7 @@ from overlord.runtime.ray.cluster import Cluster
 if TYPE_CHECKING:
     from overlord.runtime.ray.names import Names, RayAnswer
     from overlord.runtime.ray.stored_calls import Packer
-    from overlord.runtime.ray.watch import Watch
+    from overlord.runtime.ray.watch import HangWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Ray:
         self._near = tuple(near)
         self._patience_s = patience_s
         self._hung_after_s = hung_after_s
-        self._watch: Watch | None = None
+        self._watch: HangWatch | None = None
         self._cluster = Cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, runtime_env=runtime_env
         )
@@ -145,12 +145,12 @@ class Ray:
         # These import Ray, which must wait until it is known how to.
         from overlord.runtime.ray.names import Names
         from overlord.runtime.ray.stored_calls import Packer
-        from overlord.runtime.ray.watch import Watch
+        from overlord.runtime.ray.watch import HangWatch
 
         self._names = Names(f"overlord-{uuid.uuid4().hex}", self._patience_s)
         self._packer = Packer(self._names.table)
         if self._hung_after_s is not None:
-            self._watch = Watch(self._spawned, self._hung_after_s, self._patience_s)
+            self._watch = HangWatch(self._spawned, self._hung_after_s, self._patience_s)
 
     @property
     def num_hosts(self) -> int | None:

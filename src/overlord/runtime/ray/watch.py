@@ -41,7 +41,7 @@ class _Patient:
     """None until it has answered since it was last started."""
 
 
-class Watch:
+class HangWatch:
     """`roles` gives, for each name, the name and the handle of its actor."""
 
     def __init__(self, roles: Callable[[], Mapping[str, tuple[str, Any]]], hung_after_s: float, patience_s: float) -> None:

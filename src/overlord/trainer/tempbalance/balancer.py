@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from overlord.errors import SpecError, StateError
 from overlord.trainer.tempbalance import distributed, report
-from overlord.trainer.tempbalance.groups import Layer, PerBlock, Unit, check_enough, find_layers
+from overlord.trainer.tempbalance.groups import Layer, LayerGrouping, PerBlock, check_enough, find_layers
 from overlord.trainer.tempbalance.mappings import Linear, checked_factors
 from overlord.trainer.tempbalance.mappings import Mapping as FactorMapping
 from overlord.trainer.tempbalance.spectra import AlphaSolver, Spectrum, WholeMatrix
@@ -45,7 +45,7 @@ class TempBalance:
         *,
         interval: int = 100,
         mapping: FactorMapping | None = None,
-        unit: Unit | None = None,
+        unit: LayerGrouping | None = None,
         spectrum: Spectrum | None = None,
         tail: float = 0.5,
         exclude: Sequence[str] = (),

@@ -41,7 +41,7 @@ class Layers:
     left: tuple[Left, ...]
 
 
-class Unit(Protocol):
+class LayerGrouping(Protocol):
     """What gets a factor of its own. `homes` maps the name of each module to the name of its layer, or to none."""
 
     def homes(self, model: nn.Module, matrices: Sequence[Matrix]) -> dict[str, str | None]: ...
@@ -102,7 +102,7 @@ class PerLayer:
 def find_layers(
     model: nn.Module,
     matrices: Sequence[Matrix],
-    unit: Unit,
+    unit: LayerGrouping,
     spectrum: Spectrum,
     exclude: Sequence[str],
     min_eigenvalues: int,
@@ -140,7 +140,7 @@ def find_layers(
     return Layers(balanced, tuple(left.values()))
 
 
-def check_enough(layers: Layers, unit: Unit) -> None:
+def check_enough(layers: Layers, unit: LayerGrouping) -> None:
     """Balancing compares layers, so there must be two."""
     if len(layers.balanced) >= 2:
         return
@@ -167,5 +167,5 @@ def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(start, pattern) for start in starts for pattern in patterns)
 
 
-def _why_homeless(unit: Unit) -> str:
+def _why_homeless(unit: LayerGrouping) -> str:
     return "outside the numbered blocks" if isinstance(unit, PerBlock) else "first, last, or without a matrix to follow"

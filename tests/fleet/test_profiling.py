@@ -10,8 +10,8 @@ import pytest
 
 import overlord as ol
 from overlord.errors import BadRowError, SourceError, SpecError, WaitTimeoutError
-from overlord.loaders.profile import Effort, profiled
-from overlord.loaders.sizing import partition, profiles_of, sized
+from overlord.fleet.profile import Effort, profiled
+from overlord.fleet.sizing import partition, profiles_of, sized
 from overlord.roles.assembly import list_units
 from tests.small_sources import Numbered, job_of, read_all, same
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from overlord.declare.job import Job
 from overlord.declare.source import Unit
 from overlord.errors import SourceError, SpecError
+from overlord.fleet.profile import Effort, Profiled, profiled
 from overlord.loaders.model import Budget, Profile, chunks_per_step
 from overlord.loaders.partition import Partitioning
 from overlord.loaders.partition import partition as partition_of
-from overlord.loaders.profile import Effort, Profiled, profiled
 from overlord.loaders.shadowing import Shadowing, shadows
 from overlord.roles.assembly import list_units
 

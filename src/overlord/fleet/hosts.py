@@ -21,11 +21,11 @@ from overlord.declare.job import Job
 from overlord.declare.source import Unit
 from overlord.errors import OverlordError, WaitTimeoutError, WorkerDiedError
 from overlord.loaders.model import Partition, Share
-from overlord.loaders.routes import TABLE
 from overlord.loaders.routing import RoutingTable
 from overlord.roles.assembly import make_loader_host, publish_units
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.roles.planner import Cursor
+from overlord.roles.routes import TABLE
 from overlord.roles.source_loader import BufferUse
 from overlord.runtime.engine import Answer, Engine, Handle
 

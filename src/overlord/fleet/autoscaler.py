@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from overlord.declare.batch import Batch
 from overlord.declare.mixture import Mixture
 from overlord.errors import OverlordError, SpecError
+from overlord.fleet.hosts import Fleet
 from overlord.loaders.autoscaling import (
-    Decision,
     Observed,
     Scaling,
+    ScalingDecision,
     ScalingPolicy,
     ScalingState,
     decide,
 )
-from overlord.loaders.fleet import Fleet
 from overlord.loaders.model import Budget, weights_ahead
 from overlord.roles.planner import Cursor
 
@@ -64,7 +64,9 @@ class Autoscaler:
         self._state = ScalingState()
         self._full_until: tuple[float, int] = (-math.inf, 0)  # when, and the most hosts until then
 
-    def look(self, observed: Observed, mixture: Mixture, oldest: int, cursors: Mapping[str, Cursor]) -> tuple[Decision, ...]:
+    def look(
+        self, observed: Observed, mixture: Mixture, oldest: int, cursors: Mapping[str, Cursor]
+    ) -> tuple[ScalingDecision, ...]:
         """Decide, and act. `oldest` is the oldest step that may be asked for. Gives what was decided."""
         policy = self._autoscale.policy
         last = observed.step + math.ceil(policy.ahead_s / observed.step_s)
@@ -79,7 +81,7 @@ class Autoscaler:
             self._fleet.warm(source, cursors[source])
         return decisions
 
-    def _applied(self, scaling: Scaling, cursors: Mapping[str, Cursor]) -> tuple[Decision, ...]:
+    def _applied(self, scaling: Scaling, cursors: Mapping[str, Cursor]) -> tuple[ScalingDecision, ...]:
         room = self._autoscale.budget.workers_per_host
         num_shares = scaling.partition.num_shares()
         ahead = {name: min(math.ceil(need), num_shares[name] * room) for name, need in scaling.workers.items()}

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
-from overlord.loaders.autoscaling import Decision
-from overlord.loaders.control_loop import Meter
+from overlord.fleet.control_loop import Meter
+from overlord.loaders.autoscaling import ScalingDecision
 from overlord.roles.data_constructor import Pace, PaceMaker
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.roles.source_loader import Work
@@ -65,7 +65,7 @@ def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(cap
         assert had & running <= hosts_of(loader, "near") | hosts_of(loader, "far"), "the others were stopped"
         assert loader.report().buffers["far"].num_bytes == 0, "nothing of a source that does not come again"
         assert found == expected
-        decisions = [decision for decision in loader.scaling() if isinstance(decision, Decision)]
+        decisions = [decision for decision in loader.scaling() if isinstance(decision, ScalingDecision)]
         grown = [decision for decision in decisions if decision.source == "far" and decision.after > decision.before]
         assert grown[0].step < 30
         assert "from step 30 on" in grown[0].reason

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.errors import WaitTimeoutError
-from overlord.loaders.fleet import Fleet
+from overlord.fleet.hosts import Fleet
 from overlord.loaders.model import Partition, Share
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Cursor, Planner

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from overlord.declare.batch import Batch
 from overlord.declare.mixture import Mixture
 from overlord.errors import OverlordError
+from overlord.fleet.hosts import Fleet
 from overlord.loaders.autoscaling import Observed
-from overlord.loaders.fleet import Fleet
 from overlord.loaders.model import Budget, chunks_per_step
 from overlord.loaders.shadowing import shadows
 from overlord.roles.loader_host import LoaderHost, Standing

@@ -18,11 +18,11 @@ from typing import TypeVar
 from overlord.declare.job import Job
 from overlord.declare.source import Unit
 from overlord.errors import ClosedError, OverlordError, SpecError
-from overlord.loaders.autoscaler import Autoscale, Autoscaler
-from overlord.loaders.autoscaling import Decision, Observed
-from overlord.loaders.fleet import Fleet
+from overlord.fleet.autoscaler import Autoscale, Autoscaler
+from overlord.fleet.hosts import Fleet
+from overlord.fleet.shadows import ShadowChange, ShadowKeeper
+from overlord.loaders.autoscaling import Observed, ScalingDecision
 from overlord.loaders.model import Budget, Partition, Profile
-from overlord.loaders.shadows import ShadowChange, ShadowKeeper
 from overlord.roles.data_constructor import DataConstructor, Pace
 from overlord.roles.loader_host import Standing
 from overlord.roles.planner import Planner
@@ -90,7 +90,7 @@ class Upkeep:
         constructors: Sequence[Handle[C]],
     ) -> None:
         """`constructors` may change while the run goes on."""
-        self.history: deque[Decision | ShadowChange] = deque(maxlen=_REMEMBERED)
+        self.history: deque[ScalingDecision | ShadowChange] = deque(maxlen=_REMEMBERED)
         self._fleet = fleet
         self._planner = planner
         self._constructors = constructors
