@@ -194,7 +194,7 @@ class Client:
         used is left out with a warning, the first time: a report never stops a run.
         """
         self._home.check()
-        number = self._next - 1 if step is None else whole(step, "step")
+        number = self._next - 1 if step is None else whole(step, "step", least=None)
         report = StepReport.of(number, self.rank, losses, tokens, seconds)
         for reason in self._channel.feedback(report, self._generation):
             kind = _NUMBERS.sub("", reason)

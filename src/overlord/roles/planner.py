@@ -5,7 +5,8 @@ until the run ends, where it gives None to every group for the same step. A step
 from the start of the run. No group gets more than `max_lead` steps ahead of the slowest, so nothing that is kept can grow.
 
 Nobody is held up by what another asks for: steps are drawn a few at a time, and whoever waits comes in between. Steps that
-are further than `MOST_AHEAD` from what was drawn so far are refused: a wrong number must not keep the planner busy for days.
+are further than `MOST_AHEAD` from what was drawn so far are refused (`MOST_LOOKED_AHEAD` for whoever only looks at plans):
+a wrong number must not keep the planner busy for days.
 
 With a log, each step's progress is written down before its plan is handed out. A planner that is made again with the same
 arguments reads it and goes on where the lost one was: it gives every step that anybody may still ask for, as it was. No step
@@ -48,6 +49,9 @@ T = TypeVar("T")
 MOST_AHEAD = 10_000
 """How many steps beyond those drawn so far may be asked for. A service that was started again without a log has to draw all
 that its trainers have taken; whatever else asks for a step so far away has the number wrong."""
+
+MOST_LOOKED_AHEAD = 1_000_000
+"""The same for whoever looks at plans, where a far step may well be meant."""
 
 _CLOSE_S = 1.0
 _STEPS_AHEAD = 6
@@ -160,11 +164,11 @@ class Planner:
             self._needs.pop(group, None)
             self._set_late(group, is_late)
 
-    def progress(self, step: int) -> Progress:
+    def progress(self, step: int, most_ahead: int = MOST_AHEAD) -> Progress:
         """The progress of the run before a step."""
         before = self._before.get(step)
         if before is None:
-            self._check_reachable(step)
+            self._check_reachable(step, most_ahead)
             before = self._drawn_to(step - 1, lambda: self._before.get(step), looks=True)
         if before is None:
             raise OverlordError(f"the run ended at step {self._end}; there is no progress before step {step}")
@@ -190,12 +194,12 @@ class Planner:
 
     def whole_plan(self, step: int) -> Planned | None:
         """The plan of all groups, for `explain` and tests."""
-        self._check_reachable(step)
+        self._check_reachable(step, MOST_LOOKED_AHEAD)
         return self._drawn_to(step, lambda: self._planned.get(step), looks=True)
 
     def mix(self, step: int) -> dict[str, Mix]:
         """Asked and realised mix over all steps before `step`."""
-        return self._mix_of(self.progress(step), step)
+        return self._mix_of(self.progress(step, MOST_LOOKED_AHEAD), step)
 
     def known_mix(self, step: int) -> tuple[int, dict[str, Mix]]:
         """The mix before a step, or before the last one up to it that is known. Answered at once."""
@@ -256,16 +260,16 @@ class Planner:
         ask = self._extents, self._describe, count_loss, self._expect, self._steering.schedule, self._peek
         return StepDrawer(progress, self._batch, self._mixture, *ask)
 
-    def _check_reachable(self, step: int) -> None:
+    def _check_reachable(self, step: int, most_ahead: int = MOST_AHEAD) -> None:
         if step < self._start.step:
             raise OverlordError(
                 f"this run starts at step {self._start.step}; it has no step {step}. If it was moved there by a resize or "
                 "by a loaded state, a client follows with rejoin or load_state_dict"
             )
-        if step > self._reached + MOST_AHEAD and (self._end is None or step > self._end):
+        if step > self._reached + most_ahead and (self._end is None or step > self._end):
             raise SpecError(
                 f"step {step} is too far away: this run has drawn the steps before {self._reached}, and at most "
-                f"{MOST_AHEAD} more are drawn for a request. Check the step that was asked for; where it is right and the "
+                f"{most_ahead} more are drawn for a request. Check the step that was asked for; where it is right and the "
                 "run was started again without its place, start it from a checkpoint (resume=state) or from its log "
                 "(resume='log')"
             )
