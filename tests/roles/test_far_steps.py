@@ -22,22 +22,23 @@ def loader():
         yield loader
 
 
-@pytest.mark.parametrize("step", [FAR, MOST_AHEAD + 100, 2**53 - 1])
+@pytest.mark.parametrize("step", [FAR, MOST_AHEAD + 100, 2**52])
 def test_a_step_too_far_away_is_refused_wherever_it_is_asked_for(loader, step):
     client = loader.client(0, timeout=20)
     next(client)
     client.rejoin(at=step)
-    wrong = f"step {step:,} is too far away: this run has drawn the steps before .*resume='log'"
+    wrong = (
+        f"step ({step:,}|{MOST_LOOKED_AHEAD + step:,}) is too far away: this run has drawn the steps before .*resume='log'"
+    )
     for call in (
         lambda: next(client),
         client.state_dict,
-        lambda: loader.report(step),
         lambda: loader.state_before(step),
+        lambda: loader.plan(MOST_LOOKED_AHEAD + step),
+        lambda: loader.report(MOST_LOOKED_AHEAD + step),
     ):
         with pytest.raises(ol.SpecError, match=wrong):
             call()
-    with pytest.raises(ol.SpecError, match=r"is too far away: .* at most 1,000,000 more"):
-        loader.plan(10 * MOST_LOOKED_AHEAD)
     client.rejoin(at=1)
     with pytest.raises(ol.SpecError, match=r"at=\d+ is not between them"):
         loader.resize(ol.Mesh(), at=step)
@@ -54,7 +55,7 @@ def test_a_service_refuses_a_step_too_far_away_and_serves_on(loader):
     with pytest.raises(ol.SpecError, match="too far away"):
         client.state_dict()
     raw = Raw(address)
-    with pytest.raises(ol.SpecError, match=f"step {2**31} is too far away"):
+    with pytest.raises(ol.SpecError, match=f"step {2**31:,} is too far away"):
         raw.act("state_before", wire.packed(wire.StateBefore(raw.hello()["job"], 2**31)))
     with pytest.raises(Exception, match="not a statebefore of overlord's wire"):
         raw.act("state_before", wire.packed({"job": "x", "step": 2**60}))
