@@ -22,22 +22,23 @@ def loader():
         yield loader
 
 
-@pytest.mark.parametrize("step", [FAR, MOST_AHEAD + 100, 2**53 - 1])
+@pytest.mark.parametrize("step", [FAR, MOST_AHEAD + 100, 2**52])
 def test_a_step_too_far_away_is_refused_wherever_it_is_asked_for(loader, step):
     client = loader.client(0, timeout=20)
     next(client)
     client.rejoin(at=step)
-    wrong = f"step {step:,} is too far away: this run has drawn the steps before .*resume='log'"
+    wrong = (
+        f"step ({step:,}|{MOST_LOOKED_AHEAD + step:,}) is too far away: this run has drawn the steps before .*resume='log'"
+    )
     for call in (
         lambda: next(client),
         client.state_dict,
-        lambda: loader.report(step),
         lambda: loader.state_before(step),
+        lambda: loader.plan(MOST_LOOKED_AHEAD + step),
+        lambda: loader.report(MOST_LOOKED_AHEAD + step),
     ):
         with pytest.raises(ol.SpecError, match=wrong):
             call()
-    with pytest.raises(ol.SpecError, match=r"is too far away: .* at most 1,000,000 more"):
-        loader.plan(10 * MOST_LOOKED_AHEAD)
     client.rejoin(at=1)
     with pytest.raises(ol.SpecError, match=r"at=\d+ is not between them"):
         loader.resize(ol.Mesh(), at=step)

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 1000  # a table with long paths is not folded, so that other programs find a row in a line
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 

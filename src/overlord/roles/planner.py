@@ -5,7 +5,8 @@ until the run ends, where it gives None to every group for the same step. A step
 from the start of the run. No group gets more than `max_lead` steps ahead of the slowest, so nothing that is kept can grow.
 
 Nobody is held up by what another asks for: steps are drawn a few at a time, and whoever waits comes in between. Steps that
-are further than `MOST_AHEAD` from what was drawn so far are refused: a wrong number must not keep the planner busy for days.
+are further than `MOST_AHEAD` from what was drawn so far are refused (`MOST_LOOKED_AHEAD` for whoever only looks at plans):
+a wrong number must not keep the planner busy for days.
 
 With a log, each step's progress is written down before its plan is handed out. A planner that is made again with the same
 arguments reads it and goes on where the lost one was: it gives every step that anybody may still ask for, as it was. No step
@@ -157,11 +158,11 @@ class Planner:
             self._needs.pop(group, None)
             self._set_late(group, is_late)
 
-    def progress(self, step: int) -> Progress:
+    def progress(self, step: int, most_ahead: int = MOST_AHEAD) -> Progress:
         """The progress of the run before a step."""
         before = self._before.get(step)
         if before is None:
-            self._check_reachable(step)
+            self._check_reachable(step, most_ahead)
             before = self._drawn_to(step - 1, lambda: self._before.get(step), looks=True)
         if before is None:
             raise OverlordError(f"the run ended at step {self._end}; there is no progress before step {step}")
@@ -192,7 +193,7 @@ class Planner:
 
     def mix(self, step: int) -> dict[str, Mix]:
         """Asked and realised mix over all steps before `step`."""
-        return self._mix_of(self.progress(step), step)
+        return self._mix_of(self.progress(step, MOST_LOOKED_AHEAD), step)
 
     def known_mix(self, step: int) -> tuple[int, dict[str, Mix]]:
         """The mix before a step, or before the last one up to it that is known. Answered at once."""

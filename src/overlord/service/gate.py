@@ -144,7 +144,7 @@ class Gate:
         for name in os.listdir("/proc/self/fd"):
             descriptor = int(name)
             inode = _socket_inode(descriptor)
-            if inode is None or descriptor in own:
+            if inode is None or descriptor in own or inode in found:  # gRPC may have several descriptors of a connection
                 continue
             if inode in self._inodes:
                 found[inode] = self._inodes[inode]

@@ -228,7 +228,7 @@ class Loader:
 
     def plan(self, step: int) -> Planned | None:
         """The whole plan of a step, for looking at; None when the run ends before it. What was not drawn yet is drawn for
-        it, up to a million steps."""
+        it, up to a million steps, while readers are served."""
         self._home.check()
         number = whole(step, "step")
         return self._waited(f"the plan of step {number}", lambda: self._planner.ask(Planner.whole_plan, number))
