@@ -219,7 +219,7 @@ def _opened(content: memoryview) -> Image.Image:
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:
-        raise SpecError("decoding images needs an extra: pip install 'overlord[images]'") from None
+        raise SpecError("decoding images needs an extra: pip install 'overlord-dataloader[images]'") from None
     try:
         return Image.open(io.BytesIO(content))
     except UnidentifiedImageError:
@@ -234,5 +234,5 @@ def _simplejpeg() -> ModuleType:
     try:
         import simplejpeg
     except ModuleNotFoundError:
-        raise SpecError("decoding images needs an extra: pip install 'overlord[images]'") from None
+        raise SpecError("decoding images needs an extra: pip install 'overlord-dataloader[images]'") from None
     return simplejpeg
