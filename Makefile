@@ -5,14 +5,26 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 BENCH := bench/.venv
+LOWEST := .venv-lowest
+ALL := .[torch,images,object-stores,ray,tokenizers]
+# Dependency groups need pip 25.1; the environment's own pip is brought up to it.
+PIP := -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test chaos fuzz check fix bench clean
+.PHONY: demo test test-lowest test-thorough chaos fuzz check docs package fix bench clean
 
 demo: $(CORE)
 	$(BIN)/overlord demo
 
 test: $(DEV)
 	$(BIN)/pytest -n 2 -q
+
+# The same with the oldest releases that pyproject.toml allows.
+test-lowest: $(LOWEST)/.made
+	$(LOWEST)/bin/pytest -n 2 -q
+
+# Properties on examples that nobody has seen, and no second try for anything: an hour.
+test-thorough: $(DEV)
+	HYPOTHESIS_PROFILE=thorough SECOND_TRIES=0 $(BIN)/pytest -n 2 -q --timeout 1200
 
 # Hundreds of random faults, about ten minutes. `make chaos CHAOS="--seed 7"` repeats the faults of a seed.
 chaos: $(DEV)
@@ -28,6 +40,18 @@ check: $(DEV)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
+docs: $(DEV)
+	$(BIN)/mkdocs build --strict
+
+# A wheel and an sdist, installed into an environment of their own where the demo runs without the checkout.
+package: $(DEV)
+	rm -rf dist .venv-package
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv .venv-package
+	.venv-package/bin/python $(PIP) install "$$(ls dist/*.whl)[images]"
+	cd dist && ../.venv-package/bin/overlord demo
+	rm -rf .venv-package
+
 fix: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -39,19 +63,26 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(CORE): pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[images]'
+	$(BIN)/python $(PIP) install -e '.[images]'
 	@touch $@
 
-$(DEV): pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+$(DEV): pyproject.toml constraints/newest.txt | $(BIN)/python
+	$(BIN)/python $(PIP) install --upgrade 'pip>=25.1'
+	$(BIN)/python $(PIP) install -c constraints/newest.txt --group dev --group docs -e '$(ALL)'
 	@touch $@ $(CORE)
+
+$(LOWEST)/.made: pyproject.toml constraints/lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python $(PIP) install --upgrade 'pip>=25.1'
+	$(LOWEST)/bin/python $(PIP) install -c constraints/lowest.txt --group dev -e '$(ALL)'
+	@touch $@
 
 # The peers that Overlord is measured against live in an environment of their own.
 $(BENCH)/.made: bench/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -r bench/requirements.txt -e .
+	$(BENCH)/bin/python $(PIP) install -c constraints/newest.txt torch
+	$(BENCH)/bin/python $(PIP) install -c constraints/newest.txt -r bench/requirements.txt -e .
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH) bench/.data .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) $(BENCH) dist site bench/.data .pytest_cache .ruff_cache .hypothesis .import_linter_cache

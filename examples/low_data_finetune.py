@@ -2,7 +2,8 @@
 
 The task: from 128 bytes of Python's own standard library, say which package they come from. Test snippets come from other
 files than training snippets. A byte-level transformer is first trained to predict the next byte of the snippets, then
-fine-tuned as a classifier on 1 %, 5 % and 100 % of them. All data is read through Overlord; needs overlord[torch].
+fine-tuned as a classifier on 1 %, 5 % and 100 % of them. All data is read through Overlord. Needs
+overlord-dataloader[torch].
 
     python examples/low_data_finetune.py            minutes on one core
     python examples/low_data_finetune.py --quick    seconds: shows that it runs, its numbers mean nothing

@@ -84,4 +84,4 @@ to_torch({})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert "SpecError" in done.stderr
-    assert "pip install 'overlord[torch]'" in done.stderr
+    assert "pip install 'overlord-dataloader[torch]'" in done.stderr

@@ -404,7 +404,7 @@ def test_an_object_named_by_two_patterns_is_refused(proxy: Proxy) -> None:
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(
-        SpecError, match=r"s3://other needs the extra 'object-stores': pip install 'overlord\[object-stores\]'"
+        SpecError, match=r"s3://other needs the extra 'object-stores': pip install 'overlord-dataloader\[object-stores\]'"
     ):
         Storage().files(["s3://other/x"])
 

@@ -262,7 +262,7 @@ def test_importing_overlord_does_not_import_the_trainer():
 def test_without_torch_the_trainer_names_the_extra():
     code = "import sys; sys.modules['torch'] = None\nimport overlord.trainer"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert "pip install 'overlord[torch]'" in done.stderr
+    assert "pip install 'overlord-dataloader[torch]'" in done.stderr
 
 
 def test_a_wide_model_on_the_default_settings_is_balanced():

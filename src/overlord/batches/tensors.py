@@ -31,7 +31,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise SpecError("torch tensors need torch: pip install 'overlord[torch]', or ask for numpy") from error
+        raise SpecError("torch tensors need torch: pip install 'overlord-dataloader[torch]', or ask for numpy") from error
     return torch
 
 

@@ -161,5 +161,5 @@ def _simplejpeg() -> Any:
     try:
         import simplejpeg
     except ModuleNotFoundError:
-        raise SpecError("the demo draws pictures, which needs an extra: pip install 'overlord[images]'") from None
+        raise SpecError("the demo draws pictures, which needs an extra: pip install 'overlord-dataloader[images]'") from None
     return simplejpeg

@@ -339,7 +339,7 @@ def _opened(content: memoryview) -> Image.Image:
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:
-        raise SpecError("decoding images needs an extra: pip install 'overlord[images]'") from None
+        raise SpecError("decoding images needs an extra: pip install 'overlord-dataloader[images]'") from None
     with _decoding(f"image of {len(content)} bytes cannot be opened"):
         try:
             image = Image.open(io.BytesIO(content))
@@ -357,5 +357,5 @@ def _simplejpeg() -> ModuleType:
     try:
         import simplejpeg
     except ModuleNotFoundError:
-        raise SpecError("decoding images needs an extra: pip install 'overlord[images]'") from None
+        raise SpecError("decoding images needs an extra: pip install 'overlord-dataloader[images]'") from None
     return simplejpeg

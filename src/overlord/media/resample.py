@@ -93,7 +93,7 @@ def _opencv() -> ModuleType:
     try:
         import cv2
     except ModuleNotFoundError:
-        raise SpecError("resizing images needs an extra: pip install 'overlord[images]'") from None
+        raise SpecError("resizing images needs an extra: pip install 'overlord-dataloader[images]'") from None
     if is_ours:  # pictures are resized side by side already; its own threads would only double the work
         cv2.setNumThreads(1)
     return cv2

@@ -266,7 +266,9 @@ def _connected(root: str, options: Mapping[str, str], retry: Retry) -> Any:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
-        raise SpecError(f"reading {root} needs the extra 'object-stores': pip install 'overlord[object-stores]'") from error
+        raise SpecError(
+            f"reading {root} needs the extra 'object-stores': pip install 'overlord-dataloader[object-stores]'"
+        ) from error
     # Whoever writes an endpoint with http:// has chosen plain text; without this the store refuses it later on.
     plain = root.startswith("http://") or any(value.startswith("http://") for value in options.values())
     named = {name.removeprefix("aws_").removeprefix("azure_").removeprefix("google_") for name in options}

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("overlord.trainer needs torch: pip install 'overlord[torch]'", name="torch") from error
+    raise ModuleNotFoundError(
+        "overlord.trainer needs torch: pip install 'overlord-dataloader[torch]'", name="torch"
+    ) from error
 
 from overlord.trainer.image_exchange import exchange
 from overlord.trainer.ring_attention import Ring, ring_attention

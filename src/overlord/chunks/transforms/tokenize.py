@@ -348,7 +348,7 @@ def _loaded(name: str, special_tokens: bool) -> Any:
     try:
         import tiktoken
     except ModuleNotFoundError:
-        raise SpecError("tiktoken encodings need an extra: pip install 'overlord[tokenizers]'") from None
+        raise SpecError("tiktoken encodings need an extra: pip install 'overlord-dataloader[tokenizers]'") from None
     if name not in tiktoken.list_encoding_names():
         raise SpecError(
             f"tiktoken has no encoding {name!r}; it has {', '.join(sorted(tiktoken.list_encoding_names()))}. "
@@ -361,7 +361,7 @@ def _tokenizer_file(path: str) -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise SpecError("tokenizer.json files need an extra: pip install 'overlord[tokenizers]'") from None
+        raise SpecError("tokenizer.json files need an extra: pip install 'overlord-dataloader[tokenizers]'") from None
     if not os.path.isfile(path):
         raise SpecError(f"encoding: there is no tokenizer file {path}")
     return tokenizers.Tokenizer.from_file(path)

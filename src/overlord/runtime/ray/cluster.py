@@ -138,5 +138,5 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise SpecError("the Ray engine needs ray: pip install 'overlord[ray]'") from error
+        raise SpecError("the Ray engine needs ray: pip install 'overlord-dataloader[ray]'") from error
     return ray
