@@ -1,121 +1,68 @@
-"""Overlord: a data loader for training large foundation models. Many sources in, the right slice for every GPU out.
+"""The public names of Overlord, once each. `__init__.py` imports them when they are first used."""
 
-Names are imported when they are first used, so that `import overlord` costs next to nothing wherever it is written.
-"""
+from overlord.arrange import strategies as strategies
+from overlord.arrange.cost import MeasuredCost as MeasuredCost
+from overlord.arrange.cost import TransformerCost as TransformerCost
+from overlord.arrange.graph import DGraph as DGraph
+from overlord.arrange.hdp.offload import Offload as Offload
+from overlord.arrange.learned_cost import LearnedCost as LearnedCost
+from overlord.arrange.mesh_tree import ClientPlaceTree as ClientPlaceTree
+from overlord.arrange.pipelines.simulator import Pipeline as Pipeline
+from overlord.arrange.plan import Plan as Plan
+from overlord.arrange.vision.images import PatchGrid as PatchGrid
+from overlord.arrange.vision.images import VisionTransformerCost as VisionTransformerCost
+from overlord.chunks.transforms import ByteTokenizer as ByteTokenizer
+from overlord.chunks.transforms import Context as Context
+from overlord.chunks.transforms import InProcesses as InProcesses
+from overlord.chunks.transforms import Pick as Pick
+from overlord.chunks.transforms import PlaceImages as PlaceImages
+from overlord.chunks.transforms import Tokenize as Tokenize
+from overlord.chunks.transforms import per_row as per_row
+from overlord.declare.batch import Batch as Batch
+from overlord.declare.job import Job as Job
+from overlord.declare.job import Log as Log
+from overlord.declare.mesh import Mesh as Mesh
+from overlord.declare.mixture import Feedback as Feedback
+from overlord.declare.mixture import Mixture as Mixture
+from overlord.declare.mixture import MultiplicativeWeights as MultiplicativeWeights
+from overlord.declare.policies import OutlierDelay as OutlierDelay
+from overlord.declare.source import BadRows as BadRows
+from overlord.declare.source import Source as Source
+from overlord.declare.source import Unit as Unit
+from overlord.errors import BadRowError as BadRowError
+from overlord.errors import BufferTooSmallError as BufferTooSmallError
+from overlord.errors import ClosedError as ClosedError
+from overlord.errors import DataError as DataError
+from overlord.errors import OverlordError as OverlordError
+from overlord.errors import SchemaError as SchemaError
+from overlord.errors import ServiceError as ServiceError
+from overlord.errors import SharedUseError as SharedUseError
+from overlord.errors import SourceError as SourceError
+from overlord.errors import SpecError as SpecError
+from overlord.errors import StateError as StateError
+from overlord.errors import StorageError as StorageError
+from overlord.errors import WaitTimeoutError as WaitTimeoutError
+from overlord.errors import WorkerDiedError as WorkerDiedError
+from overlord.fleet.autoscaler import Autoscale as Autoscale
+from overlord.fleet.sizing import partition as partition
+from overlord.loaders.autoscaling import ScalingPolicy as ScalingPolicy
+from overlord.loaders.model import Budget as Budget
+from overlord.loaders.model import Partition as Partition
+from overlord.loaders.model import Share as Share
+from overlord.loaders.partition import Partitioning as Partitioning
+from overlord.media.images import DecodeImage as DecodeImage
+from overlord.messages import Step as Step
+from overlord.roles.client import Client as Client
+from overlord.runtime.ray import ActorOptions as ActorOptions
+from overlord.runtime.ray import Ray as Ray
+from overlord.service.channel import connect as connect
+from overlord.service.run import Loader as Loader
+from overlord.service.run import start as start
+from overlord.sources.arrow_ipc import ArrowIpc as ArrowIpc
+from overlord.sources.jsonl import Jsonl as Jsonl
+from overlord.sources.object_store import Retry as Retry
+from overlord.sources.parquet import Parquet as Parquet
+from overlord.sources.webdataset import WebDataset as WebDataset
+from overlord.steering.cost_file import load_cost as load_cost
 
-from overlord.arrange import strategies
-from overlord.arrange.cost import MeasuredCost, TransformerCost
-from overlord.arrange.graph import DGraph
-from overlord.arrange.hdp.offload import Offload
-from overlord.arrange.learned_cost import LearnedCost
-from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.pipelines.simulator import Pipeline
-from overlord.arrange.plan import Plan
-from overlord.arrange.vision.images import PatchGrid, VisionTransformerCost
-from overlord.chunks.transforms import ByteTokenizer, Context, InProcesses, Pick, PlaceImages, Tokenize, per_row
-from overlord.declare.batch import Batch
-from overlord.declare.job import Job, Log
-from overlord.declare.mesh import Mesh
-from overlord.declare.mixture import Feedback, Mixture, MultiplicativeWeights
-from overlord.declare.policies import OutlierDelay
-from overlord.declare.source import BadRows, Source, Unit
-from overlord.errors import (
-    BadRowError,
-    BufferTooSmallError,
-    ClosedError,
-    DataError,
-    OverlordError,
-    SchemaError,
-    ServiceError,
-    SharedUseError,
-    SourceError,
-    SpecError,
-    StateError,
-    StorageError,
-    WaitTimeoutError,
-    WorkerDiedError,
-)
-from overlord.fleet.autoscaler import Autoscale
-from overlord.fleet.sizing import partition
-from overlord.loaders.autoscaling import ScalingPolicy
-from overlord.loaders.model import Budget, Partition, Share
-from overlord.loaders.partition import Partitioning
-from overlord.media.images import DecodeImage
-from overlord.messages import Step
-from overlord.roles.client import Client
-from overlord.runtime.ray import ActorOptions, Ray
-from overlord.service.channel import connect
-from overlord.service.run import Loader, start
-from overlord.sources.arrow_ipc import ArrowIpc
-from overlord.sources.jsonl import Jsonl
-from overlord.sources.object_store import Retry
-from overlord.sources.parquet import Parquet
-from overlord.sources.webdataset import WebDataset
-from overlord.steering.cost_file import load_cost
-
-__all__ = [
-    "ActorOptions",
-    "ArrowIpc",
-    "Autoscale",
-    "BadRowError",
-    "BadRows",
-    "Batch",
-    "Budget",
-    "BufferTooSmallError",
-    "ByteTokenizer",
-    "Client",
-    "ClientPlaceTree",
-    "ClosedError",
-    "Context",
-    "DGraph",
-    "DataError",
-    "DecodeImage",
-    "Feedback",
-    "InProcesses",
-    "Job",
-    "Jsonl",
-    "LearnedCost",
-    "Loader",
-    "Log",
-    "MeasuredCost",
-    "Mesh",
-    "Mixture",
-    "MultiplicativeWeights",
-    "Offload",
-    "OutlierDelay",
-    "OverlordError",
-    "Parquet",
-    "Partition",
-    "Partitioning",
-    "PatchGrid",
-    "Pick",
-    "Pipeline",
-    "PlaceImages",
-    "Plan",
-    "Ray",
-    "Retry",
-    "ScalingPolicy",
-    "SchemaError",
-    "ServiceError",
-    "Share",
-    "SharedUseError",
-    "Source",
-    "SourceError",
-    "SpecError",
-    "StateError",
-    "Step",
-    "StorageError",
-    "Tokenize",
-    "TransformerCost",
-    "Unit",
-    "VisionTransformerCost",
-    "WaitTimeoutError",
-    "WebDataset",
-    "WorkerDiedError",
-    "connect",
-    "load_cost",
-    "partition",
-    "per_row",
-    "start",
-    "strategies",
-]
+__version__: str

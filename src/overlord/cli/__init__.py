@@ -114,7 +114,7 @@ class _Version(argparse.Action):
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            found = version("overlord")
+            found = version("overlord-dataloader")
         except PackageNotFoundError:
             found = "(not installed: run from its source)"
         sys.stdout.write(f"overlord {found}\n")
