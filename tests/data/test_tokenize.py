@@ -288,3 +288,12 @@ def test_a_tokenizer_object_still_pickles_with_the_transform():
     made = Tokenize(encoding=hugging_face())
     table = pa.table({"text": [PAGE]})
     assert pickle.loads(pickle.dumps(made))(table) == made(table)
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("value", [True, 1.5, -1, 2**31])
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_bos_and_eos_are_whole_numbers_or_names(name: str, value: Any) -> None:
+    with pytest.raises(ol.SpecError, match=f"{name} is a token id from 0 to .* got {value!r}"):
+        Tokenize(encoding=ol.ByteTokenizer(), **{name: value})
+    assert Tokenize(encoding=ol.ByteTokenizer(), eos=np.int64(7)).eos == 7  # type: ignore[arg-type]

@@ -96,8 +96,10 @@ class Tokenize:
             raise SpecError(f"column {self.into!r} cannot be kept: the tokens are written into it")
         for name in ("bos", "eos"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str) and not 0 <= value < 2**31:
-                raise SpecError(f"{name} is a token id from 0 to 2**31 - 1, or the name of a token; got {value}")
+            if value is None or isinstance(value, str):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 2**31:
+                raise SpecError(f"{name} is a token id from 0 to 2**31 - 1, or the name of a token; got {value!r}")
         if self.special_tokens and (isinstance(self.encoding, ByteTokenizer) or _is_function(self.encoding)):
             raise SpecError(
                 "special_tokens=True is for tokenizers that know their special tokens; a function from str to ids decides "
