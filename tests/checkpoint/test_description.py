@@ -355,6 +355,119 @@ def test_a_table_that_is_filled_when_its_module_is_loaded_counts_though_code_add
     assert described(before) != described(after)
 
 
+OPTIONS = """
+import argparse
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+@dataclass
+class Config:
+    length: int = 8
+    resume: str = ""
+
+args = argparse.Namespace(length=8, resume=None)
+space = SimpleNamespace(length=8, resume=None)
+config = Config()
+
+def inside():
+    given = argparse.Namespace(length=8, resume=None)
+    return lambda row: row[: given.length]
+
+f = {
+    "args": lambda row: row[: args.length],
+    "space": lambda row: row[: space.length],
+    "config": lambda row: row[: config.length],
+    "closure": inside(),
+}
+whole = lambda row: (row[: args.length], vars(args))
+"""
+
+
+@pytest.mark.parametrize("name", ["args", "space", "config", "closure"])
+def test_of_the_options_of_a_script_those_count_that_code_takes(tmp_path, name):
+    first = described(module_of(tmp_path, OPTIONS).f[name])
+    resumed = OPTIONS.replace("resume=None", 'resume="saved.json"').replace('resume: str = ""', 'resume: str = "saved"')
+    assert described(module_of(tmp_path, resumed).f[name]) == first
+    longer = OPTIONS.replace("length=8", "length=9").replace("length: int = 8", "length: int = 9")
+    assert described(module_of(tmp_path, longer).f[name]) != first
+
+
+def test_options_that_code_takes_as_a_whole_count_as_a_whole(tmp_path):
+    first = described(module_of(tmp_path, OPTIONS).whole)
+    assert described(module_of(tmp_path, OPTIONS.replace("resume=None", "resume=1")).whole) != first
+
+
+USED = """
+import collections, concurrent.futures, functools, threading
+
+stats = {"seen": 0, "bad": 0}
+pool = concurrent.futures.ThreadPoolExecutor(1)
+
+@functools.singledispatch
+def kind(value):
+    return "any"
+
+@kind.register
+def _(value: int):
+    return "whole"
+
+def counts(row):
+    stats["seen"] += 1
+    return row
+
+def pooled(row):
+    return pool.submit(len, row).result()
+
+def dispatched(row):
+    return kind(row)
+
+class Shared:
+    cache = {}
+
+    def __call__(self, row):
+        self.cache[row] = 1
+        return row
+
+class Counts:
+    def __init__(self):
+        self.stats = {"seen": 0}
+
+    def __call__(self, row):
+        self.stats["seen"] += 1
+        return row
+
+def closing():
+    stats = {"seen": 0}
+
+    def inner(row):
+        stats["seen"] += 1
+        return row
+
+    return inner
+
+shared, counting, closed = Shared(), Counts(), closing()
+"""
+
+
+@pytest.mark.parametrize("name", ["counts", "pooled", "dispatched", "shared", "counting", "closed"])
+def test_a_transform_that_has_run_is_described_as_before(tmp_path, name):
+    transform = getattr(module_of(tmp_path, USED), name)
+    before = described(transform)
+    transform("abc")
+    assert described(transform) == before
+
+
+def test_the_implementations_of_a_dispatched_function_count(tmp_path):
+    first = described(module_of(tmp_path, USED).dispatched)
+    assert described(module_of(tmp_path, USED.replace('"whole"', '"number"')).dispatched) != first
+
+
+def test_a_progress_bar_does_not_count():
+    tqdm = pytest.importorskip("tqdm").tqdm
+    with tqdm(total=5, disable=True) as one, tqdm(total=9, disable=True) as other:
+        assert described(closing_over(one)) == described(closing_over(other))
+
+
 def test_a_cached_property_and_a_lock_do_not_count():
     class Reader:
         def __init__(self) -> None:

@@ -144,7 +144,8 @@ def test_the_users_tokenizer_is_left_as_it_was():
     before = tokenizer.to_str(), tokenizer.encode(PAGE).ids
     texts = pa.table({"text": ["ab", "abc"]})
     assert [len(ids) for ids in encoded(texts, encoding=tokenizer)] == [2, 3], "no text is padded to its neighbours"
-    assert [len(ids) for ids in encoded(pa.table({"text": [PAGE]}), encoding=FastTokenizer(tokenizer))] == [len(PAGE)]
+    for each in (tokenizer, FastTokenizer(tokenizer)):
+        assert [len(ids) for ids in encoded(pa.table({"text": [PAGE]}), encoding=each)] == [len(PAGE)], "nor is any cut"
     assert (tokenizer.to_str(), tokenizer.encode(PAGE).ids) == before
     assert tokenizer.encode_special_tokens is False
 
@@ -294,3 +295,12 @@ def test_a_tokenizer_object_still_pickles_with_the_transform():
     made = Tokenize(encoding=hugging_face())
     table = pa.table({"text": [PAGE]})
     assert pickle.loads(pickle.dumps(made))(table) == made(table)
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("value", [True, 1.5, -1, 2**31])
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_bos_and_eos_are_whole_numbers_or_names(name: str, value: Any) -> None:
+    with pytest.raises(ol.SpecError, match=f"{name} is a token id from 0 to .* got {value!r}"):
+        Tokenize(encoding=ol.ByteTokenizer(), **{name: value})
+    assert Tokenize(encoding=ol.ByteTokenizer(), eos=np.int64(7)).eos == 7  # type: ignore[arg-type]

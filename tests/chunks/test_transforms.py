@@ -30,7 +30,7 @@ from overlord.chunks.transforms import (
 from overlord.chunks.transforms.apply import Reporter, Transforms
 from overlord.chunks.transforms.outcome import ORIGIN
 from overlord.declare.source import BadRows
-from overlord.errors import BadRowError, SchemaError, SpecError
+from overlord.errors import BadRowError, DataError, SchemaError, SpecError
 from overlord.sources.column_types import has_null
 from overlord.stream.facts import Ints
 
@@ -511,3 +511,16 @@ def test_an_unknown_tiktoken_name_lists_those_that_exist() -> None:
 def test_a_transform_marked_for_processes_runs_here_when_there_is_no_pool() -> None:
     table, where = run(numbers(4), InProcesses(per_row(lambda row: row if row["n"] % 2 else None)))
     assert table["n"].to_pylist() == where.tolist() == [1, 3]
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize("rows", [[1, 2], [1, 0], [0, 1]])
+def test_a_row_without_columns_is_a_bad_row_whatever_is_beside_it(rows: list[int]) -> None:
+    def emptied(row: dict[str, Any]) -> dict[str, Any]:
+        return {} if row["a"] else row
+
+    table = pa.table({"a": rows})
+    with pytest.raises(DataError, match=r"returned \{\}, a row without columns; return None to drop a row"):
+        per_row(emptied)(table, Context("s", 0, 0))
+    declared = per_row(emptied, types={"a": pa.int64()})(table, Context("s", 0, 0))
+    assert declared["a"].to_pylist() == [None if a else 0 for a in rows]

@@ -15,14 +15,19 @@ that differ in anything that is seen have different ones. What is seen of
     a class                                             likewise: its methods and attributes, or its name
     an object                                           `identity()` where it has that; else its class and attributes
     an object of compiled code                          what it would be pickled as
+    options (argparse, a dataclass) of which code only
+    takes attributes                                    these attributes
+    a lock, thread, pool, logger or progress bar        its type or name
 
 What a function or a `__call__` keeps for itself while it runs does not count: a global, attribute or closure variable that
-begins empty (None, {}, 0, ...) and that only the running code writes. It is a cache or a counter. Whatever else cannot be
-seen is listed in `unseen`.
+begins empty (None, {}, 0, {"seen": 0}, ...) and that only the running code writes. It is a cache or a counter. Whatever else
+cannot be seen is listed in `unseen`.
 """
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
 import datetime
 import decimal
 import enum
@@ -41,6 +46,7 @@ import sys
 import threading
 import types
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import FunctionType, ModuleType
@@ -71,7 +77,21 @@ _BY_REPR = (
     type(Ellipsis),
     type(NotImplemented),
 )
-_STATELESS = (type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition, threading.local)
+_STATELESS = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Event,
+    threading.Condition,
+    threading.Semaphore,
+    threading.Barrier,
+    threading.Thread,
+    threading.local,
+    concurrent.futures.Executor,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
+_ONLOOKERS = ("tqdm", "rich.progress", "wandb", "torch.utils.tensorboard")  # packages that show or record what runs
 _BUILTIN_METHODS = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -169,6 +189,8 @@ class Describer:
             return type(value).__qualname__
         if isinstance(value, logging.Logger):
             return f"logger {value.name}"
+        if f"{_module_name(type(value))}.".startswith(tuple(f"{name}." for name in _ONLOOKERS)):
+            return type(value).__qualname__
         module = _module_name(type(value)).partition(".")[0]
         if module == "pyarrow":
             return _arrow(value)
@@ -270,6 +292,9 @@ class Describer:
     # Code
 
     def _function(self, value: FunctionType, path: str) -> str:
+        registry = getattr(value, "registry", None)
+        if isinstance(registry, types.MappingProxyType) and value.__code__.co_filename == functools.__file__:
+            return f"singledispatch({self._mapping(registry, path)})"  # which implementations it has found does not count
         home = _home(value.__module__, value.__code__.co_filename)
         cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         written = self._code.written(value.__code__, value.__globals__)
@@ -281,7 +306,8 @@ class Describer:
         text = [f"{name}={self._any(part, path)}" for name, part in parts.items() if part is not None]
         for name, cell in cells.items():
             kept = name in written.kept_cells
-            text.append(f"{name} is {'kept' if kept else self._cell(cell, f'{path}.{name}')}")
+            used = self._code.parts(value.__code__).get(name)
+            text.append(f"{name} is {'kept' if kept else self._cell(cell, used, f'{path}.{name}')}")
         if home == "python":
             return f"function {value.__module__}.{value.__qualname__}({', '.join(text)})"
         text.append(self._code.body(value.__code__))
@@ -291,11 +317,19 @@ class Describer:
         text += self._globals(value, written, path)
         return f"function({', '.join(text)})"
 
-    def _cell(self, cell: types.CellType, path: str) -> str:
+    def _cell(self, cell: types.CellType, used: frozenset[str] | None, path: str) -> str:
         try:
-            return self._any(cell.cell_contents, path)
+            return self._used(cell.cell_contents, used, path)
         except ValueError:  # not assigned yet
             return "empty"
+
+    def _used(self, value: Any, used: frozenset[str] | None, path: str) -> str:
+        """A value that code refers to. Of options that it only takes attributes of, these alone: a script's `args` also say
+        where to resume from."""
+        if used is None or not used <= _option_names(value):
+            return self._any(value, path)
+        found = (f"{name}={self._any(getattr(value, name), f'{path}.{name}')}" for name in sorted(used))
+        return f"options({', '.join(found)})"
 
     def _globals(self, function: FunctionType, written: Written, path: str) -> list[str]:
         found = []
@@ -309,7 +343,8 @@ class Describer:
             elif isinstance(value, ModuleType):
                 found.append(f"{label}={self._of_module(value, attributes, f'{path}->{label}')}")
             elif not attributes:
-                found.append(f"{name}={self._any(value, f'{path}->{name}')}")
+                used = self._code.parts(function.__code__).get(name)
+                found.append(f"{name}={self._used(value, used, f'{path}->{name}')}")
         for name in sorted(self._code.imports(function.__code__)):
             found.append(f"import {name} {self._imported(name)}")
         return found
@@ -383,8 +418,9 @@ class Describer:
         text = [f"class {value.__qualname__}({bases})"]
         if issubclass(value, tuple) and hasattr(value, "_fields"):
             text.append(repr(getattr(value, "_fields")))  # noqa: B009 - a named tuple's
+        kept = self._code.kept_attributes(value)
         for key, member in sorted(vars(value).items()):
-            if _is_own(value, key, member):
+            if _is_own(value, key, member) and key not in kept:
                 text.append(f"{key}={self._member(member, f'{path}.{key}')}")
         return "; ".join(text)
 
@@ -499,6 +535,19 @@ def attributes_of(value: Any) -> dict[str, Any]:
             if hasattr(value, mangled):
                 found[name] = getattr(value, mangled)
     return found
+
+
+def _option_names(value: Any) -> set[str]:
+    """The names of a script's options, parsed or in a dataclass; none where a value is anything else."""
+    kind = type(value)
+    if kind in (argparse.Namespace, types.SimpleNamespace):
+        return set(vars(value))
+    if not is_dataclass(kind) or hasattr(kind, "identity") or kind.__getattribute__ is not object.__getattribute__:
+        return set()
+    if _home(kind.__module__, getattr(sys.modules.get(kind.__module__), "__file__", None)) != "user":
+        return set()
+    names = {each.name for each in fields(kind)} & set(attributes_of(value))
+    return {name for name in names if not isinstance(inspect.getattr_static(kind, name, None), property)}
 
 
 def declared_options(value: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dis
 import hashlib
+import itertools
 import linecache
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +49,7 @@ class CodeTexts:
         self._nodes: dict[CodeType, ast.AST | None] = {}
         self._bodies: dict[CodeType, str] = {}
         self._names: dict[CodeType, set[tuple[str, tuple[str, ...]]]] = {}
+        self._parts: dict[CodeType, dict[str, frozenset[str]]] = {}
         self._imports: dict[CodeType, set[str]] = {}
         self._written: dict[CodeType, Written] = {}
         self._kept_attributes: dict[type, frozenset[str]] = {}
@@ -68,6 +70,12 @@ class CodeTexts:
         if code not in self._names:
             self._names[code] = _names(code)
         return self._names[code]
+
+    def parts(self, code: CodeType) -> dict[str, frozenset[str]]:
+        """The globals and closure variables that code uses for their attributes alone, with these: {"args": {"length"}}."""
+        if code not in self._parts:
+            self._parts[code] = _parts(code)
+        return self._parts[code]
 
     def imports(self, code: CodeType) -> set[str]:
         if code not in self._imports:
@@ -136,10 +144,23 @@ class CodeTexts:
         empty = {name for name, member in methods.items() if _is_empty_value(member)}
         if is_dataclass(kind):
             empty = {each.name for each in fields(kind) if _is_private(each) and _has_empty_default(each)}
+        else:
+            empty |= self._members_that_begin_empty(kind)  # the running code may have filled them by now
         for name in ("__init__", "__post_init__"):
             if name in nodes:
                 empty |= _attributes_that_begin_empty(nodes[name])
         return frozenset(written & empty)
+
+    def _members_that_begin_empty(self, kind: type) -> set[str]:
+        found = set()
+        for base in kind.__mro__:
+            codes = [member.__code__ for member in vars(base).values() if isinstance(member, FunctionType)]
+            node = next((node for code in codes if (node := self._node(code)) is not None), None)
+            file = self._file(codes[0].co_filename) if node is not None else None
+            for each in ast.walk(file.tree) if file is not None else ():
+                if isinstance(each, ast.ClassDef) and each.name == base.__name__ and node in each.body:
+                    found |= _begin_empty(each.body)
+        return found
 
     def _node(self, code: CodeType) -> ast.AST | None:
         if code not in self._nodes:
@@ -260,6 +281,20 @@ def _names(code: CodeType) -> set[tuple[str, tuple[str, ...]]]:
     return found
 
 
+def _parts(code: CodeType) -> dict[str, frozenset[str]]:
+    taken: dict[str, set[str]] = {}
+    whole: set[str] = set()
+    for each in _all_codes(code):
+        for first, then in itertools.pairwise(dis.get_instructions(each)):
+            if first.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"):
+                continue
+            if then.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                taken.setdefault(str(first.argval), set()).add(str(then.argval))
+            else:
+                whole.add(str(first.argval))
+    return {name: frozenset(attributes) for name, attributes in taken.items() if name not in whole}
+
+
 def _arguments_of(code: CodeType, opname: str) -> set[str]:
     return {
         str(instruction.argval)
@@ -370,11 +405,11 @@ def _assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[list[ast.expr], ast
 
 
 def _is_empty(node: ast.expr) -> bool:
-    """None, 0, "", {}, [], dict(), OrderedDict(), defaultdict(list), ..."""
+    """None, 0, "", {}, [], {"seen": 0}, dict(), OrderedDict(), defaultdict(list), ..."""
     if isinstance(node, ast.Constant):
         return not node.value
     if isinstance(node, (ast.Dict, ast.List, ast.Tuple)):
-        return not (node.keys if isinstance(node, ast.Dict) else node.elts)
+        return all(map(_is_empty, node.values if isinstance(node, ast.Dict) else node.elts))
     if not isinstance(node, ast.Call):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

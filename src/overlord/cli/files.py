@@ -72,7 +72,7 @@ def _nearest(error: Exception) -> str:
     if named is None:
         return ""
     if named.re is _NO_NAME:
-        known: Sequence[str] = overlord.__all__
+        known: Sequence[str] = [name for name in dir(overlord) if not name.startswith("_")]
     else:
         kind = getattr(overlord, named[1], None)
         known = () if kind is None else tuple(inspect.signature(kind).parameters)

@@ -160,9 +160,9 @@ class Jsonl(FileSource):
                 self._check_line(path, offset, held)
                 continue
             text = b"".join([*parts, block[:end]])
+            parts, held = [block[end:]], len(block) - end  # before the text is used: a long line is not held twice
             yield _without_mark(offset, text)
             offset += len(text)
-            parts, held = [block[end:]], len(block) - end
         if held:
             yield _without_mark(offset, b"".join(parts))
 

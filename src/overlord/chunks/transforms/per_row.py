@@ -73,6 +73,11 @@ class PerRow:
         for number, row in zip(origin.tolist(), _rows(table), strict=True):
             try:
                 made = list(self._made(row, number, context))
+                if not self.types and not all(made):  # rows beside it would decide whether it has columns
+                    raise DataError(
+                        "a per_row function returned {}, a row without columns; return None to drop a row, or declare "
+                        "columns, which are then null: per_row(..., types={...})"
+                    )
             except Exception as error:
                 if on_bad is None:
                     raise RowError(number, error) from error

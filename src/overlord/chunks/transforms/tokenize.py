@@ -96,8 +96,10 @@ class Tokenize:
             raise SpecError(f"column {self.into!r} cannot be kept: the tokens are written into it")
         for name in ("bos", "eos"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str) and not 0 <= value < 2**31:
-                raise SpecError(f"{name} is a token id from 0 to 2**31 - 1, or the name of a token; got {value}")
+            if value is None or isinstance(value, str):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 2**31:
+                raise SpecError(f"{name} is a token id from 0 to 2**31 - 1, or the name of a token; got {value!r}")
         if self.special_tokens and (isinstance(self.encoding, ByteTokenizer) or _is_function(self.encoding)):
             raise SpecError(
                 "special_tokens=True is for tokenizers that know their special tokens; a function from str to ids decides "
@@ -314,30 +316,30 @@ def _of_object(encoding: Any, special_tokens: bool) -> Any:
         return _Tokenizers(_as_wanted(encoding, special_tokens))
     backend = getattr(encoding, "backend_tokenizer", None)
     if hasattr(backend, "encode_batch"):
-        return _Tokenizers(_as_wanted(backend, special_tokens, whole_texts=True))
+        return _Tokenizers(_as_wanted(backend, special_tokens))
     if hasattr(encoding, "convert_tokens_to_ids"):
         return _Transformers(encoding, special_tokens)
     return _Function(encoding)
 
 
-def _as_wanted(tokenizer: Any, special_tokens: bool, whole_texts: bool = False) -> Any:
+def _as_wanted(tokenizer: Any, special_tokens: bool) -> Any:
     """The tokenizer, or a copy of it, that takes special tokens for what it is told and pads no text to the length of its
-    neighbours. `whole_texts`: nor truncates any, as tokenizers of `transformers` do only when told in the call."""
+    neighbours. Nor does it truncate any: a limit that was left in a tokenizer.json would cut every long document."""
     padding, truncation = (getattr(tokenizer, name, None) for name in ("padding", "truncation"))
     is_plain = getattr(tokenizer, "encode_special_tokens", None)
-    if is_plain in (None, not special_tokens) and padding is None and not (whole_texts and truncation):
+    if is_plain in (None, not special_tokens) and padding is None and truncation is None:
         return tokenizer
     try:
         copy = type(tokenizer).from_str(tokenizer.to_str())
     except Exception as error:  # a component written in Python cannot be saved, and the library raises a bare Exception
         raise SpecError(
             f"Tokenize: the tokenizer must be copied, since it is not set as wanted, and cannot be: {error}. Set "
-            f"tokenizer.encode_special_tokens = {not special_tokens} and call tokenizer.no_padding() before it is given here"
+            f"tokenizer.encode_special_tokens = {not special_tokens}, and call tokenizer.no_padding() and "
+            "tokenizer.no_truncation(), before it is given here"
         ) from error
     copy.encode_special_tokens = not special_tokens
     copy.no_padding()
-    if whole_texts:
-        copy.no_truncation()
+    copy.no_truncation()
     return copy
 
 
