@@ -160,14 +160,6 @@ def test_the_source_files_that_a_page_names_exist(page):
         assert (ROOT / name).is_file(), f"{page.name} names {name}"
 
 
-def test_the_house_plan_of_the_design_shows_the_house():
-    plan = next(block.text for block in blocks(ROOT / "DESIGN.md") if "src/overlord/" in block.text)
-    source = ROOT / "src" / "overlord"
-    for name in re.findall(r"[\w/]+(?:\.py|/)", plan):
-        folders = (ROOT, source, *(path for path in source.rglob("*") if path.is_dir()))
-        assert any((folder / name).exists() for folder in folders), f"DESIGN.md shows {name}"
-
-
 def test_the_readme_gives_a_reason_for_every_dependency_and_extra():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [re.split(r"[<>=!\[ ]", dependency)[0] for dependency in project["dependencies"]]

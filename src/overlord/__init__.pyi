@@ -1,6 +1,9 @@
 """The public names of Overlord, once each. `__init__.py` imports them when they are first used."""
 
+from overlord.arrange import hdp as hdp
+from overlord.arrange import pipelines as pipelines
 from overlord.arrange import strategies as strategies
+from overlord.arrange import vision as vision
 from overlord.arrange.cost import MeasuredCost as MeasuredCost
 from overlord.arrange.cost import TransformerCost as TransformerCost
 from overlord.arrange.graph import DGraph as DGraph

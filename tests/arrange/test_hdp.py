@@ -14,7 +14,7 @@ from overlord.arrange.explain import explain
 from overlord.arrange.graph import DGraph
 from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.hdp.rings import RingPart, Rings, TokenRange, chunks_of
-from overlord.arrange.hdp.split import split
+from overlord.arrange.hdp.splitting import split
 from overlord.arrange.hdp.spread import RankPool, Spread, spread
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.arrange.plan import Plan

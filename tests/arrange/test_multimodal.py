@@ -9,7 +9,7 @@ from overlord.arrange.balancing import max_over_mean, summed
 from overlord.arrange.cost import TransformerCost
 from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.pipelines.order import level
+from overlord.arrange.pipelines.ordering import level
 from overlord.arrange.pipelines.simulator import Pipeline
 from overlord.arrange.plan import Plan
 from overlord.arrange.strategies import long_short, multimodal, plain

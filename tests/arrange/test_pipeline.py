@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from overlord.arrange.cost import TransformerCost
 from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.pipelines.order import (
+from overlord.arrange.pipelines.ordering import (
     best_orders,
     level,
     levels,

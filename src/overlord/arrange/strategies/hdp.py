@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from overlord.arrange.graph import CostFunction, DGraph
 from overlord.arrange.hdp.offload import Offload
-from overlord.arrange.hdp.split import split
+from overlord.arrange.hdp.splitting import split
 from overlord.arrange.hdp.spread import Mode
 from overlord.arrange.plan import Plan
 from overlord.declare.mesh import Axis

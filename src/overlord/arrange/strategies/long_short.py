@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from overlord.arrange.balancing import Balancer, greedy
 from overlord.arrange.graph import CostFunction, DGraph
-from overlord.arrange.pipelines.order import level, order, timing
+from overlord.arrange.pipelines.ordering import level, order, timing
 from overlord.arrange.pipelines.simulator import Pipeline
 from overlord.arrange.plan import Plan
 from overlord.declare.mesh import Axis

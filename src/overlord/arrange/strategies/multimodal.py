@@ -10,7 +10,7 @@ import numpy as np
 from overlord.arrange.balancing import greedy
 from overlord.arrange.cost import CostFunction, costs_of
 from overlord.arrange.graph import DGraph
-from overlord.arrange.pipelines.order import order
+from overlord.arrange.pipelines.ordering import order
 from overlord.arrange.pipelines.simulator import Pipeline
 from overlord.arrange.plan import Plan
 from overlord.arrange.vision.encoding import encode
