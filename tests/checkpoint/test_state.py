@@ -14,7 +14,7 @@ import overlord as ol
 from overlord.checkpoint.form import contents_of
 from overlord.checkpoint.state import Fingerprint, from_state
 from tests.checkpoint.edited import edited
-from tests.older import job as older
+from tests.checkpoint.older import job as older
 from tests.service.served import served
 from tests.small_sources import Numbered, job_of, read_all, same
 
