@@ -28,7 +28,7 @@ def test_a_short_demo_resumes_exactly_realises_its_mix_and_balances(tmp_path):
     _check_mix(result)
     _check_straggler(result["straggler"])
     assert {path.suffix for path in tmp_path.glob("*/*")} == {".parquet", ".zst", ".tar"}
-    assert "is sound" in python("-m", "overlord.cli", "check", tmp_path / "job.py").stdout
+    assert "is sound" in python("-m", "overlord", "check", tmp_path / "job.py").stdout
 
 
 def _check_resume(result):
@@ -56,7 +56,7 @@ def _check_straggler(straggler):
 
 
 def test_without_a_folder_the_demo_prints_a_table_and_leaves_nothing_behind(tmp_path):
-    told = python("-m", "overlord.cli", "demo", "--steps", 4, TMPDIR=str(tmp_path)).stdout
+    told = python("-m", "overlord", "demo", "--steps", 4, TMPDIR=str(tmp_path)).stdout
     for line in ("tokens per second", "slowest rank, dealt blindly", "stopped and resumed", "What to try next"):
         assert line in told
     assert "\x1b" not in told
@@ -64,7 +64,7 @@ def test_without_a_folder_the_demo_prints_a_table_and_leaves_nothing_behind(tmp_
 
 
 def test_ctrl_c_stops_the_demo_and_leaves_nothing_behind(tmp_path):
-    command = [sys.executable, "-u", "-m", "overlord.cli", "demo"]
+    command = [sys.executable, "-u", "-m", "overlord", "demo"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(TMPDIR=str(tmp_path))) as run:
         assert run.stdout is not None

@@ -48,7 +48,7 @@ def up_to_300(table):
 
 
 def overlord(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    run = python("-W", "error", "-m", "overlord.cli", *arguments, expect=expect)
+    run = python("-W", "error", "-m", "overlord", *arguments, expect=expect)
     assert "Traceback" not in run.stderr
     return run
 
@@ -231,7 +231,7 @@ def test_a_missing_job_file_and_wrong_arguments_are_told(tmp_path):
 
 
 def test_debug_shows_the_traceback(tmp_path):
-    run = python("-m", "overlord.cli", "run", tmp_path / "none.py", "--debug", expect=1)
+    run = python("-m", "overlord", "run", tmp_path / "none.py", "--debug", expect=1)
     assert "Traceback" in run.stderr
 
 
@@ -399,7 +399,7 @@ def test_what_was_read_before_an_error_is_kept_in_the_state(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_and_sigterm_save_the_state_and_leave_no_process(tmp_path, number, code):
     path, state = job_file(tmp_path, transform="ol.InProcesses(same)"), tmp_path / "state.json"
-    command = [sys.executable, "-u", "-m", "overlord.cli", "run", str(path), "--state", str(state)]
+    command = [sys.executable, "-u", "-m", "overlord", "run", str(path), "--state", str(state)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment()) as run:
         assert run.stderr is not None
@@ -464,7 +464,7 @@ def _stopped(command: list[object], *signals: int, told: str = "hangs\n") -> tup
 @pytest.mark.parametrize("verb", ["run", "explain", "check", "serve"])
 def test_ctrl_c_says_at_once_that_it_stops_and_what_it_waits_for_though_every_read_hangs(tmp_path, verb):
     path = job_file(tmp_path, HANGS.format(method="read(self, unit)"))
-    code, told = _stopped(["-m", "overlord.cli", verb, path], signal.SIGINT)
+    code, told = _stopped(["-m", "overlord", verb, path], signal.SIGINT)
     assert code in ({0, 130} if verb == "serve" else {130})  # it may not be serving yet
     assert told.startswith("stopping")
     assert re.search(r"closing waits up to 1.2 s for what is under way: source '\w' is making chunk 0 for", told)
@@ -474,7 +474,7 @@ def test_ctrl_c_says_at_once_that_it_stops_and_what_it_waits_for_though_every_re
 @pytest.mark.strangers
 def test_ctrl_c_does_not_wait_for_a_listing_that_hangs(tmp_path):
     path = job_file(tmp_path, HANGS.format(method="units(self)"))
-    code, told = _stopped(["-m", "overlord.cli", "run", path], signal.SIGINT)
+    code, told = _stopped(["-m", "overlord", "run", path], signal.SIGINT)
     assert (code, told.replace("hangs\n", "")) == (130, "stopping (SIGINT); a second one ends the process at once\n")
 
 
@@ -489,7 +489,7 @@ while True:
     except KeyboardInterrupt:
         pass  # as a library may
 """
-    code, told = _stopped(["-m", "overlord.cli", "run", job_file(tmp_path, text)], signal.SIGINT, signal.SIGINT)
+    code, told = _stopped(["-m", "overlord", "run", job_file(tmp_path, text)], signal.SIGINT, signal.SIGINT)
     assert code == -signal.SIGINT
     assert told == "stopping (SIGINT); a second one ends the process at once\n"
 

@@ -266,7 +266,7 @@ def test_sixteen_thousand_ranks_are_planned_here_and_share_bars(capsys, tmp_path
 
 
 def test_the_command_prints_tables_and_shows_its_progress_beside_them():
-    run = python("-W", "error", "-m", "overlord.cli", "simulate", *SMALL)
+    run = python("-W", "error", "-m", "overlord", "simulate", *SMALL)
     assert "step 2 of 2" in run.stderr
     for text in ("slowest rank over mean", "bubbles", "padding", "constructors", "baseline workers", "planning took"):
         assert text in run.stdout

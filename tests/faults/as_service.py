@@ -97,7 +97,7 @@ class AsService:
         options = ["--address", self._address, "--log", str(self._log), "--resume", resume, "--json"]
         with self._words.open("w") as words:
             process = subprocess.Popen(
-                [sys.executable, "-m", "overlord.cli", "serve", str(self._job), *options],
+                [sys.executable, "-m", "overlord", "serve", str(self._job), *options],
                 stdout=subprocess.PIPE,
                 stderr=words,
                 text=True,

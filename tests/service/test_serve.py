@@ -30,7 +30,7 @@ class Serving:
     """`overlord serve` in a process of its own."""
 
     def __init__(self, job: Path, *arguments: object) -> None:
-        command = [sys.executable, "-m", "overlord.cli", "serve", job, "--json", *arguments]
+        command = [sys.executable, "-m", "overlord", "serve", job, "--json", *arguments]
         self.process = subprocess.Popen(
             list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
         )

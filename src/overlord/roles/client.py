@@ -161,10 +161,11 @@ class Client:
         state = sealed(contents_of(state))  # as text: what is no JSON is refused here, not on its way
         # One that has read nothing yet is like one of the generation before: if another has moved the run to this state
         # already, it only follows, and throws out nobody.
-        generation = self._generation if self._has_read else self._generation - 1
-        self._generation = self._channel.load_state(state, generation)
-        self._next = self._channel.start()
-        self._ended = self._has_read = False
+        with self._turn:
+            generation = self._generation if self._has_read else self._generation - 1
+            self._generation = self._channel.load_state(state, generation)
+            self._next = self._channel.start()
+            self._ended = self._has_read = False
 
     def feedback(
         self,

@@ -30,7 +30,7 @@ def write_page(path: Path, found: dict[str, Any], summary: Summary) -> None:
     figures = found | {"bars": [_bars(step) for step in summary.steps[:_MOST_STEPS]]}
     # `<` is written as an escape, so that no text in the figures can end the script.
     text = orjson.dumps(figures, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("<", "\\u003c")
-    page = files("overlord.cli").joinpath("simulate_page.html").read_text("utf-8").replace(_MARK, text)
+    page = files("overlord.simulate").joinpath("page.html").read_text("utf-8").replace(_MARK, text)
     path.write_text(page, "utf-8")
 
 

@@ -1,4 +1,4 @@
-"""`python -m overlord.cli`, for where the `overlord` command is not on the path."""
+"""`python -m overlord`, for where the `overlord` command is not on the path."""
 
 import sys
 
