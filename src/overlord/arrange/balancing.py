@@ -5,6 +5,8 @@ deterministic.
 in about half a microsecond an item. `karmarkar_karp` is better with few items per bin (two to eight, say
 whole rows), and takes time in proportion to items x bins: keep it to some thousand items and some dozen bins.
 Both are `Balancer`s, and a function of your own with the same signature is one too.
+
+`paced` shares items over bins that are not equally fast: a slow one gets less, so that all end together.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 What it promises: nothing that trainers depend on. A look that fails, because a role is just being made anew, is told to the
 log and the next one goes on from what it finds.
+
+The meter says what a run is seen to do: what chunks cost, how long a step takes its trainers, and which sources they wait
+for.
 """
 
 from __future__ import annotations

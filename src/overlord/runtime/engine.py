@@ -1,6 +1,9 @@
 """The seam between roles and where they run. Spawn a role under a name, ask a named role, rebind a name, stop.
 
 A handle is a name: it goes on working when another role is bound to the name. Every ask may be repeated.
+
+A `Workplace` is what a process offers to the roles that run in it: threads to read and to build, memory for batches, and
+worker processes.
 """
 
 from __future__ import annotations

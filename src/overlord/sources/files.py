@@ -1,4 +1,8 @@
-"""What all sources made of files share: how they are named, listed and reached."""
+"""What all sources made of files share: how they are named, listed and reached.
+
+Beside that: compressed files by the end of their name, one schema for all files of a source, and what reading one unit
+returned: its good rows, where they stood in the unit, and the rows that could not be read.
+"""
 
 from __future__ import annotations
 

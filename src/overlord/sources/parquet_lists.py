@@ -4,6 +4,10 @@ A page of a list column holds levels, which say where lists begin, and then the 
 their runs (`levels`), puts the values, still encoded, into a Parquet file in memory whose one column has no levels, and
 lets Arrow decode that. The result is the array that Arrow gives for the column. What does not lend itself to
 this (short lists, missing numbers, encodings of old) raises `NotFlat`; Arrow is then to read the column as it is.
+
+Parquet's levels, which say where lists begin and what is missing: runs of equal values, and bits in groups of eight.
+
+Arrow makes a number of each level. Where lists are long, reading the few bytes of the runs is much less work.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Every byte comes through a check that the file is still the one that was listed: a regular file of the same size and
 modification time, an object with the same ETag. Local files are read, never touched through a mapping: a page of a mapped
 file that was cut in the meantime kills the process that touches it (SIGBUS).
+
+Patterns are brace ranges and globs, the same for local files and object stores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Facts about samples: all that planning ever sees of the data. Columns, never objects per sample."""
+"""Facts about samples: all that planning ever sees of the data. Columns, never objects per sample.
+
+`ImageSizes` says how large the images of samples are: several to a sample, each of its own size. Video frames count as
+images.
+"""
 
 from __future__ import annotations
 
@@ -190,9 +194,6 @@ class Samples:
         row, loss_tokens = np.arange(len(lengths)), np.maximum(lengths - 1, 0)
         columns = (zeros, zeros, row, zeros, lengths, lengths, loss_tokens)
         return Samples.of_columns(("samples",), *columns, sizes=dict(sizes or {}), images=images)
-
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Which ranks run which microbatches of a step together, and what a rank finds in a microbatch whose documents are pieces.
 
-A whole document is one piece; a document that is cut is two on each of its ranks, an early and a late chunk (`zigzag`).
+A whole document is one piece; a document that is cut is two on each of its ranks, an early and a late chunk.
 Beside what `collate` returns, a rank finds
 
     hdp_ranks        int32 [ranks]          the trainer ranks that run this microbatch together, in the order of the ring;
@@ -13,6 +13,16 @@ Beside what `collate` returns, a rank finds
 
 `position_ids` count from the beginning of the document, labels cross the cuts, `cu_seqlens` are the ends of the pieces.
 Images come with the first piece of a document on each rank.
+
+`chunk_begins` and `chunks_of` say how a document is cut for N ranks that attend to it together; planner, constructor and
+trainer all ask them.
+
+A document of n tokens is cut into 2 N chunks, numbered from its beginning. Rank i takes chunks i and 2 N - 1 - i: an early
+one, whose tokens see little, and a late one, whose tokens see much, so that causal attention is the same work for all.
+
+Nothing is padded. With n = 2 N q + r, the last r chunks have q + 1 tokens and the others q. So chunk j begins at j q +
+max(0, j - (2 N - r)), and because late chunks go to ranks 0, 1, 2, ... from the end, every rank has n / N tokens, rounded
+down or up: no rank has more than the capacity that N was found for.
 """
 
 from __future__ import annotations

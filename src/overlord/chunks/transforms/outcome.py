@@ -1,4 +1,12 @@
-"""What running a transform over some rows gave, and how the outcomes of neighbouring slices are joined."""
+"""What running a transform over some rows returned, and how the outcomes of neighbouring slices are joined.
+
+A hidden column says which row of the chunk each row of a table came from. Every transform sees it as `__origin__` (int64)
+beside the source's columns. A function that filters, repeats or reorders rows and keeps the column keeps exact lineage. A
+function that leaves it out and returns as many rows as it was given is taken to have kept their order. Otherwise lineage
+ends there: the rows count as coming from nowhere (-1).
+
+`Context` says where a transform runs, and has the randomness that belongs to each of its rows.
+"""
 
 from __future__ import annotations
 

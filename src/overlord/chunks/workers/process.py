@@ -1,4 +1,7 @@
-"""One worker process seen from its parent: start, ask, kill."""
+"""One worker process seen from its parent: start, ask, kill.
+
+A message to a worker or from it is a small pickled head and an Arrow table, over a socket pair.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""How the making of a role travels to its actor: pickled into the job's table, what is large and shared only once."""
+"""How the making of a role travels to its actor: pickled into the job's table, what is large and shared only once.
+
+A `Table` holds values of one job that every process of a cluster can look up, for as long as the job runs. They lie in
+the store that Ray keeps its own named actors in, and live as long as these do: when a node is lost, an actor that starts
+again elsewhere still finds what it is made from. The object store promises less (an argument that lies there and goes out
+of scope keeps an actor from starting again).
+"""
 
 from __future__ import annotations
 
