@@ -4,25 +4,28 @@ exactly where it stopped? Each check raises AssertionError that says what differ
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.plan import Plan
-from overlord.arrange.strategies import Strategy
-from overlord.declare.batch import Batch
-from overlord.declare.job import Job
-from overlord.declare.mesh import Mesh
-from overlord.declare.source import Source
-from overlord.messages import Step
 from overlord.service.run import Loader, start
 from overlord.stream.facts import Samples
 from overlord.stream.packing import best_fit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from overlord.arrange.plan import Plan
+    from overlord.arrange.strategies import Strategy
+    from overlord.declare.batch import Batch
+    from overlord.declare.job import Job
+    from overlord.declare.mesh import Mesh
+    from overlord.declare.source import Source
+    from overlord.messages import Step
 
 __all__ = ["assert_resumes_exactly", "assert_same_stream", "assert_source_keeps_its_promises", "assert_strategy_conserves"]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from overlord.arrange.balancing import max_over_mean
-from overlord.arrange.plan import Plan, PlanStage
-from overlord.stream.facts import Floats
 from overlord.stream.outliers import WAITED
+
+if TYPE_CHECKING:
+    from overlord.arrange.plan import Plan, PlanStage
+    from overlord.stream.facts import Floats
 
 
 def explain(plan: Plan) -> str:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from overlord.arrange.balancing import Balancer, greedy, paced, summed, times
 from overlord.arrange.cost import CostFunction, costs_of
 from overlord.arrange.learned_cost import CostsInForce, LearnedCost, slowness
-from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree
 from overlord.arrange.microbatches import (
     Arrangement,
     Microbatches,
@@ -38,7 +37,6 @@ from overlord.arrange.microbatches import (
     variable,
 )
 from overlord.arrange.plan import Plan, PlanPart, PlanStage
-from overlord.declare.batch import Batch
 from overlord.errors import SpecError
 from overlord.stream.facts import Floats, Ints, Samples
 from overlord.stream.packing import (
@@ -49,6 +47,10 @@ from overlord.stream.packing import (
     cut_samples,
     padded,
 )
+
+if TYPE_CHECKING:
+    from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree
+    from overlord.declare.batch import Batch
 
 RowPacker = Callable[[Ints, int, int], Ints | Pieces]
 """(lengths, num_rows, capacity) to the row of each sample (-1: nowhere), or to pieces of samples with their
@@ -245,7 +247,7 @@ class DGraph:
     def micro_costs(self, a: Arrangement) -> Floats:
         """What each microbatch costs, group by group. Samples must have costs."""
         micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro
-        return summed(micro, cast(Floats, self.costs), int(a.counts.sum()))
+        return summed(micro, cast("Floats", self.costs), int(a.counts.sum()))
 
     def check_distributed(self, primitive: str) -> None:
         """Raise SpecError unless samples can be handed out now; `primitive` is who wants to."""
@@ -280,7 +282,7 @@ class DGraph:
 
     def _rows_to(self, group: Ints, turn: Ints) -> Arrangement:
         """An arrangement of rows, given the group of each sample and its row's number within the group."""
-        rows = cast(PackedRows, self.rows)
+        rows = cast("PackedRows", self.rows)
         if self.batch.layout == "padded" and self.batch.samples is not None and self.batch.micro_tokens is None:
             per_micro = -(-max(self.batch.samples, rows.num_rows) // self.num_groups)  # one microbatch
         else:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats, Samples
+
+if TYPE_CHECKING:
+    from overlord.stream.facts import Floats, Samples
 
 ALONE = "model"
 """The name of the module where there is one."""

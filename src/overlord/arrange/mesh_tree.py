@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from overlord.declare.mesh import Axis, Mesh
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
 
 Bucket = Literal["dp", "cp", "world"]
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
 from overlord.arrange.balancing import LeastCostBins, greedy, summed
-from overlord.declare.batch import Batch
 from overlord.errors import SpecError
-from overlord.stream.facts import (
-    Floats,
-    Ints,
-)
 from overlord.stream.packing import best_fit
+
+if TYPE_CHECKING:
+    from overlord.declare.batch import Batch
+    from overlord.stream.facts import (
+        Floats,
+        Ints,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ def as_many_as_needed(
     counts = np.maximum(1, np.rint(held / _mean_tokens(batch)).astype(np.int64))
     counts = np.minimum(counts, np.maximum(1, np.bincount(group, minlength=num_groups)))
     grown = even_cost(costs, lengths, group, counts, max_tokens, grow=True)
-    return cast(Microbatches, grown), "even cost"  # no sample is over max_tokens, so growing ends well
+    return cast("Microbatches", grown), "even cost"  # no sample is over max_tokens, so growing ends well
 
 
 def as_many_in_each(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.arrange.balancing import max_over_mean, summed
-from overlord.arrange.cost import CostFunction
-from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree, Place
 from overlord.errors import SpecError
-from overlord.messages import Fields
 from overlord.records import record
-from overlord.stream.facts import Floats, Ints, Samples
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from overlord.arrange.cost import CostFunction
+    from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree, Place
+    from overlord.messages import Fields
+    from overlord.stream.facts import Floats, Ints, Samples
 
 P = TypeVar("P")
 

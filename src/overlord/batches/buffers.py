@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _STEP = 1 << 16
 """Arenas are multiples of this, so that batches of nearly one size share them."""

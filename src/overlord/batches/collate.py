@@ -44,22 +44,26 @@ piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from overlord.arrange.plan import MicroPlan
 from overlord.arrange.vision.encoding import stacked_images
-from overlord.batches.buffers import Arenas
 from overlord.batches.payload import NO_LOSS, Payload
-from overlord.declare.batch import Batch
 from overlord.errors import DataError, SpecError
-from overlord.messages import Fields
 from overlord.records import record
-from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from overlord.arrange.plan import MicroPlan
+    from overlord.batches.buffers import Arenas
+    from overlord.declare.batch import Batch
+    from overlord.messages import Fields
+    from overlord.stream.facts import Ints
 
 PADDING_SEGMENT = 512
 """The longest run of row padding that attends to itself: attention is a small part of its cost."""

@@ -6,18 +6,19 @@ protocol 5 these travel out of band, so that whoever unpickles them looks into t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.records import record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 
 NO_LOSS = -100

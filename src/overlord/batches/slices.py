@@ -16,17 +16,21 @@ takes `images[index::cp]`. Where images are encoded on other ranks than those th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from overlord.arrange.hdp.rings import chunk_begins
 from overlord.errors import SpecError
-from overlord.messages import Fields
-from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from overlord.messages import Fields
+    from overlord.stream.facts import Ints
 
 PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "loss_weights", "attention_mask", "image_row")
 """Fields with one entry per token place: these are sliced."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.errors import SpecError
-from overlord.messages import Fields
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
+
+    from overlord.messages import Fields
 
 
 def to_torch(batch: Fields, pin_memory: bool = False) -> Fields:

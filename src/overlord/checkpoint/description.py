@@ -47,14 +47,16 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.checkpoint.source_code import CodeTexts, Written, digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
 
 _LONGEST = 120  # a longer description is replaced by its digest
 _MOST_FILE_BYTES = 1 << 30

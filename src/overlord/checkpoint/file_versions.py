@@ -12,9 +12,8 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from overlord.declare.source import Unit
 from overlord.stream.plain import (
     DamagedError,
     listed,
@@ -22,6 +21,9 @@ from overlord.stream.plain import (
     text,
     whole,
 )
+
+if TYPE_CHECKING:
+    from overlord.declare.source import Unit
 
 NUM_GROUPS = 8
 _DIGEST_BYTES = 3

@@ -12,10 +12,12 @@ import hashlib
 import itertools
 import linecache
 import sys
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
 
 _ADDING = {"add", "append", "appendleft", "extend", "insert", "setdefault", "update"}
 _TAKING = {"clear", "discard", "pop", "popitem", "remove"}

@@ -17,7 +17,7 @@ import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from overlord.checkpoint.form import (
 from overlord.checkpoint.form import State as State
 from overlord.checkpoint.source_code import digest_of
 from overlord.declare.batch import Batch
-from overlord.declare.job import Job
 from overlord.declare.policies import OutlierDelay
 from overlord.declare.source import Source, Unit
 from overlord.errors import StateError
@@ -49,6 +48,9 @@ from overlord.stream.plain import (
     whole,
 )
 from overlord.stream.progress import Progress
+
+if TYPE_CHECKING:
+    from overlord.declare.job import Job
 
 FORMAT = 2
 """How values are described in a fingerprint. The first release had none: its descriptions are number 1."""

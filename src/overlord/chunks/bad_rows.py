@@ -6,12 +6,15 @@ import logging
 import os
 import stat
 import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 import orjson
 
-from overlord.declare.source import BadRows
 from overlord.errors import BadRowError, SpecError, StorageError
+
+if TYPE_CHECKING:
+    from overlord.declare.source import BadRows
 
 MOST_ERROR_CHARS = 2000
 

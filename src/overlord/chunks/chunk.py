@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 
-from overlord.declare.source import Unit
 from overlord.sources.files import held_bytes
-from overlord.sources.storage import MappedFile
 from overlord.stream.facts import (
     WEIGHT_BITS,
     ChunkFacts,
     Ints,
     LossCount,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from overlord.declare.source import Unit
+    from overlord.sources.storage import MappedFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk import (
     Chunk,
     Documents,
@@ -24,16 +21,23 @@ from overlord.chunks.chunk import (
 )
 from overlord.chunks.transforms.apply import Reporter, Transforms
 from overlord.chunks.transforms.outcome import Context
-from overlord.chunks.workers.pool import ProcessPool
-from overlord.declare.batch import Batch
-from overlord.declare.source import Source, Unit
 from overlord.errors import DataError, SchemaError
-from overlord.media.images import ImageFacts
 from overlord.sources.column_types import under_schema, wider, wider_schema
 from overlord.sources.files import ReadResult
 from overlord.sources.views import joined, take_rows
 from overlord.stream.chunk_order import row_order, units_of_chunk
 from overlord.stream.facts import LOSS_EXTRA, ChunkFacts, Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from overlord.chunks.bad_rows import BadRowLog
+    from overlord.chunks.workers.pool import ProcessPool
+    from overlord.declare.batch import Batch
+    from overlord.declare.source import Source, Unit
+    from overlord.media.images import ImageFacts
 
 _FIRST_OF_ONE = np.zeros(1, np.int64)
 MOST_ID = 2**31 - 1

@@ -11,9 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
 from overlord.cli.calibrate_options import add_calibrate
 from overlord.cli.mix_options import add_mix
@@ -21,6 +20,10 @@ from overlord.cli.numbers import at_least, positive, zero_or_more
 from overlord.cli.partition_options import add_partition
 from overlord.cli.simulate_options import add_simulate
 from overlord.errors import OverlordError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
 
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells count

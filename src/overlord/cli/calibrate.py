@@ -8,14 +8,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overlord.errors import SpecError
 from overlord.steering.cost_file import save_cost
 from overlord.trainer.calibrate import Calibration, Step, calibrated, usual_device
 from overlord.trainer.llama_blocks import LLAMA_8B, LLAMA_70B, TINY, attention_name, steps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 _PRESETS = {"llama-8b-like": LLAMA_8B, "llama-70b-like": LLAMA_70B, "tiny": TINY}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overlord.cli.numbers import at_least
+
+if TYPE_CHECKING:
+    import argparse
 
 
 def add_calibrate(verbs: argparse._SubParsersAction) -> None:

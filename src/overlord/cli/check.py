@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overlord.cli import FAILED, told
 from overlord.cli.files import load_job
 from overlord.cli.output import console, size, table, write_json
-from overlord.declare.job import Job
-from overlord.declare.source import Source, Unit
 from overlord.errors import OverlordError
 from overlord.roles.assembly import list_units
 from overlord.service.dry_run import steps_of
 from overlord.service.run import start
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from overlord.declare.job import Job
+    from overlord.declare.source import Source, Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,15 @@ import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from overlord.cli import FAILED
 from overlord.cli.live import LiveView, mix_table
 from overlord.cli.output import console, short, size, table, write_json
 from overlord.demo.run import DemoResult, run_demo
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def demo(num_steps: int, folder: Path | None, as_json: bool) -> int:

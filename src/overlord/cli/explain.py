@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from overlord.arrange.balancing import max_over_mean
 from overlord.arrange.explain import explain as explained
-from overlord.arrange.plan import Plan
 from overlord.cli.files import load_job, read_state
 from overlord.cli.output import console, table, write_json
-from overlord.declare.job import Job
 from overlord.errors import SpecError
-from overlord.roles.planner import Planned
 from overlord.service.run import StepDocument, start
-from overlord.stream.facts import Floats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from overlord.arrange.plan import Plan
+    from overlord.declare.job import Job
+    from overlord.roles.planner import Planned
+    from overlord.stream.facts import Floats
 
 
 def explain(path: Path, step: int | None, resume: Path | None, documents: bool, as_json: bool) -> int:

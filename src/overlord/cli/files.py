@@ -10,10 +10,7 @@ import re
 import stat
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import orjson
@@ -22,6 +19,11 @@ import overlord
 from overlord.checkpoint.form import State, contents_of, sealed
 from overlord.declare.job import Job
 from overlord.errors import OverlordError, SpecError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import ModuleType
 
 _NO_NAME = re.compile(r"module 'overlord' has no attribute '(\w+)'")
 _NO_OPTION = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")

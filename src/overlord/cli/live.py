@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,7 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.cli.output import short, table
-from overlord.service.dry_run import SourceShare, Throughput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from overlord.service.dry_run import SourceShare, Throughput
 
 TERMINAL_EVERY_S = 0.1
 PLAIN_EVERY_S = 5.0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overlord.cli.files import read_token
 from overlord.cli.output import console, table, write_json
 from overlord.errors import SpecError
 from overlord.service.admin import Control
 from overlord.steering.decisions import WEIGHTS, Decision
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

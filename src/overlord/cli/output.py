@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 PLAIN_WIDTH = 1000  # a table with long paths is not folded, so that other programs find a row in a line
 _PREFIXES = ("", "k", "M", "G", "T", "P")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.cli import FAILED, told
 from overlord.cli.files import load_job
 from overlord.cli.output import console, size, table, write_json
-from overlord.cli.partition_options import PartitionOptions
-from overlord.declare.job import Job
 from overlord.fleet.profile import Effort, Profiled
 from overlord.fleet.sizing import Sizing, profiles_of, sized
 from overlord.loaders.model import Budget, told_s
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from overlord.cli.partition_options import PartitionOptions
+    from overlord.declare.job import Job
 
 
 def partition(options: PartitionOptions, as_json: bool) -> int:

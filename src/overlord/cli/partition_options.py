@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overlord.cli.numbers import at_least, num_bytes, positive
+
+if TYPE_CHECKING:
+    import argparse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

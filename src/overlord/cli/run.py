@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.cli import INTERRUPTED
 from overlord.cli.files import check_writable, load_job, read_state, write_state
@@ -19,6 +17,10 @@ from overlord.service.dry_run import (
     steps_of,
 )
 from overlord.service.run import Loader, start
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 
 def run(path: Path, num_steps: int | None, rank: int | None, state: Path | None, resume: Path | None, as_json: bool) -> int:

@@ -8,17 +8,20 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import orjson
 
-from overlord.checkpoint.state import State
 from overlord.cli.files import check_writable, load_job, read_state, read_token, write_state
 from overlord.errors import ServiceError, SpecError
-from overlord.runtime.engine import Engine
 from overlord.service.auth import Address
 from overlord.service.run import Loader, start
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from overlord.checkpoint.state import State
+    from overlord.runtime.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.cli.output import console, size, table, write_json
-from overlord.cli.simulate_options import SimulateOptions
 from overlord.cli.simulate_setting import Setting, setting_of
 from overlord.simulate.footprint import Footprint, Role, footprint
 from overlord.simulate.page import check_page, write_page
-from overlord.simulate.plan_time import PlanTime
 from overlord.simulate.simulation import Summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from overlord.cli.simulate_options import SimulateOptions
+    from overlord.simulate.plan_time import PlanTime
 
 
 def simulate(options: SimulateOptions, as_json: bool) -> int:

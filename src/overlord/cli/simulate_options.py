@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overlord.cli.numbers import count_at_least, positive
+
+if TYPE_CHECKING:
+    import argparse
 
 PRESETS = ("byted", "github", "llava-like")
 STRATEGIES = ("plain", "long_short", "hdp", "multimodal", "multimodal_exchange")

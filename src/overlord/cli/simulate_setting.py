@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.arrange.cost import TransformerCost
 from overlord.arrange.pipelines.simulator import Pipeline
@@ -15,11 +14,8 @@ from overlord.arrange.strategies import (
     multimodal,
     plain,
 )
-from overlord.arrange.vision.images import Images
 from overlord.cli.files import load_job
-from overlord.cli.simulate_options import SimulateOptions
 from overlord.declare.batch import Batch
-from overlord.declare.job import Job
 from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError
 from overlord.service.run import start
@@ -39,8 +35,15 @@ from overlord.simulate.step_time import (
     TimeModel,
 )
 from overlord.steering.cost_file import load_cost
-from overlord.stream.facts import Floats
-from overlord.stream.membership import DrawnStep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from overlord.arrange.vision.images import Images
+    from overlord.cli.simulate_options import SimulateOptions
+    from overlord.declare.job import Job
+    from overlord.stream.facts import Floats
+    from overlord.stream.membership import DrawnStep
 
 _TOKENS_A_RANK = 32 << 10  # of a step: 32 M on 1,024 ranks
 _RANKS = 1024

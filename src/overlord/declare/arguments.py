@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from overlord.declare.policies import Log as Log
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     pass
 
 

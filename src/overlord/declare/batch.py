@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +11,8 @@ from overlord.declare.policies import OutlierDelay, check_limits
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     pass
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
 from overlord.declare.mixture import Mixture
 from overlord.declare.policies import Log as Log
@@ -14,7 +12,10 @@ from overlord.declare.source import Source
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from overlord.arrange.strategies import Strategy
+    from overlord.declare.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from overlord.declare.arguments import whole
 from overlord.declare.policies import Log as Log
 from overlord.errors import SpecError
-
-if TYPE_CHECKING:
-    pass
-
 
 Axis = Literal["pp", "dp", "cp", "tp"]
 

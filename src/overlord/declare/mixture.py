@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from overlord.declare.policies import Log as Log
 from overlord.errors import SpecError
-
-if TYPE_CHECKING:
-    pass
-
 
 Weights = Mapping[str, float]
 Stop = Literal["first_exhausted", "all_exhausted", "drop_exhausted"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,19 @@ import io
 import os
 import sysconfig
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from overlord.errors import SourceError, SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
 CODE_BYTES = 8_000_000
 DOCSTRING_BYTES = 600_000

@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
 from overlord.arrange.strategies import plain
-from overlord.declare.job import Job
 from overlord.declare.mesh import Mesh
 from overlord.demo import job as job_module
 from overlord.demo.corpus import make_corpus
@@ -29,6 +27,11 @@ from overlord.service.dry_run import (
     steps_of,
 )
 from overlord.service.run import Loader, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from overlord.declare.job import Job
 
 FIRST_MESH = Mesh(dp=2, cp=2)
 SECOND_MESH = Mesh(dp=4, cp=1)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from overlord.arrange.balancing import least_possible_cost, max_over_mean
-from overlord.arrange.cost import TransformerCost
 from overlord.arrange.graph import DGraph
-from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.arrange.strategies import long_short, plain
 from overlord.declare.batch import Batch
-from overlord.declare.job import Job
 from overlord.declare.mesh import Mesh
-from overlord.roles.planner import Planned
 from overlord.service.run import start
-from overlord.stream.facts import Floats
+
+if TYPE_CHECKING:
+    from overlord.arrange.cost import TransformerCost
+    from overlord.arrange.mesh_tree import ClientPlaceTree
+    from overlord.declare.job import Job
+    from overlord.roles.planner import Planned
+    from overlord.stream.facts import Floats
 
 CONTEXT = 131_072
 DP = 8

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.service.dry_run import Taken
-from overlord.stream.facts import Samples
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from overlord.arrange.mesh_tree import ClientPlaceTree
+    from overlord.service.dry_run import Taken
+    from overlord.stream.facts import Samples
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from overlord.declare.batch import Batch
-from overlord.declare.mixture import Mixture
 from overlord.errors import OverlordError, SpecError
-from overlord.fleet.hosts import Fleet
 from overlord.loaders.autoscaling import (
     Observed,
     Scaling,
@@ -25,7 +22,14 @@ from overlord.loaders.autoscaling import (
     decide,
 )
 from overlord.loaders.model import Budget, weights_ahead
-from overlord.roles.planner import Cursor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from overlord.declare.batch import Batch
+    from overlord.declare.mixture import Mixture
+    from overlord.fleet.hosts import Fleet
+    from overlord.roles.planner import Cursor
 
 _log = logging.getLogger("overlord.scaling")
 

@@ -14,12 +14,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from overlord.declare.job import Job
-from overlord.declare.source import Unit
 from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.fleet.autoscaler import Autoscale, Autoscaler
 from overlord.fleet.hosts import Fleet
@@ -27,12 +24,18 @@ from overlord.fleet.shadows import ShadowChange, ShadowKeeper
 from overlord.loaders.autoscaling import Observed, ScalingDecision
 from overlord.loaders.model import Budget, Partition, Profile
 from overlord.roles.data_constructor import DataConstructor, Pace
-from overlord.roles.loader_host import Standing
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import Work
-from overlord.runtime.engine import Engine, Handle
 from overlord.steering.decisions import WEIGHTS
 from overlord.stream.weights import mixture_in_force
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from overlord.declare.job import Job
+    from overlord.declare.source import Unit
+    from overlord.roles.loader_host import Standing
+    from overlord.runtime.engine import Engine, Handle
 
 C = TypeVar("C", bound=DataConstructor)
 

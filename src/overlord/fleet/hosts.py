@@ -11,23 +11,26 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from overlord.chunks.bad_rows import BadRow
-from overlord.declare.job import Job
-from overlord.declare.source import Unit
 from overlord.errors import OverlordError, WaitTimeoutError, WorkerDiedError
-from overlord.loaders.model import Partition, Share
 from overlord.loaders.routing import RoutingTable
 from overlord.roles.assembly import make_loader_host, publish_units
 from overlord.roles.loader_host import LoaderHost, Standing
-from overlord.roles.planner import Cursor
 from overlord.roles.routes import TABLE
-from overlord.roles.source_loader import BufferUse
 from overlord.runtime.engine import Answer, Engine, Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from overlord.chunks.bad_rows import BadRow
+    from overlord.declare.job import Job
+    from overlord.declare.source import Unit
+    from overlord.loaders.model import Partition, Share
+    from overlord.roles.planner import Cursor
+    from overlord.roles.source_loader import BufferUse
 
 T = TypeVar("T")
 

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from overlord.chunks.bad_rows import BadRowLog
-from overlord.chunks.chunk import Chunk
 from overlord.chunks.chunk_maker import ChunkMaker
-from overlord.declare.job import Job
-from overlord.declare.source import Source, Unit
 from overlord.errors import DataError, SpecError, WaitTimeoutError
 from overlord.loaders.model import Profile
 from overlord.runtime.memory import rss_bytes
 from overlord.runtime.threads import Threads
 from overlord.stream.chunk_order import chunks_per_epoch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from overlord.chunks.chunk import Chunk
+    from overlord.declare.job import Job
+    from overlord.declare.source import Source, Unit
 
 _ROWS_DECODED = 16  # enough to tell what decoding the images of a chunk takes
 _SLOW_START = 2.0  # a first chunk so many times slower than any later one had something to open

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from overlord.declare.batch import Batch
-from overlord.declare.mixture import Mixture
 from overlord.errors import OverlordError
-from overlord.fleet.hosts import Fleet
-from overlord.loaders.autoscaling import Observed
 from overlord.loaders.model import Budget, chunks_per_step
 from overlord.loaders.shadowing import shadows
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.runtime.engine import Engine, Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from overlord.declare.batch import Batch
+    from overlord.declare.mixture import Mixture
+    from overlord.fleet.hosts import Fleet
+    from overlord.loaders.autoscaling import Observed
 
 _log = logging.getLogger("overlord.scaling")
 

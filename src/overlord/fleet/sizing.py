@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from overlord.declare.job import Job
-from overlord.declare.source import Unit
 from overlord.errors import SourceError, SpecError
 from overlord.fleet.profile import Effort, Profiled, profiled
 from overlord.loaders.model import Budget, Profile, chunks_per_step
@@ -14,6 +12,12 @@ from overlord.loaders.partition import Partitioning
 from overlord.loaders.partition import partition as partition_of
 from overlord.loaders.shadowing import Shadowing, shadows
 from overlord.roles.assembly import list_units
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from overlord.declare.job import Job
+    from overlord.declare.source import Unit
 
 _HOST_START_S = 1.0  # what a cluster takes to notice that a process died and to start another
 _NOTHING = 1e-9  # a budget is never nothing

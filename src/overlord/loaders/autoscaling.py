@@ -8,11 +8,9 @@ only down to the most it needed in that time, so that demand that swings does no
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from overlord.declare.batch import Batch
-from overlord.declare.mixture import Mixture
 from overlord.errors import SpecError
 from overlord.loaders.model import (
     CHUNKS_AT_HAND,
@@ -27,6 +25,12 @@ from overlord.loaders.model import (
     workers_needed,
 )
 from overlord.loaders.rearranging import drained, moves, rearranged
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from overlord.declare.batch import Batch
+    from overlord.declare.mixture import Mixture
 
 _BOOST = 1.5  # a source that is waited for is taken to be so much dearer
 _MOST_BOOST = 4.0  # waits that this does not end have another cause

@@ -8,14 +8,17 @@ chunk at a time; what a source needs is told in workers: chunks a second times t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from overlord.declare.batch import Batch
-from overlord.declare.mixture import Mixture
 from overlord.declare.source import MIB
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from overlord.declare.batch import Batch
+    from overlord.declare.mixture import Mixture
 
 _REMEMBERED_CHUNKS = 16  # a profile forgets what it learned before about so many chunks
 _WORKERS_PER_CPU = 8  # more waiting at once seldom makes storage answer sooner

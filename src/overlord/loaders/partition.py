@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from overlord.declare.job import Job
 from overlord.errors import SpecError
 from overlord.loaders.model import (
     Budget,
@@ -19,6 +18,11 @@ from overlord.loaders.model import (
     told_s,
     workers_needed,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from overlord.declare.job import Job
 
 _NAMED_AT_MOST = 5  # sources in a message
 _ROUNDING = 1e-9

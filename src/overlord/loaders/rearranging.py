@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from overlord.loaders.model import Budget, Partition, Share
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _ROUNDING = 1e-9
 

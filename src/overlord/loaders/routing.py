@@ -7,12 +7,15 @@ made twice; they are let go of when no step can name those chunks any more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SpecError
-from overlord.loaders.model import Partition
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from overlord.loaders.model import Partition
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ notice while the steps that are ready last. So a host needs a shadow when refill
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from overlord.errors import SpecError
 from overlord.loaders.model import (
@@ -18,6 +18,9 @@ from overlord.loaders.model import (
     Share,
     told_s,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _ROUNDING = 1e-9
 

@@ -10,10 +10,8 @@ an antialiasing filter.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -27,6 +25,9 @@ from overlord.sources.views import StoredValues, is_view, stored_value
 from overlord.stream.facts import ImageSizes, Ints
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
+
     from PIL import Image
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import sys
 from functools import lru_cache
-from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 Pixels = NDArray[np.uint8]
 Span = tuple[float, float]

@@ -18,11 +18,15 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from overlord.errors import SourceError, StorageError
-from overlord.planlog.segments import Segment, Segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from overlord.planlog.segments import Segment, Segments
 
 _MARK = b"\xf5OLr"
 _HEAD = struct.Struct("<4sII")  # marker, length, checksum of the length and the bytes

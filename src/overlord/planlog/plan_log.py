@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import orjson
@@ -27,8 +26,6 @@ from overlord.checkpoint.state import (
     to_state,
     warn_of_unseen,
 )
-from overlord.declare.job import Job, Log
-from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError, StateError, StorageError
 from overlord.planlog.append_log import (
     AppendLog,
@@ -60,6 +57,12 @@ from overlord.steering.decisions import (
 )
 from overlord.steering.feedback import Heard
 from overlord.stream.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from overlord.declare.job import Job, Log
+    from overlord.declare.mesh import Mesh
 
 _log = logging.getLogger("overlord.declare.policies")
 

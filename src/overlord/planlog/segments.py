@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from overlord.errors import SpecError
 from overlord.sources.object_store import ObjectStore, Retry, shared_store
 from overlord.sources.storage import is_remote
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 WRITABLE_SCHEMES = ("s3", "gs", "az")
 _NAME = re.compile(r"segment-(\d{8})(?:\.log)?")

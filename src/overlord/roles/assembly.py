@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.arrange.strategies import plain
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
-from overlord.declare.job import Job
-from overlord.declare.source import Source, Unit
 from overlord.errors import SourceError, SpecError
 from overlord.loaders.model import (
     Partition,
@@ -22,19 +19,24 @@ from overlord.loaders.model import (
 from overlord.planlog.plan_log import Era, PlanLog
 from overlord.roles.loader_host import Held, LoaderHost
 from overlord.roles.planner import Planner
-from overlord.roles.routes import Routes
 from overlord.roles.source_loader import SourceLoader
-from overlord.runtime.engine import Engine, Workplace
 from overlord.runtime.long_waits import waiting
 from overlord.runtime.threads import Threads
 from overlord.sources.storage import is_remote
-from overlord.steering.decisions import Steered
 from overlord.steering.steering import Steering
 from overlord.stream.chunk_order import chunks_per_epoch
 from overlord.stream.drawing import Extent
-from overlord.stream.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from overlord.declare.job import Job
+    from overlord.declare.source import Source, Unit
+    from overlord.roles.routes import Routes
+    from overlord.runtime.engine import Engine, Workplace
+    from overlord.steering.decisions import Steered
+    from overlord.stream.progress import Progress
+
     pass
 
 

@@ -6,8 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.batches.tensors import to_torch
 from overlord.checkpoint.form import State, contents_of, sealed
@@ -16,6 +15,9 @@ from overlord.errors import ClosedError, SpecError, WaitTimeoutError
 from overlord.messages import Delivery, Later, Step, StepReport
 from overlord.runtime.exclusive import OneProcess, OneThread
 from overlord.runtime.long_waits import FIRST_S, waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 _WAIT_S = 0.25  # how long one ask waits before the client looks at its own deadline
 _NUMBERS = re.compile(r"[\d.]+")

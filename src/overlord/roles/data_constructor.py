@@ -15,24 +15,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from overlord.arrange.mesh_tree import ClientPlaceTree, Place
-from overlord.arrange.plan import GroupPlan, RankPart
-from overlord.batches.buffers import Arenas
 from overlord.batches.collate import collate
-from overlord.batches.payload import Payload
 from overlord.batches.slices import cp_slices, fields_for, receive_only
-from overlord.declare.batch import Batch
 from overlord.errors import ClosedError, SpecError
 from overlord.messages import Delivery, Fields, Later
 from overlord.roles.planner import Planner
-from overlord.roles.routes import Routes
-from overlord.runtime.engine import Handle
-from overlord.runtime.threads import Threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from overlord.arrange.mesh_tree import ClientPlaceTree, Place
+    from overlord.arrange.plan import GroupPlan, RankPart
+    from overlord.batches.buffers import Arenas
+    from overlord.batches.payload import Payload
+    from overlord.declare.batch import Batch
+    from overlord.roles.routes import Routes
+    from overlord.runtime.engine import Handle
+    from overlord.runtime.threads import Threads
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,17 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from overlord.arrange.vision.images import sizes_of
 from overlord.batches.buffers import Arenas
 from overlord.batches.payload import NO_LOSS, Payload
 from overlord.chunks.bad_rows import BadRow, BadRowLog
-from overlord.chunks.chunk import Chunk
 from overlord.errors import ClosedError, DataError, SourceError
 from overlord.roles.source_loader import BufferUse, Opened, SourceLoader, Work
-from overlord.runtime.threads import Threads
 from overlord.sources.column_types import joined_arrays
 from overlord.sources.views import compact, joined, take_rows
 from overlord.stream.facts import (
@@ -34,6 +31,12 @@ from overlord.stream.facts import (
     LossCount,
     Samples,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from overlord.chunks.chunk import Chunk
+    from overlord.runtime.threads import Threads
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,32 +18,35 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from overlord.arrange.graph import DGraph
-from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.plan import GroupPlan, Plan
-from overlord.arrange.strategies import Strategy
-from overlord.declare.batch import Batch
-from overlord.declare.mixture import Mixture
 from overlord.errors import DataError, OverlordError, SpecError
 from overlord.messages import Later, StepReport, WeightChange
-from overlord.planlog.append_log import LogPosition
-from overlord.planlog.plan_log import PlanLog
 from overlord.planlog.records import same
 from overlord.records import record
-from overlord.roles.routes import Routes
 from overlord.steering.decisions import Decision, Steered
 from overlord.steering.steering import Steering
-from overlord.stream.drawing import Extent
-from overlord.stream.facts import ChunkFacts
 from overlord.stream.membership import DrawnStep, StepDrawer
 from overlord.stream.outliers import count_delays
-from overlord.stream.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from overlord.arrange.mesh_tree import ClientPlaceTree
+    from overlord.arrange.plan import GroupPlan, Plan
+    from overlord.arrange.strategies import Strategy
+    from overlord.declare.batch import Batch
+    from overlord.declare.mixture import Mixture
+    from overlord.planlog.append_log import LogPosition
+    from overlord.planlog.plan_log import PlanLog
+    from overlord.roles.routes import Routes
+    from overlord.stream.drawing import Extent
+    from overlord.stream.facts import ChunkFacts
+    from overlord.stream.progress import Progress
 
 T = TypeVar("T")
 

@@ -8,14 +8,12 @@ the shadow is asked too, and the first answer counts, because both are the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.batches.payload import Payload
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
-from overlord.loaders.routing import RoutingTable
 from overlord.roles.loader_host import LoaderHost
 from overlord.runtime.engine import Answer, Engine, Handle
 from overlord.stream.facts import (
@@ -24,6 +22,11 @@ from overlord.stream.facts import (
     LossCount,
     Samples,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from overlord.loaders.routing import RoutingTable
 
 TABLE = "routing"
 """What the table is published as."""

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from overlord.chunks.chunk import Chunk
 from overlord.errors import BufferTooSmallError, ClosedError
-from overlord.stream.facts import ChunkFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from overlord.chunks.chunk import Chunk
+    from overlord.stream.facts import ChunkFacts
 
 
 @dataclass(slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
 
 R = TypeVar("R")
 T = TypeVar("T")

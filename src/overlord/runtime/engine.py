@@ -11,13 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from overlord.batches.buffers import Arenas
 from overlord.chunks.workers.pool import ProcessPool
 from overlord.runtime.threads import Threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -13,7 +13,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FIRST_S = 30.0
 

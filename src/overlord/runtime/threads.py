@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _here = threading.local()
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
-
-import msgspec
 
 from overlord.declare.arguments import positive_seconds, whole
 from overlord.errors import ServiceError
@@ -17,6 +13,12 @@ from overlord.service.auth import Address, check_token, read_pem
 from overlord.service.link import Link, Unreachable
 from overlord.service.wire import Action
 from overlord.steering.decisions import Decision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import msgspec
 
 T = TypeVar("T")
 

@@ -6,15 +6,17 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pyarrow.flight as flight
 
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 PLAIN, TLS = "grpc", "grpc+tls"
 

@@ -15,15 +15,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import pyarrow as pa
 
 from overlord.batches.buffers import Arenas
-from overlord.checkpoint.form import State
 from overlord.declare.arguments import seconds_or_none, switch, whole
 from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later, StepReport
@@ -35,6 +31,14 @@ from overlord.service.auth import Address, check_token, read_pem
 from overlord.service.link import Link, Unreachable
 from overlord.service.steps import DamagedStepError, unpacked_step
 from overlord.service.wire import Action
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from overlord.checkpoint.form import State
 
 T = TypeVar("T")
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.declare.job import Job
-from overlord.messages import Delivery, Later
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.planner import Planner
-from overlord.roles.routes import Routes
-from overlord.runtime.engine import Handle, Workplace
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from overlord.declare.job import Job
+    from overlord.messages import Delivery, Later
+    from overlord.roles.planner import Planner
+    from overlord.roles.routes import Routes
+    from overlord.runtime.engine import Handle, Workplace
     from overlord.service.auth import Listen
     from overlord.service.server import Service
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from overlord.messages import Step
-from overlord.roles.planner import Mix
-from overlord.service.run import Loader
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from overlord.messages import Step
+    from overlord.roles.planner import Mix
+    from overlord.service.run import Loader
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,13 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STRANGER_BYTES = 32 << 10
 """Ten times what a handshake and the first call take. Compressed messages may unfold to a thousand times as much."""

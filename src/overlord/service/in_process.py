@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from overlord.checkpoint.state import State
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.messages import Delivery, Later, StepReport, WeightChange
 from overlord.roles.data_constructor import DataConstructor
-from overlord.runtime.engine import Handle
-from overlord.steering.decisions import Decision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from overlord.checkpoint.state import State
+    from overlord.runtime.engine import Handle
+    from overlord.steering.decisions import Decision
 
 C = TypeVar("C", bound=DataConstructor)
 

@@ -11,10 +11,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from overlord.errors import ClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
 
 _REMEMBERED = 16  # sessions that lost a rank
 

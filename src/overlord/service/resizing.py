@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from overlord.errors import SpecError, WaitTimeoutError
 from overlord.roles.data_constructor import DataConstructor, HandedOut
-from overlord.runtime.engine import Answer, Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from overlord.runtime.engine import Answer, Handle
 
 C = TypeVar("C", bound=DataConstructor)
 

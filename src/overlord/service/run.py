@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.plan import Plan
 from overlord.checkpoint.state import (
     Fingerprint,
     State,
@@ -25,13 +22,8 @@ from overlord.checkpoint.state import (
 from overlord.declare.arguments import seconds_or_none, seconds_to_wait, whole
 from overlord.declare.job import Job, Log
 from overlord.declare.mesh import Mesh
-from overlord.declare.source import Unit
 from overlord.errors import SpecError, WaitTimeoutError, WorkerDiedError
-from overlord.fleet.autoscaler import Autoscale
 from overlord.fleet.control_loop import Loaders, Upkeep
-from overlord.fleet.shadows import ShadowChange
-from overlord.loaders.autoscaling import ScalingDecision
-from overlord.loaders.model import Budget, Partition
 from overlord.messages import StepReport, WeightChange
 from overlord.planlog.plan_log import Era, resumed, starting_point
 from overlord.roles.assembly import is_kept, list_units, make_partition, make_planner
@@ -39,7 +31,6 @@ from overlord.roles.client import Client
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Mix, Planned, Planner, PlannerStatus
 from overlord.roles.routes import Routes
-from overlord.roles.source_loader import BufferUse
 from overlord.runtime.embedded import Embedded
 from overlord.runtime.engine import Answer, Engine, Handle, StoreUse, WorkplaceSize
 from overlord.runtime.exclusive import OneProcess
@@ -49,10 +40,20 @@ from overlord.service.in_process import InProcess
 from overlord.service.resizing import agreed_step, thaw
 from overlord.steering.decisions import Decision, Steered
 from overlord.stream.outliers import Delay
-from overlord.stream.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
+
+    from overlord.arrange.plan import Plan
+    from overlord.declare.source import Unit
+    from overlord.fleet.autoscaler import Autoscale
+    from overlord.fleet.shadows import ShadowChange
+    from overlord.loaders.autoscaling import ScalingDecision
+    from overlord.loaders.model import Budget, Partition
+    from overlord.roles.source_loader import BufferUse
     from overlord.service.serving import OneServer, ServerPerGroup
+    from overlord.stream.progress import Progress
 
 
 T = TypeVar("T")

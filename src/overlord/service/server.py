@@ -15,15 +15,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from overlord.checkpoint.state import State
 from overlord.declare.arguments import seconds_or_none
 from overlord.errors import OverlordError, ServiceError, SpecError
 from overlord.messages import Delivery, Later, StepReport, WeightChange
@@ -34,7 +32,12 @@ from overlord.service.gate import Gate, has_gate
 from overlord.service.ranks import Roll
 from overlord.service.steps import SCHEMA, packed_step
 from overlord.service.wire import Action
-from overlord.steering.decisions import Decision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from overlord.checkpoint.state import State
+    from overlord.steering.decisions import Decision
 
 T = TypeVar("T")
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.runtime.engine import Handle
 from overlord.service.auth import Address, Listen
 from overlord.service.constructor import ServingConstructor
-from overlord.service.in_process import InProcess
 from overlord.service.server import Service
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from overlord.arrange.mesh_tree import ClientPlaceTree
+    from overlord.runtime.engine import Handle
+    from overlord.service.in_process import InProcess
 
 _MOST_AT_ONCE = 32
 _WAIT_S = 10.0  # for what a constructor answers at once if it can answer at all

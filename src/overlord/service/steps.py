@@ -9,14 +9,11 @@ where its type must not: then into memory that is used again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from overlord.batches.buffers import Arenas
 from overlord.errors import OverlordError
 from overlord.messages import Delivery
 from overlord.service.wire import (
@@ -29,6 +26,13 @@ from overlord.service.wire import (
     Shapes,
 )
 from overlord.sources.views import VIEW, compact, is_view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from overlord.batches.buffers import Arenas
 
 SCHEMA = pa.schema([("region", pa.binary_view())])
 MESSAGE_BYTES = 8 << 20

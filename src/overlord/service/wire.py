@@ -8,9 +8,8 @@ understood is refused as a whole: structs forbid unknown fields, and numbers hav
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
 import orjson
@@ -18,6 +17,9 @@ from msgspec import Meta, Struct
 
 from overlord import errors
 from overlord.errors import OverlordError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 VERSION = 1
 """Raised whenever a struct of this file or the layout of a step changes."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from importlib.resources import files
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 
 from overlord.errors import SpecError
-from overlord.simulate.plan_time import PlanTime
-from overlord.simulate.simulation import SimulatedStep, Summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from overlord.simulate.plan_time import PlanTime
+    from overlord.simulate.simulation import SimulatedStep, Summary
 
 _MOST_BARS = 256  # what a screen shows apart; more ranks share a bar, which then shows the slowest of them
 _MOST_STEPS = 32

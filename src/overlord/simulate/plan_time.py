@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.arrange.balancing import max_over_mean, summed
 from overlord.arrange.hdp.rings import Rings
 from overlord.arrange.pipelines.simulator import Pipeline, simulated
-from overlord.arrange.plan import Plan
 from overlord.arrange.vision.encoding import Encoding
-from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError
-from overlord.simulate.step_time import Encoder, TimeModel
-from overlord.stream.facts import Floats, Ints
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from overlord.arrange.plan import Plan
+    from overlord.declare.mesh import Mesh
+    from overlord.simulate.step_time import Encoder, TimeModel
+    from overlord.stream.facts import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,28 +6,31 @@ document needs, and every row is cut over all cp ranks of its group, short docum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from overlord.arrange.graph import DGraph
-from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.plan import Plan
 from overlord.arrange.strategies import Strategy, hdp, plain
 from overlord.arrange.vision.images import sizes_of
-from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
 from overlord.declare.mixture import Mixture
 from overlord.errors import SpecError
 from overlord.simulate.plan_time import PlanTime, plan_time
-from overlord.simulate.step_time import TimeModel
 from overlord.stream.drawing import Extent
-from overlord.stream.facts import ChunkFacts, Samples
 from overlord.stream.membership import DrawnStep, StepDrawer
 from overlord.stream.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from overlord.arrange.hdp.offload import Offload
+    from overlord.arrange.plan import Plan
+    from overlord.declare.batch import Batch
+    from overlord.simulate.step_time import TimeModel
+    from overlord.stream.facts import ChunkFacts, Samples
 
 _ROWS_OF_CHUNK = 4096
 _CHUNKS = 1 << 30  # an epoch that no simulation sees the end of

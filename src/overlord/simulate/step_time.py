@@ -12,17 +12,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.arrange.cost import ATTENTION_SLOWDOWN, TransformerCost
 from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.vision.images import PatchGrid, VisionTransformerCost, images_of
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats, Ints, Samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from overlord.stream.facts import Floats, Ints, Samples
 
 _BYTES = 2  # bf16
 _PASSES = 3  # keys and values forward; keys, values and their gradients backward

@@ -4,8 +4,8 @@ read."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -36,6 +36,9 @@ from overlord.sources.storage import (
     read_into,
 )
 from overlord.sources.validation import validated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HEAD_BYTES = 64 << 10
 HEADER_BYTES = 4 << 10

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from overlord.declare.source import Source, Unit
 from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError, SpecError
@@ -21,7 +20,7 @@ from overlord.sources.object_store import Retry
 from overlord.sources.storage import Storage, StoredFile
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from numpy.typing import NDArray
 
     from overlord.sources.storage import MappedFile
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
 from overlord.errors import SourceError
-from overlord.sources.storage import FileBytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from overlord.sources.storage import FileBytes
 
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"

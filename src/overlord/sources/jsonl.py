@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pyarrow as pa
@@ -38,7 +38,9 @@ from overlord.sources.files import (
     kept_rows,
     spelled_type,
 )
-from overlord.sources.storage import StoredFile
+
+if TYPE_CHECKING:
+    from overlord.sources.storage import StoredFile
 
 BEYOND_BYTES = 64 << 10
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

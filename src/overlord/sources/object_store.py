@@ -12,7 +12,6 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +24,8 @@ import pyarrow as pa
 from overlord.errors import SourceError, SpecError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     from obstore import ObjectMeta
 
 

@@ -6,7 +6,6 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -38,6 +37,8 @@ from overlord.sources.storage import (
 from overlord.sources.validation import validated
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from pyarrow.parquet import ColumnChunkMetaData, FileMetaData, ParquetFile
 
 

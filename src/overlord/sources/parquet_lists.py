@@ -13,13 +13,11 @@ Arrow makes a number of each level. Where lists are long, reading the few bytes 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from overlord.sources import parquet_lists as levels
 from overlord.sources import thrift
@@ -35,6 +33,9 @@ from overlord.sources.thrift import (
 from overlord.sources.views import joined
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
     from pyarrow.parquet import ColumnChunkMetaData, FileMetaData
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pyarrow as pa
 
 
 class SparseFile(io.IOBase):

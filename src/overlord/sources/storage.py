@@ -16,12 +16,11 @@ import re
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 
@@ -32,6 +31,9 @@ from overlord.sources.object_store import (
     Retry,
     shared_store,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 A = TypeVar("A")
 B = TypeVar("B")

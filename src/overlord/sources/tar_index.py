@@ -9,14 +9,18 @@ it should be, and that zeros stand only where a writer puts them.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
 from overlord.errors import SourceError
 from overlord.sources.storage import FileBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pyarrow as pa
 
 BLOCK = 512
 FIRST_BYTES = 12

@@ -6,16 +6,19 @@ themselves cannot be checked without a checksum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SourceError
 from overlord.sources.files import BadRow, ReadResult, kept_rows
-from overlord.sources.storage import MappedFile
 from overlord.sources.views import take_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from overlord.sources.storage import MappedFile
 
 
 def validated(table: pa.Table, where: str | Sequence[str], mapped: tuple[MappedFile, ...] = ()) -> ReadResult:

@@ -9,12 +9,11 @@ touch the mapping itself works too, but kills the process if the file is cut at 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from overlord.sources.storage import (
     MappedFile,
@@ -23,6 +22,11 @@ from overlord.sources.storage import (
     read_into,
     read_local,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
 INLINE_BYTES = 12
 PIECE_BYTES = 1 << 30

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from overlord.declare.source import Unit
 from overlord.errors import SchemaError, SourceError, SpecError
@@ -29,6 +29,9 @@ from overlord.sources.views import (
     views_into,
     views_into_file,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 KEY = "__key__"
 HEAD_BYTES = 1 << 20

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.arrange.cost import TransformerCost
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 VERSION = 1
 _NAMES = ("per_token", "per_length_squared", "constant")

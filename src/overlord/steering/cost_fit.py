@@ -14,14 +14,19 @@ weak pull towards what was known before settles it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.arrange.balancing import summed
-from overlord.stream.facts import Floats, Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from overlord.stream.facts import Floats, Ints
 
 HALF_LIFE = 32  # steps after which a time counts half
 _KEPT = (16, 128)  # the fewest and the most times of each rank

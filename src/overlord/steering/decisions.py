@@ -11,13 +11,10 @@ A decision was made about a declaration: where that has changed since, the decla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.arrange.learned_cost import digest_of
-from overlord.declare.mesh import Mesh
-from overlord.declare.mixture import Mixture
 from overlord.stream.plain import (
     DamagedError,
     keyed,
@@ -28,6 +25,12 @@ from overlord.stream.plain import (
     text,
     whole,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from overlord.declare.mesh import Mesh
+    from overlord.declare.mixture import Mixture
 
 
 @dataclass(frozen=True, slots=True)

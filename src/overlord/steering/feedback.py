@@ -11,11 +11,13 @@ wherever a run is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.declare.mixture import Feedback, Rule, shares
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 Sums = dict[str, tuple[int, int]]
 """Source to (the sum of losses, in whole millionths, and the tokens they are the sum over)."""

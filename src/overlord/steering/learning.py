@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.arrange.learned_cost import CostsInForce, LearnedCost
-from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.plan import Plan
-from overlord.messages import StepReport
 from overlord.steering.cost_fit import CostFit, summed_features
-from overlord.stream.facts import Floats, Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from overlord.arrange.mesh_tree import ClientPlaceTree
+    from overlord.arrange.plan import Plan
+    from overlord.messages import StepReport
+    from overlord.stream.facts import Floats, Ints
 
 _log = logging.getLogger("overlord.steering")
 

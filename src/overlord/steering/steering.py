@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from overlord.arrange.learned_cost import CostsInForce
-from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.plan import Plan
 from overlord.declare.mixture import Mixture, shares
 from overlord.errors import SpecError, StorageError
-from overlord.messages import StepReport, WeightChange
 from overlord.steering.decisions import (
     COSTS,
     MESH,
@@ -29,8 +24,16 @@ from overlord.steering.decisions import (
 )
 from overlord.steering.feedback import Heard, loss_sums, moved
 from overlord.steering.learning import Learning
-from overlord.stream.progress import Progress
 from overlord.stream.weights import WeightSchedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from overlord.arrange.learned_cost import CostsInForce
+    from overlord.arrange.mesh_tree import ClientPlaceTree
+    from overlord.arrange.plan import Plan
+    from overlord.messages import StepReport, WeightChange
+    from overlord.stream.progress import Progress
 
 _log = logging.getLogger("overlord.steering")
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from overlord.stream.facts import Ints
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from overlord.stream.facts import Ints
 
 
 def chunks_per_epoch(num_units: int, window: int) -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.declare.mixture import Stop
 from overlord.errors import DataError
 from overlord.records import record
 from overlord.stream.facts import (
@@ -24,7 +24,10 @@ from overlord.stream.facts import (
     Ints,
     Samples,
 )
-from overlord.stream.progress import Progress
+
+if TYPE_CHECKING:
+    from overlord.declare.mixture import Stop
+    from overlord.stream.progress import Progress
 
 Describe = Callable[[int, int], ChunkFacts]
 """(source index, chunk) to facts."""

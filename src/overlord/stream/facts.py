@@ -6,14 +6,16 @@ images.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overlord.records import record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.declare.batch import Batch
-from overlord.declare.mixture import Mixture
 from overlord.declare.policies import limit_at
 from overlord.records import record
 from overlord.stream.drawing import (
@@ -35,8 +34,12 @@ from overlord.stream.outliers import (
     set_aside,
 )
 from overlord.stream.packing import Pieces, SamplesInRows, best_fit, concat_and_split, cut_samples, in_drawn_order
-from overlord.stream.progress import Progress
 from overlord.stream.weights import WeightSchedule
+
+if TYPE_CHECKING:
+    from overlord.declare.batch import Batch
+    from overlord.declare.mixture import Mixture
+    from overlord.stream.progress import Progress
 
 _STEPS_TOGETHER = 8  # drawn at once where they can be: a call costs the same for some dozens of samples and for hundreds
 

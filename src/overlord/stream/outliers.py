@@ -7,16 +7,20 @@ long documents goes on as if there were no policy.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.declare.batch import Batch
-from overlord.declare.policies import OutlierDelay
 from overlord.stream.facts import Floats, Ints, Samples
 from overlord.stream.packing import padded
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Mapping
+
+    from overlord.declare.batch import Batch
+    from overlord.declare.policies import OutlierDelay
 
 WAITING = "waiting_since"
 """Among the sizes of a carried sample: 1 + the step that it was drawn for and did not come in; 0 for others."""

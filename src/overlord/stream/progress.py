@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.records import record
 from overlord.stream.facts import COLUMNS as SAMPLE_COLUMNS
@@ -29,6 +27,11 @@ from overlord.stream.plain import (
     text,
     whole,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
 COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "read_once")
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.declare.mixture import Mixture
-from overlord.stream.facts import (
-    Floats,
-)
+if TYPE_CHECKING:
+    from overlord.declare.mixture import Mixture
+    from overlord.stream.facts import (
+        Floats,
+    )
 
 
 class WeightSchedule:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def exchange(encoded: torch.Tensor, micro: Mapping[str, Any], group: Any = None) -> torch.Tensor:

@@ -11,24 +11,27 @@ import atexit
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.declare.job import Job
 from overlord.errors import ServiceError, SpecError
-from overlord.roles.client import Client
-from overlord.runtime.engine import Engine
 from overlord.service.auth import Address
 from overlord.service.channel import connect
 from overlord.service.run import Loader, start
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from overlord.declare.job import Job
+    from overlord.roles.client import Client
+    from overlord.runtime.engine import Engine
 
 _attached = count()
 _log = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ Scores are computed for some queries at a time and kept nowhere; a fused kernel 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from overlord.arrange.hdp.rings import chunks_of
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 _QUERIES = 1024
 """Queries whose scores are computed at once."""

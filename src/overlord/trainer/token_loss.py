@@ -6,7 +6,7 @@ all ranks that hold different tokens, never averaged, and once a step, since ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def token_loss(logits: Tensor, labels: Tensor, loss_tokens: float, loss_weights: Tensor | None = None) -> Tensor:

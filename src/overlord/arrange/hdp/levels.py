@@ -13,13 +13,15 @@ each ring has the same index on all of its ranks.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from overlord.stream.facts import Floats, Ints
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from overlord.stream.facts import Floats, Ints
 
 _HALVINGS = 10
 _LOOSER = 1.08

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.arrange.cost import TransformerCost
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats, Ints
+
+if TYPE_CHECKING:
+    from overlord.arrange.cost import TransformerCost
+    from overlord.stream.facts import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

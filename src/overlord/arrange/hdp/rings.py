@@ -27,18 +27,21 @@ down or up: no rank has more than the capacity that N was found for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from overlord.arrange.mesh_tree import ClientPlaceTree, Place
-from overlord.arrange.microbatches import Arrangement
-from overlord.arrange.plan import Plan
-from overlord.messages import Fields
-from overlord.stream.facts import Floats, Ints, Samples
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from overlord.arrange.mesh_tree import ClientPlaceTree, Place
+    from overlord.arrange.microbatches import Arrangement
+    from overlord.arrange.plan import Plan
+    from overlord.messages import Fields
+    from overlord.stream.facts import Floats, Ints, Samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from overlord.arrange.graph import DGraph
-from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.hdp.rings import Rings
 from overlord.arrange.hdp.spread import (
     Mode,
@@ -13,12 +13,16 @@ from overlord.arrange.hdp.spread import (
     Spread,
     spread,
 )
-from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.arrange.microbatches import Arrangement
 from overlord.arrange.plan import PlanStage
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats
 from overlord.stream.packing import Pieces, cut_samples
+
+if TYPE_CHECKING:
+    from overlord.arrange.graph import DGraph
+    from overlord.arrange.hdp.offload import Offload
+    from overlord.arrange.mesh_tree import ClientPlaceTree
+    from overlord.stream.facts import Floats
 
 
 def split(

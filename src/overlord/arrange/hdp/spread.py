@@ -26,19 +26,21 @@ all, whatever number of microbatches each has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from overlord.arrange.balancing import summed
 from overlord.arrange.hdp.levels import levelled
-from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.hdp.rings import chunk_begins
 from overlord.arrange.hdp.timelines import Placed, filled
 from overlord.arrange.microbatches import even_cost
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats, Ints
 from overlord.stream.packing import best_fit
+
+if TYPE_CHECKING:
+    from overlord.arrange.hdp.offload import Offload
+    from overlord.stream.facts import Floats, Ints
 
 Mode = Literal["dp", "pp"]
 

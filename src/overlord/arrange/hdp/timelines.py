@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from heapq import heappop, heappush, heapreplace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from overlord.stream.facts import Floats, Ints
+if TYPE_CHECKING:
+    from overlord.stream.facts import Floats, Ints
 
 _SLACK = 0.005
 """Of the mean: what is late by less is not cut for it, and gaps that are smaller stay empty."""

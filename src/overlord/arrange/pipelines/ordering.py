@@ -13,12 +13,11 @@ Strategies call `order`, `level` and `timing`, which take a graph.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from overlord.arrange.balancing import summed
-from overlord.arrange.graph import DGraph
 from overlord.arrange.microbatches import Arrangement, Microbatches, checked_max_tokens, variable
 from overlord.arrange.pipelines.simulator import (
     Pipeline,
@@ -27,7 +26,10 @@ from overlord.arrange.pipelines.simulator import (
     times_of,
 )
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats, Ints
+
+if TYPE_CHECKING:
+    from overlord.arrange.graph import DGraph
+    from overlord.stream.facts import Floats, Ints
 
 _HALVINGS = 20  # of the interval in which the least possible time lies: to a millionth of it
 

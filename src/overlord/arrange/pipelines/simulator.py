@@ -13,15 +13,18 @@ microbatches is no multiple of that runs empty ones beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats, Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from overlord.stream.facts import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from overlord.arrange.graph import CostFunction, DGraph
-from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.hdp.splitting import split
-from overlord.arrange.hdp.spread import Mode
-from overlord.arrange.plan import Plan
-from overlord.declare.mesh import Axis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from overlord.arrange.graph import CostFunction, DGraph
+    from overlord.arrange.hdp.offload import Offload
+    from overlord.arrange.hdp.spread import Mode
+    from overlord.arrange.plan import Plan
+    from overlord.declare.mesh import Axis
 
 
 def hdp(

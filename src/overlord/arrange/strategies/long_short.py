@@ -3,14 +3,18 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from overlord.arrange.balancing import Balancer, greedy
-from overlord.arrange.graph import CostFunction, DGraph
 from overlord.arrange.pipelines.ordering import level, order, timing
-from overlord.arrange.pipelines.simulator import Pipeline
-from overlord.arrange.plan import Plan
-from overlord.declare.mesh import Axis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from overlord.arrange.graph import CostFunction, DGraph
+    from overlord.arrange.pipelines.simulator import Pipeline
+    from overlord.arrange.plan import Plan
+    from overlord.declare.mesh import Axis
 
 
 def long_short(

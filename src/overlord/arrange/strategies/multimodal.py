@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from overlord.arrange.balancing import greedy
 from overlord.arrange.cost import CostFunction, costs_of
-from overlord.arrange.graph import DGraph
 from overlord.arrange.pipelines.ordering import order
-from overlord.arrange.pipelines.simulator import Pipeline
-from overlord.arrange.plan import Plan
 from overlord.arrange.vision.encoding import encode
 from overlord.arrange.vision.hybrid import hybrid
 from overlord.arrange.vision.images import (
@@ -22,9 +18,16 @@ from overlord.arrange.vision.images import (
     fused,
     images_of,
 )
-from overlord.declare.mesh import Axis
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats, Samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from overlord.arrange.graph import DGraph
+    from overlord.arrange.pipelines.simulator import Pipeline
+    from overlord.arrange.plan import Plan
+    from overlord.declare.mesh import Axis
+    from overlord.stream.facts import Floats, Samples
 
 
 def multimodal(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from overlord.arrange.graph import CostFunction, DGraph
-from overlord.arrange.plan import Plan
-from overlord.declare.mesh import Axis
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from overlord.arrange.graph import CostFunction, DGraph
+    from overlord.arrange.plan import Plan
+    from overlord.declare.mesh import Axis
 
 
 def plain(*, cost: CostFunction | None = None, broadcast: tuple[Axis, ...] = ()) -> Callable[[DGraph], Plan]:

@@ -17,22 +17,16 @@ of an image over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.arrange.balancing import max_over_mean, summed
-from overlord.arrange.graph import DGraph
-from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree, Place
-from overlord.arrange.microbatches import Arrangement
 from overlord.arrange.plan import Plan, PlanStage
 from overlord.arrange.vision.images import ImageCost, Images, sizes_of
 from overlord.errors import DataError, SpecError
-from overlord.messages import Fields
 from overlord.stream.facts import (
     ONLY_IMAGE,
     Floats,
@@ -40,6 +34,16 @@ from overlord.stream.facts import (
     Ints,
     Samples,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from overlord.arrange.graph import DGraph
+    from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree, Place
+    from overlord.arrange.microbatches import Arrangement
+    from overlord.messages import Fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,17 @@ to pools of bins beforehand, evenly, so that the work per sample is bounded; all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.arrange.balancing import Balancer
 from overlord.errors import SpecError
-from overlord.stream.facts import Floats, Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from overlord.arrange.balancing import Balancer
+    from overlord.stream.facts import Floats, Ints
 
 _BINS_OF_POOL = 128  # at least: with fewer, pools come out uneven
 

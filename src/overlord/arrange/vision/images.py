@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from overlord.arrange.cost import ATTENTION_SLOWDOWN
-from overlord.arrange.graph import DGraph
 from overlord.arrange.plan import PlanStage
 from overlord.errors import SpecError
 from overlord.stream.facts import Floats, ImageSizes, Ints, Samples
+
+if TYPE_CHECKING:
+    from overlord.arrange.graph import DGraph
 
 
 @dataclass(frozen=True, slots=True)

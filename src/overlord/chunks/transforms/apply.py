@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.transforms.in_processes import InProcesses
 from overlord.chunks.transforms.invoke import Invoke
 from overlord.chunks.transforms.outcome import Context, Outcome, RowError, listed, lost_origin
 from overlord.chunks.transforms.per_row import PerRow
 from overlord.errors import OverlordError, SchemaError
 from overlord.sources.column_types import has_null, under_schema, wider_schema
-from overlord.stream.facts import Ints
 
 if TYPE_CHECKING:
+    from overlord.chunks.bad_rows import BadRowLog
     from overlord.chunks.workers.pool import ProcessPool
+    from overlord.stream.facts import Ints
 
 
 Locate = Callable[[int], tuple[str, int]]

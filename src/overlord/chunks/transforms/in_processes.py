@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from overlord.chunks.transforms.invoke import Invoke, name_of
-from overlord.chunks.transforms.outcome import Context
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pyarrow as pa
+
+    from overlord.chunks.transforms.outcome import Context
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ column) are never pinned on rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -25,7 +24,11 @@ from overlord.chunks.transforms.outcome import (
 )
 from overlord.chunks.transforms.per_row import PerRow, num_positional
 from overlord.errors import OverlordError, SchemaError, SpecError
-from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from overlord.stream.facts import Ints
 
 
 class Invoke:

@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SchemaError
 from overlord.sources.column_types import joined_tables, wider_schema
-from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from overlord.stream.facts import Ints
 
 OnBadRow = Callable[[int, str], None]
 """Called with the origin of a bad row and its error. May raise, to stop."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,9 @@ from overlord.sources.column_types import (
     fitted,
     wider,
 )
-from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from overlord.stream.facts import Ints
 
 Row = Mapping[str, Any]
 RowFunction = Callable[..., "Row | Iterable[Row] | None"]

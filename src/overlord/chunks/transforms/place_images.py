@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from overlord.arrange.vision.images import PatchGrid
 from overlord.chunks.transforms.outcome import row_error
 from overlord.errors import DataError, SchemaError, SpecError
-from overlord.media.images import DecodeImage
 from overlord.sources.views import joined
-from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from overlord.arrange.vision.images import PatchGrid
+    from overlord.media.images import DecodeImage
+    from overlord.stream.facts import Ints
 
 
 @dataclass(frozen=True, slots=True)

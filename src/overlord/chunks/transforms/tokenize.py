@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from overlord.chunks.transforms.outcome import ORIGIN, RowError, row_error
 from overlord.errors import DataError, SchemaError, SpecError
-from overlord.stream.facts import Ints
 
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
+
+    from overlord.stream.facts import Ints
 
 
 Tokens = NDArray[np.int32]

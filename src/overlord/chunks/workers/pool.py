@@ -17,14 +17,12 @@ import os
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cloudpickle
-import pyarrow as pa
 
-from overlord.chunks.transforms.in_processes import InProcesses
 from overlord.chunks.transforms.invoke import name_of
 from overlord.chunks.transforms.outcome import (
     Context,
@@ -44,7 +42,14 @@ from overlord.chunks.workers.worker import (
 )
 from overlord.errors import ClosedError, SchemaError, SpecError
 from overlord.sources.views import compact
-from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pyarrow as pa
+
+    from overlord.chunks.transforms.in_processes import InProcesses
+    from overlord.stream.facts import Ints
 
 DEATHS_ALLOWED = 2
 

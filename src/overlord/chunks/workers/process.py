@@ -12,8 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -21,6 +20,9 @@ import pyarrow as pa
 
 from overlord.chunks.workers import process as worker_wire
 from overlord.errors import ClosedError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 START_TIMEOUT_S = 120.0
 START_ATTEMPTS = 3

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
@@ -20,7 +21,9 @@ from overlord.chunks.transforms.invoke import Invoke
 from overlord.chunks.transforms.outcome import Context, RowError, one_line
 from overlord.chunks.workers import process as worker_wire
 from overlord.errors import DataError
-from overlord.stream.facts import Ints
+
+if TYPE_CHECKING:
+    from overlord.stream.facts import Ints
 
 PARENT_CHECK_S = 1.0
 _PR_SET_PDEATHSIG = 1

@@ -7,12 +7,14 @@ import ipaddress
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 SYSTEM_CONFIG = {
     # What is read in place counts as used, and not only what Ray must not evict: see `Ray.store_use`.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,6 +17,8 @@ from overlord.runtime.engine import Handle, StoreUse, Workplace, WorkplaceSize
 from overlord.runtime.ray.cluster import Cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
     from overlord.runtime.ray.names import Names, RayAnswer
     from overlord.runtime.ray.stored_calls import Packer
     from overlord.runtime.ray.watch import HangWatch

@@ -10,9 +10,8 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import cloudpickle
 import ray
@@ -21,6 +20,9 @@ from ray import exceptions as ray_errors
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime.ray.stage import Raised
 from overlord.runtime.ray.stored_calls import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 T = TypeVar("T")
 

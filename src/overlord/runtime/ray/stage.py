@@ -6,14 +6,16 @@ import os
 import pickle
 import threading
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from overlord.errors import OverlordError
 from overlord.runtime.engine import Workplace, WorkplaceSize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _RAISED_IN = "raised in role"
 PULSE = "pulse"

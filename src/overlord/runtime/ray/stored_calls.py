@@ -9,13 +9,15 @@ of scope keeps an actor from starting again).
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from ray.experimental import internal_kv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _LARGE_BYTES = 64 << 10
 

@@ -13,10 +13,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import exceptions as ray_errors
@@ -24,6 +23,9 @@ from ray._private.state import actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from overlord.runtime.ray.stage import PULSE, Pulse, born
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _ROUNDS = 6  # looks at a silent role before it is taken for hung
 _KILL_S = 5.0  # how long a kill on another node may take before Ray is asked to do it

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +19,9 @@ from overlord.trainer.tempbalance.mappings import Mapping as FactorMapping
 from overlord.trainer.tempbalance.spectra import AlphaSolver, Spectrum, WholeMatrix
 from overlord.trainer.tempbalance.stepping import keep_changes, view_for_step
 from overlord.trainer.tempbalance.weights import Matrix, matrices_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _VERSION = 1
 

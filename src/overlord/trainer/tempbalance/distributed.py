@@ -7,15 +7,18 @@ A sharded matrix is gathered by all ranks together, one at a time, and only the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlord.errors import SpecError
-from overlord.trainer.tempbalance.weights import Matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from overlord.trainer.tempbalance.weights import Matrix
 
 
 class Ranks:

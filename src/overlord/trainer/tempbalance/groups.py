@@ -5,16 +5,18 @@ Everything that cannot be compared keeps the base rate, and `Layers.left` says w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Protocol
 
 from overlord.errors import SpecError
 from overlord.trainer.tempbalance.spectra import Spectrum, num_eigenvalues
 from overlord.trainer.tempbalance.weights import Matrix, is_embedding, plain_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)

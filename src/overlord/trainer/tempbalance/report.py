@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.trainer.tempbalance.groups import Layers
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from overlord.trainer.tempbalance.groups import Layers
 
 
 def table(layers: Layers, alphas: Mapping[str, float], factors: Mapping[str, float]) -> str:

@@ -8,9 +8,8 @@ small eigenvalue problems wait for launches, not for arithmetic, and take no lon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +18,9 @@ from overlord.errors import SpecError
 from overlord.trainer.tempbalance.cuda_graph import Recorded
 from overlord.trainer.tempbalance.hill import hill_alphas, tail_size
 from overlord.trainer.tempbalance.tridiagonal import largest_eigenvalues_together
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 Shape: TypeAlias = tuple[int, int, int]
 """Of a stack: matrices, rows, columns."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from overlord.trainer.tempbalance.spectra import Shape
+if TYPE_CHECKING:
+    from overlord.trainer.tempbalance.spectra import Shape
 
 Whole: TypeAlias = Callable[[Tensor], Tensor]
 """Gives the whole tensor of a parameter, gathering it where ranks hold pieces of it."""
