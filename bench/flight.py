@@ -69,7 +69,7 @@ class Prebuilt:
     def load_state(self, state: Any, generation: int) -> int:
         return 0
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         return []
 
 

@@ -131,7 +131,7 @@ def costs_of(loader: ol.Loader) -> Costs:
 
     fields = [field for micro in step for field in micro.values()]
     return Costs(
-        empty_ask=_median_ms(lambda: host.ask(LoaderHost.doing).result()),
+        empty_ask=_median_ms(lambda: host.ask(LoaderHost.status_lines).result()),
         plan=_median_ms(lambda: planner.ask(Planner.plan, step.number, 0).result()),
         payload=_median_ms(lambda: list(loader._routes.give_each(samples))),
         ready_step=_median_ms(fetch),

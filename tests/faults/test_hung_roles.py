@@ -30,7 +30,7 @@ class Knotted(Counter):
         self._own.acquire()
         return self.pid()
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         with self._own:
             return ["counting"]
 
@@ -63,7 +63,7 @@ def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, capl
 def test_a_role_whose_own_locks_are_in_a_knot_is_replaced(engine: ol.Ray):
     role = engine.spawn("knotted", make_knotted)
     knotted = role.ask(Knotted.knot).result()
-    assert role.ask(Knotted.doing).result(60) == ["counting"]
+    assert role.ask(Knotted.status_lines).result(60) == ["counting"]
     assert role.ask(Knotted.pid).result() != knotted
 
 

@@ -252,7 +252,7 @@ def _lines(lines: Any) -> Answer:
 
 
 def _doing(channel: FlightChannel) -> Answer:
-    return _lines(channel.doing())
+    return _lines(channel.status_lines())
 
 
 def _feedback(channel: FlightChannel) -> Answer:

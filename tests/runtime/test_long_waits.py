@@ -114,7 +114,7 @@ def test_how_a_run_stands_is_told_at_once_while_a_source_hangs(num_workers):
         client = loader.client(0)
         reader = threading.Thread(target=next, args=(client,))
         reader.start()
-        while not any("facts of chunk 0" in line for line in loader.doing()):
+        while not any("facts of chunk 0" in line for line in loader.status_lines()):
             pass
         looker = threading.Thread(target=loader.plan, args=(3,))
         looker.start()

@@ -294,7 +294,7 @@ def test_a_state_of_another_type_is_refused_and_reports_and_waits_go_on_without_
         channel = FlightChannel(f"grpc://127.0.0.1:{server.port}", 0, None, None, 5)
         with pytest.raises(ol.ServiceError, match="does not answer as an overlord service of this release does"):
             channel.state_before(0)
-        assert channel.doing() == []
+        assert channel.status_lines() == []
         (note,) = channel.feedback(StepReport(0, 0, {"a": 1.0}, {"a": 2.0}, (0.5,)), 0)
         assert note.startswith("the service did not take it: ")
         channel.close()

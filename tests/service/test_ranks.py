@@ -1,11 +1,11 @@
-"""The roll: who reads, where each stands, who is silent, and whose a rank is."""
+"""The ranks: who reads, where each stands, who is silent, and whose a rank is."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.service.ranks import Roll
+from overlord.service.ranks import RankRegistry
 
 
 class Clock:
@@ -18,94 +18,94 @@ class Clock:
 
 def test_a_rank_is_silent_only_when_nothing_was_heard_for_long_and_it_had_not_left():
     clock = Clock()
-    roll = Roll(clock)
+    ranks = RankRegistry(clock)
     for rank in range(3):
-        roll.asked(rank, "session-a", 0)
-    roll.left(2, "session-a")
+        ranks.asked(rank, "session-a", 0)
+    ranks.left(2, "session-a")
     clock.now = 5.0
-    roll.heard(1, "session-a")
+    ranks.heard(1, "session-a")
     clock.now = 8.0
-    assert roll.silent(6.0) == [0]
-    roll.asked(0, "session-a", 0)
-    assert roll.silent(6.0) == []
+    assert ranks.silent(6.0) == [0]
+    ranks.asked(0, "session-a", 0)
+    assert ranks.silent(6.0) == []
 
 
 def test_steps_are_those_that_were_handed_out_not_those_asked_for():
-    roll = Roll()
-    roll.asked(0, "session-a", 4)
-    assert roll.reading() == {0: 4}
-    roll.took(0, "session-a", 4)
-    assert roll.reading() == {0: 5}
-    roll.left(0, "session-a")
-    assert roll.reading() == {}
-    assert roll.last() == {0: 5}
-    roll.forget()
-    assert roll.last() == {}
+    ranks = RankRegistry()
+    ranks.asked(0, "session-a", 4)
+    assert ranks.reading() == {0: 4}
+    ranks.took(0, "session-a", 4)
+    assert ranks.reading() == {0: 5}
+    ranks.left(0, "session-a")
+    assert ranks.reading() == {}
+    assert ranks.last() == {0: 5}
+    ranks.forget()
+    assert ranks.last() == {}
 
 
 def test_what_an_old_client_says_changes_nothing_for_the_new_one():
-    roll = Roll()
-    roll.asked(0, "session-a", 4)
-    roll.asked(0, "session-b", 2)
-    roll.took(0, "session-a", 4)
-    assert not roll.left(0, "session-a")
-    assert roll.reading() == {0: 2}
+    ranks = RankRegistry()
+    ranks.asked(0, "session-a", 4)
+    ranks.asked(0, "session-b", 2)
+    ranks.took(0, "session-a", 4)
+    assert not ranks.left(0, "session-a")
+    assert ranks.reading() == {0: 2}
     with pytest.raises(ol.ClosedError, match="another client has taken the place"):
-        roll.heard(0, "session-a")
+        ranks.heard(0, "session-a")
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 9)), min_size=1))
 def test_a_rank_belongs_to_the_newest_of_its_clients_and_never_goes_back(asks):
-    roll = Roll()
+    ranks = RankRegistry()
     order: list[str] = []
     for name, step in asks:
         session = f"session-{name}"
         if session in order[:-1]:
             with pytest.raises(ol.ClosedError):
-                roll.asked(0, session, step)
+                ranks.asked(0, session, step)
         else:
             order = order if session in order else [*order, session]
-            roll.asked(0, session, step)
-            assert roll.reading() == {0: step}
+            ranks.asked(0, session, step)
+            assert ranks.reading() == {0: step}
 
 
 def test_waiting_for_ranks_to_leave_counts_only_those_that_came():
-    roll = Roll()
-    roll.asked(1, "session-a", 0)
-    assert not roll.wait_for_leave([1], 0.0)
-    roll.left(1, "session-a")
-    assert roll.wait_for_leave([1], 0.0)
-    assert not roll.wait_for_leave([1, 2], 0.0)
-    roll.left(2, "session-b")  # it came to say that it does not read
-    assert roll.wait_for_leave([1, 2], 0.0)
+    ranks = RankRegistry()
+    ranks.asked(1, "session-a", 0)
+    assert not ranks.wait_for_leave([1], 0.0)
+    ranks.left(1, "session-a")
+    assert ranks.wait_for_leave([1], 0.0)
+    assert not ranks.wait_for_leave([1, 2], 0.0)
+    ranks.left(2, "session-b")  # it came to say that it does not read
+    assert ranks.wait_for_leave([1, 2], 0.0)
 
 
 @pytest.mark.strangers
 def test_a_rank_that_never_came_is_late_and_not_gone_until_its_peers_have_waited_for_it():
     clock = Clock()
-    roll = Roll(clock)
-    roll.expect([0, 1])
+    ranks = RankRegistry(clock)
+    ranks.expect([0, 1])
     clock.now += 1000.0
-    assert roll.silent(60.0) == [], "nobody has come yet: a service may wait for its trainers as long as they take"
-    roll.asked(0, "session-a", 0)
+    assert ranks.silent(60.0) == [], "nobody has come yet: a service may wait for its trainers as long as they take"
+    ranks.asked(0, "session-a", 0)
     clock.now += 59.0
-    assert roll.silent(60.0) == []
+    assert ranks.silent(60.0) == []
     clock.now += 2.0
-    roll.asked(0, "session-a", 1)
-    assert roll.silent(60.0) == [1]
-    assert roll.left(1)
-    assert roll.silent(60.0) == []
-    assert not roll.left(1)
+    ranks.asked(0, "session-a", 1)
+    assert ranks.silent(60.0) == [1]
+    assert ranks.left(1)
+    assert ranks.silent(60.0) == []
+    assert not ranks.left(1)
 
 
 @pytest.mark.strangers
 def test_ranks_that_read_are_expected_again_when_the_run_is_moved():
     clock = Clock()
-    roll = Roll(clock)
+    ranks = RankRegistry(clock)
     for rank in range(2):
-        roll.asked(rank, f"session-{rank}", 0)
-    roll.forget()
-    roll.asked(0, "session-0", 0)
+        ranks.asked(rank, f"session-{rank}", 0)
+    ranks.forget()
+    ranks.asked(0, "session-0", 0)
     clock.now += 61.0
-    roll.asked(0, "session-0", 1)
-    assert roll.silent(60.0) == [1]
+    ranks.asked(0, "session-0", 1)
+    assert ranks.silent(60.0) == [1]

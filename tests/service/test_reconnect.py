@@ -164,7 +164,7 @@ def test_a_rank_whose_constructor_moves_follows_it_through_the_address_book():
         found = [content(next(client)) for _ in range(2)]
         here.reverse()  # told that it is elsewhere now
         found += [content(next(client)) for _ in range(2)]
-        assert homes[1].roll.reading() == {0: 4}
+        assert homes[1].ranks.reading() == {0: 4}
         here.reverse()
         homes[1].close()  # gone without a word
         found += [content(next(client)) for _ in range(2)]

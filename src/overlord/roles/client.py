@@ -55,7 +55,7 @@ class Channel(Protocol):
         """Move the run to a state, for a client of some generation; gives the run's generation."""
         ...
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         """What the run is busy with."""
         ...
 
@@ -267,4 +267,4 @@ class Client:
         return f"rank {self.rank} waits for step {self._next} ({limit}): {reason}{self._busy_lines()}"
 
     def _busy_lines(self) -> str:
-        return "".join(f"\n  - {line}" for line in self._channel.doing())
+        return "".join(f"\n  - {line}" for line in self._channel.status_lines())

@@ -188,18 +188,18 @@ class DataConstructor:
         if is_late:
             self._planner.ask(Planner.expect, self._group).result()
 
-    def leaves(self, rank: int) -> None:
+    def rank_left(self, rank: int) -> None:
         """Note that a rank reads no more, so that it holds nobody back."""
         with self._lock:
             self._at.pop(rank, None)
             self._taken.pop(rank, None)
             self._expected.discard(rank)
-            self._paces.leaves(rank)
+            self._paces.rank_left(rank)
             nobody_reads, is_late = not self._at, bool(self._expected)
             if nobody_reads:
                 self._drop_all()
         if nobody_reads:
-            self._planner.ask(Planner.leaves, self._group, is_late).result()
+            self._planner.ask(Planner.group_left, self._group, is_late).result()
 
     def freeze(self) -> HandedOut:
         """Hand out no step that no rank has yet."""
@@ -224,7 +224,7 @@ class DataConstructor:
             self._frozen_from = None
             self._drop_all()
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         """What it is busy with. Answered at once."""
         with self._lock:
             return [f"data-parallel group {self._group}: {line}" for _, line in sorted(dict(self._doing).items())]
@@ -318,7 +318,7 @@ class DataConstructor:
         with self._lock:
             nobody_reads, is_late = not self._at, bool(self._expected)
         if nobody_reads:  # the last rank left meanwhile: the planner must not wait for this group again
-            self._planner.ask(Planner.leaves, self._group, is_late).result()
+            self._planner.ask(Planner.group_left, self._group, is_late).result()
         return plan
 
 
@@ -394,6 +394,6 @@ class PaceMaker:
             self._waited_s += now - asked[1]
         self._got[rank] = step, now
 
-    def leaves(self, rank: int) -> None:
+    def rank_left(self, rank: int) -> None:
         self._asked.pop(rank, None)
         self._got.pop(rank, None)

@@ -147,8 +147,8 @@ class LoaderHost:
             ignored=frozenset(ignored),
         )
 
-    def doing(self) -> list[str]:
-        return [line for held in self._now().values() for line in held.loader.doing()]
+    def status_lines(self) -> list[str]:
+        return [line for held in self._now().values() for line in held.loader.status_lines()]
 
     def buffer_use(self, sources: Sequence[str]) -> dict[str, BufferUse]:
         return {name: self._of(name).loader.buffer_use() for name in sources}

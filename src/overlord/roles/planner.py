@@ -155,7 +155,7 @@ class Planner:
         with self._needs_lock:
             self._late.add(group)
 
-    def leaves(self, group: int, is_late: bool = False) -> None:
+    def group_left(self, group: int, is_late: bool = False) -> None:
         """Note that nobody reads a group now, so that it holds nobody back. `is_late` says that some rank may still come."""
         with self._needs_lock:
             self._needs.pop(group, None)
@@ -176,9 +176,9 @@ class Planner:
         progress = self.progress(step)
         return progress, self._steering.before(step)
 
-    def hear(self, report: StepReport) -> list[str]:
+    def report(self, report: StepReport) -> list[str]:
         """Take a rank's report of a step; gives what was not counted, and why. Answered at once, whatever is being drawn."""
-        return self._steering.hear(report, self._reached)
+        return self._steering.report(report, self._reached)
 
     def change_weights(self, change: WeightChange, first: int) -> int:
         """Draw by other weights; gives the step from which. Steps before `first` are known to be given."""
@@ -227,7 +227,7 @@ class Planner:
             name: Cursor(needed[i], int(newest.chunk[i]), self._last_chunk(i)) for i, name in enumerate(self._start.names)
         }
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         busy = self._busy
         return [busy] if busy else []
 

@@ -95,11 +95,11 @@ class Routes:
         giving = [self._giving(Samples.concatenated(batch)) for batch in together]
         return (payload for batch, given in zip(together, giving, strict=True) for payload in given().parts(map(len, batch)))
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         """What the loaders are busy with. One that does not answer is named, not waited for."""
         hosts = [Handle[LoaderHost](self._engine, name) for name in self._lookup().hosts]
         found: list[str] = []
-        for host, answer in [(host, _sent(host, LoaderHost.doing)) for host in hosts]:
+        for host, answer in [(host, _sent(host, LoaderHost.status_lines)) for host in hosts]:
             try:
                 found += answer.result(_DOING_WAIT_S)
             except (WaitTimeoutError, WorkerDiedError, ClosedError):

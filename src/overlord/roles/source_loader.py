@@ -201,7 +201,7 @@ class SourceLoader:
                 return
             self._making[number] = _Making(self._threads.submit(self._made_here, number), self._clock())
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         """What this loader is busy with, for whoever waits for it."""
         now = self._clock()
         with self._lock:

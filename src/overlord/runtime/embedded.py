@@ -92,7 +92,7 @@ class Embedded:
         with self._lock:
             self._closed = True
             roles, self._roles = list(self._roles.values()), {}
-        busy = [line for role in roles if hasattr(role, "doing") for line in role.doing()]
+        busy = [line for role in roles if hasattr(role, "status_lines") for line in role.status_lines()]
         for role in reversed(roles):  # a role is closed before those it asks
             _close(role)
         if self._workplace is not None:

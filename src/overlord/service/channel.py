@@ -142,7 +142,7 @@ class FlightChannel:
         self._note(moved)
         return self.generation()
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         try:
             return self._asked_once(Action.DOING, wire.Doing(self._welcome.job))
         except (Unreachable, OverlordError):  # it is asked to explain a wait, which must not fail for it

@@ -69,12 +69,12 @@ class ServingConstructor(DataConstructor):
     def reading(self) -> dict[int, int]:
         """The ranks that read from here, with the step each takes next."""
         service = self._service
-        return {} if service is None else service.roll.reading()
+        return {} if service is None else service.ranks.reading()
 
     def last(self) -> dict[int, int]:
         """The same for every rank that ever read from here."""
         service = self._service
-        return {} if service is None else service.roll.last()
+        return {} if service is None else service.ranks.last()
 
     def late(self) -> frozenset[int]:
         """The ranks of this group that have neither asked for a step nor left."""
@@ -93,7 +93,7 @@ class ServingConstructor(DataConstructor):
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
         """Wait until each of these ranks has read from here and left again."""
         service = self._service
-        return service is not None and service.roll.wait_for_leave(ranks, timeout_s)
+        return service is not None and service.ranks.wait_for_leave(ranks, timeout_s)
 
     def stop_serving(self) -> None:
         with self._serving:
@@ -120,4 +120,4 @@ class _OwnSteps:
         return self.constructor.fetch(step, rank, wait_s)
 
     def leave(self, rank: int) -> None:
-        self.constructor.leaves(rank)
+        self.constructor.rank_left(rank)

@@ -33,7 +33,7 @@ class _Rank:
     displaced: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
 
-class Roll:
+class RankRegistry:
     """Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

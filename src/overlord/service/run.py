@@ -315,7 +315,7 @@ class Loader:
         """Take a rank's report of a step; gives what was not counted, and why. Use `Client.feedback`."""
         if generation != self._generation:
             return ["the run was moved to another state since"]
-        return self._planner.ask(Planner.hear, report).result()
+        return self._planner.ask(Planner.report, report).result()
 
     def status(self) -> PlannerStatus:
         """How far the planner is, and its log."""
@@ -393,13 +393,13 @@ class Loader:
         """How often the run was moved to another state."""
         return self._generation
 
-    def doing(self) -> list[str]:
+    def status_lines(self) -> list[str]:
         """What the planner and the loaders are busy with."""
         try:
-            planner = self._planner.ask(Planner.doing).result(_DOING_WAIT_S)
+            planner = self._planner.ask(Planner.status_lines).result(_DOING_WAIT_S)
         except (WaitTimeoutError, WorkerDiedError):
             planner = ["the planner does not answer"]
-        return [*planner, *self._routes.doing()]
+        return [*planner, *self._routes.status_lines()]
 
     def close(self) -> None:
         """Stop everything. Safe to call twice; in a forked process it stops nothing, since all of it is the parent's."""
@@ -428,7 +428,7 @@ class Loader:
         """What somebody asked for that may have to be drawn first."""
 
         def in_words() -> str:
-            return what + "".join(f"\n  - {line}" for line in self.doing())
+            return what + "".join(f"\n  - {line}" for line in self.status_lines())
 
         with waiting(in_words):
             return ask().result()

@@ -29,7 +29,7 @@ from overlord.service import wire
 from overlord.service.auth import Listen, TokenCheck
 from overlord.service.forking import check_not_forked, hold
 from overlord.service.gate import Gate, has_gate
-from overlord.service.ranks import Roll
+from overlord.service.ranks import RankRegistry
 from overlord.service.steps import SCHEMA, packed_step
 from overlord.service.wire import Action
 
@@ -65,7 +65,7 @@ class ServedRun(Protocol):
     def generation(self) -> int: ...
     def state_before(self, step: int) -> State: ...
     def load_state(self, state: Mapping[str, Any], generation: int) -> int: ...
-    def doing(self) -> list[str]: ...
+    def status_lines(self) -> list[str]: ...
     def feedback(self, report: StepReport, generation: int) -> list[str]: ...
     def change_weights(self, change: WeightChange) -> int: ...
     def decisions(self) -> Sequence[Decision]: ...
@@ -96,13 +96,13 @@ class Service:
         leave_after_s = seconds_or_none(leave_after_s, "leave_after_s")
         self.job = job
         self.instance = instance or secrets.token_hex(8)
-        self.roll = Roll(clock)
+        self.ranks = RankRegistry(clock)
         self._steps = steps
         self._run = run
         self._locate = locate
         self._serves = serves
-        self._ranks = ranks
-        self.roll.expect(ranks())
+        self._expected_ranks = ranks
+        self.ranks.expect(ranks())
         self._leave_after_s = leave_after_s
         self._clock = clock
         self._generation = 0 if steps is None else steps.generation()
@@ -111,17 +111,17 @@ class Service:
         self._server = _server(listen, self)
         self.address = listen.told(self._server.port)
         if leave_after_s is not None and steps is not None:
-            threading.Thread(target=self._watch, args=(leave_after_s,), name="overlord-roll", daemon=True).start()
+            threading.Thread(target=self._watch, args=(leave_after_s,), name="overlord-ranks", daemon=True).start()
 
     def halt(self) -> int:
         """Hand out no step beyond those that some rank has taken; gives the last of them."""
-        last = self._last_step = max(self.roll.last().values(), default=0) - 1
+        last = self._last_step = max(self.ranks.last().values(), default=0) - 1
         return last
 
     def drain(self, last: int, timeout_s: float) -> bool:
         """Hand out steps up to `last` and wait until every reading rank has it. False when some did not come in time."""
         self._last_step = last
-        return self.roll.wait_until(lambda steps: min(steps.values(), default=last + 1) > last, timeout_s)
+        return self.ranks.wait_until(lambda steps: min(steps.values(), default=last + 1) > last, timeout_s)
 
     def close(self) -> None:
         """Stop serving, after the answers that are on their way. Safe to call twice."""
@@ -151,7 +151,7 @@ class Service:
                 return wire.Moved(self.instance, self._generation)
             if not self._serves(ticket.rank):
                 return wire.Elsewhere()
-            self.roll.asked(ticket.rank, ticket.session, ticket.step)
+            self.ranks.asked(ticket.rank, ticket.session, ticket.step)
             left_s = max(deadline - self._clock(), 0.0)
             answer = self._fetched(steps, ticket, min(left_s, _SLICE_S))
             if self._is_behind(steps, ticket):
@@ -159,7 +159,7 @@ class Service:
             if answer is None:
                 return wire.End()
             if isinstance(answer, Delivery):
-                self.roll.took(ticket.rank, ticket.session, answer.step)
+                self.ranks.took(ticket.rank, ticket.session, answer.step)
                 return answer
             # No ask without time to wait for its answer: its reason would only be that nothing has begun.
             if deadline - self._clock() <= 2 * pause_s or self._closing.wait(pause_s):
@@ -178,7 +178,7 @@ class Service:
         generation = steps.generation()
         if generation != self._generation:
             self._generation = generation
-            self.roll.forget(self._ranks())
+            self.ranks.forget(self._expected_ranks())
         return (ticket.instance, ticket.generation) != (self.instance, generation)
 
     def act(self, kind: str, body: memoryview) -> Any:
@@ -188,10 +188,10 @@ class Service:
                 return self._welcome(_parsed(body, wire.Hello))
             case Action.HERE:
                 present = self._ours(_parsed(body, wire.Presence))
-                return self.roll.heard(present.rank, present.session)
+                return self.ranks.heard(present.rank, present.session)
             case Action.LEAVE:
                 present = self._ours(_parsed(body, wire.Presence))
-                if self.roll.left(present.rank, present.session) and self._steps is not None:
+                if self.ranks.left(present.rank, present.session) and self._steps is not None:
                     self._steps.leave(present.rank)
                 return None
             case Action.STATE_BEFORE:
@@ -201,7 +201,7 @@ class Service:
                 return self._of_run().load_state(wanted.state, wanted.generation)
             case Action.DOING:
                 self._ours(_parsed(body, wire.Doing))
-                return self._of_run().doing()
+                return self._of_run().status_lines()
             case Action.FEEDBACK:
                 told = self._ours(_parsed(body, wire.FeedbackRequest))
                 report = StepReport(told.step, told.rank, told.losses, told.tokens, tuple(told.seconds))
@@ -246,8 +246,8 @@ class Service:
         steps = self._steps
         assert steps is not None  # only then is this thread started
         while not self._closing.wait(leave_after_s / 4):
-            for rank in self.roll.silent(leave_after_s):
-                if self.roll.left(rank):
+            for rank in self.ranks.silent(leave_after_s):
+                if self.ranks.left(rank):
                     _log.warning("rank %d was not heard from for %.0f s: others no longer wait for it", rank, leave_after_s)
                     steps.leave(rank)
 

@@ -62,18 +62,18 @@ class OneServer:
 
     def reading(self) -> dict[int, int]:
         """The ranks that are reading, with the step each takes next."""
-        return self._service.roll.reading()
+        return self._service.ranks.reading()
 
     def last(self) -> dict[int, int]:
         """The same for every rank that ever read."""
-        return self._service.roll.last()
+        return self._service.ranks.last()
 
     def drain(self, timeout_s: float) -> bool:
         return self._service.drain(self._service.halt(), timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
         """Wait until each of these ranks has come and left again."""
-        return self._service.roll.wait_for_leave(ranks, timeout_s)
+        return self._service.ranks.wait_for_leave(ranks, timeout_s)
 
     def close(self) -> None:
         self._service.close()

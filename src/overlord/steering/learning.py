@@ -39,7 +39,7 @@ class _Arranged:
 
 
 class Learning:
-    """What one planner has learned. `hear` may be called from any thread."""
+    """What one planner has learned. `report` may be called from any thread."""
 
     def __init__(self, place: ClientPlaceTree, is_safe: bool) -> None:
         self._place = place
@@ -73,7 +73,7 @@ class Learning:
             for old in [number for number in self._steps if number <= step - _STEPS_KEPT]:
                 del self._steps[old]
 
-    def hear(self, report: StepReport) -> list[str]:
+    def report(self, report: StepReport) -> list[str]:
         """Take a rank's times of a step; gives what was not counted, and why."""
         with self._lock:
             if self._fit is None:

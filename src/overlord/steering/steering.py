@@ -1,4 +1,4 @@
-"""Steering: what is decided about a run while it runs, and when. The planner's, and called under its lock but for `hear`.
+"""Steering: what is decided about a run while it runs, and when. The planner's, and called under its lock but for `report`.
 
 A decision is written down, and safe, before anything follows from it. Those that follow from reports are due at certain
 steps, and are made just before such a step is drawn for the first time, whether reports have come or not: so a planner that
@@ -109,12 +109,12 @@ class Steering:
             heard = () if feedback is None else tuple(self._heard.before(step, feedback))
         return Steered(in_force(self._decisions, step), heard)
 
-    def hear(self, report: StepReport, reached: int) -> list[str]:
+    def report(self, report: StepReport, reached: int) -> list[str]:
         """Take a rank's report of a step; gives what was not counted, and why. Never waits for planning."""
         if not self._start <= report.step < reached:
             return [f"it is for step {report.step}, and this run has given steps {self._start} to {reached - 1}"]
         refused = self._hear_losses(report) if report.losses else []
-        return refused + (self._learning.hear(report) if report.seconds else [])
+        return refused + (self._learning.report(report) if report.seconds else [])
 
     def change(self, change: WeightChange, first: int) -> int:
         """Let other weights hold; gives the step from which they do. `first` is the first step that may change."""

@@ -61,7 +61,7 @@ class Pulse:
     born: str
     """Tells the process from a later one with the same number; "" where that is not known."""
     node: str
-    doing: tuple[str, ...]
+    status_lines: tuple[str, ...]
 
 
 class Stage:
@@ -93,12 +93,12 @@ class Stage:
         return self._failed
 
     def pulse(self) -> Pulse:
-        """Answered whatever the role is busy with. `doing` takes the role's own locks, where it has any: a role whose locks
-        are in a knot has no pulse."""
+        """Answered whatever the role is busy with. `status_lines` takes the role's own locks, where it has any: a role that
+        is deadlocked has no pulse."""
         import ray
 
-        doing = getattr(self._role, "doing", None)
-        busy = () if doing is None else tuple(doing())
+        status_lines = getattr(self._role, "status_lines", None)
+        busy = () if status_lines is None else tuple(status_lines())
         return Pulse(os.getpid(), born(os.getpid()), ray.get_runtime_context().get_node_id(), busy)
 
     def close(self) -> None:

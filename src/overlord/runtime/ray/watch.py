@@ -109,7 +109,7 @@ class HangWatch:
             last.process,
             last.node,
             self._hung_after_s,
-            "".join(f"\n  when last heard: {line}" for line in last.doing),
+            "".join(f"\n  when last heard: {line}" for line in last.status_lines),
         )
         if not _killed(last):
             ray.kill(patient.actor, no_restart=False)  # which can take Ray a few seconds
