@@ -41,7 +41,7 @@ def decoding(text: corpus.TextCorpus, rounds: int) -> Decoding:
     paths = text.paths[:SOURCES]
     files = [pq.ParquetFile(path, pre_buffer=False) for path in paths]
     sources = [ol.Parquet(path) for path in paths]
-    units = [(source, unit) for source in sources for unit in source.units()]
+    readers = [(source.open_reader(release_gil=False), source.units()) for source in sources]
     tokens = SOURCES * text.row_groups * text.row_group_tokens / 1e6
 
     def by_arrow() -> None:
@@ -50,8 +50,9 @@ def decoding(text: corpus.TextCorpus, rounds: int) -> Decoding:
                 file.read_row_group(group, use_threads=False)
 
     def by_overlord() -> None:
-        for source, unit in units:
-            source.read(unit)
+        for reader, units in readers:
+            for unit in units:
+                reader.read_rows(unit)
 
     by_arrow()
     by_overlord()

@@ -21,7 +21,9 @@ INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in 
 
 
 def chunk_of(source: ol.Source, batch: ol.Batch = SAMPLES, bad_rows: BadRowLog | None = None) -> Chunk:
-    return ChunkMaker("web", source, source.units(), 0, batch, bad_rows or BadRowLog("web", source.bad_rows)).make(0)
+    return ChunkMaker(
+        "web", source, source.units(), seed=0, batch=batch, bad_rows=bad_rows or BadRowLog("web", source.bad_rows)
+    ).make(0)
 
 
 def parquet(folder: Path, **columns: pa.Array) -> str:
@@ -95,7 +97,7 @@ def test_values_that_belong_to_no_row_are_not_looked_at():
             return pa.table({"tokens": hidden if unit.index else everything.slice(1, 3)})
 
     source = Slices(shuffle=False)
-    makers = ChunkMaker("web", source, source.units(), 0, SAMPLES, BadRowLog("web", source.bad_rows))
+    makers = ChunkMaker("web", source, source.units(), seed=0, batch=SAMPLES, bad_rows=BadRowLog("web", source.bad_rows))
     assert [documents_of(makers.make(number)) for number in range(2)] == [[[1, 2], [3]], [[7], [8]]]
 
 

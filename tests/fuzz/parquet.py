@@ -208,17 +208,18 @@ def change_levels(rng: random.Random, seed: Seed) -> bytes | None:
 
 def read(path: str) -> Answer:
     source = ol.Parquet(path)
+    reader = source.open_reader(release_gil=False)
     try:
         units = source.units()
         tables = []
         for unit in units:
-            table = source.read(unit)
+            table = reader.read_rows(unit).strict()
             if table.num_rows != unit.num_rows:
                 raise Wrong("a unit has other rows than it was listed with")
             tables.append(table)
         return checked(pa.concat_tables(tables))
     finally:
-        source.close()
+        reader.close()
 
 
 def checked(table: pa.Table) -> Answer:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError
 from overlord.sources.arrow_ipc import ArrowIpc
-from overlord.sources.files import held_bytes
+from overlord.sources.reading import held_bytes
 from tests.sources.damage import rewrite
 
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SourceError
-from overlord.runtime.threads import Threads, is_crowded
 from overlord.sources.parquet import Parquet
 from overlord.sources.parquet_lists import (
     NotFlat,
@@ -228,18 +227,3 @@ def test_a_page_header_with_fields_of_other_types_is_left_to_arrow(make: Callabl
     header = structure({1: i32(3), 2: i32(800), 3: i32(800), 8: make([0, 200, 0, 0, 0, 4, 4])}).data
     with pytest.raises(NotFlat, match="the pages could not be taken apart"):
         read_lists(column, file.metadata.row_group(0).column(0), pa.py_buffer(header + bytes(800)))
-
-
-@pytest.mark.parametrize("crowded", [False, True])
-def test_threads_that_take_turns_leave_lists_to_arrow(tmp_path: Path, crowded: bool) -> None:
-    """By what is remembered of a column that only Arrow can read."""
-    pq.write_table(pa.table({"tokens": [[*range(500), None]]}), tmp_path / "a.parquet")
-    source = Parquet(str(tmp_path / "a.parquet"))
-    threads = Threads(1, "reader", crowded=crowded)
-    try:
-        read = threads.submit(lambda: (is_crowded(), source.read(source.units()[0])))
-        assert read.result(10) == (crowded, pq.read_table(tmp_path / "a.parquet"))
-    finally:
-        threads.shutdown()
-    assert not is_crowded()
-    assert source._files.as_they_are == (set() if crowded else {"tokens"})

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.sources import views
-from overlord.sources.files import held_bytes
+from overlord.sources.reading import held_bytes
 from overlord.sources.storage import MappedFile, Storage
 from overlord.sources.views import (
     compact,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.errors import BadRowError, SchemaError, SourceError, SpecError
-from overlord.sources.files import held_bytes
+from overlord.sources.reading import held_bytes
 from overlord.sources.tar_index import members
 from overlord.sources.webdataset import WebDataset
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.sources.files import held_bytes
+from overlord.sources.reading import held_bytes
 from overlord.stream.facts import (
     WEIGHT_BITS,
     ChunkFacts,

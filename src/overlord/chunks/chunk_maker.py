@@ -23,7 +23,7 @@ from overlord.chunks.transforms.apply import Reporter, Transforms
 from overlord.chunks.transforms.outcome import Context
 from overlord.errors import DataError, SchemaError
 from overlord.sources.column_types import under_schema, wider, wider_schema
-from overlord.sources.files import ReadResult
+from overlord.sources.files import open_reader
 from overlord.sources.views import joined, take_rows
 from overlord.stream.chunk_order import row_order, units_of_chunk
 from overlord.stream.facts import LOSS_EXTRA, ChunkFacts, Ints
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from overlord.declare.batch import Batch
     from overlord.declare.source import Source, Unit
     from overlord.media.images import ImageFacts
+    from overlord.sources.reading import ReadResult
 
 _FIRST_OF_ONE = np.zeros(1, np.int64)
 MOST_ID = 2**31 - 1
@@ -47,24 +48,28 @@ _PLAIN = pa.list_(pa.int32())  # as nearly all token columns are: nothing else h
 
 
 class ChunkMaker:
-    """Makes any chunk of one source. Holds no state but the schema that its first chunk had."""
+    """Makes any chunk of one source, in any thread. A chunk is a function of its number."""
 
     def __init__(
         self,
         name: str,
         source: Source,
         units: Sequence[Unit],
+        *,
         seed: int,
         batch: Batch,
         bad_rows: BadRowLog,
         processes: ProcessPool | None = None,
+        release_gil: bool = False,
     ) -> None:
+        """`release_gil`: other threads contend for the GIL while this one makes chunks."""
         self._name = name
         self._source = source
         self._units = units
         self._seed = seed
         self._batch = batch
         self._bad_rows = bad_rows
+        self._reader = open_reader(source, release_gil=release_gil)
         self._transforms = Transforms(source.transforms, processes) if source.transforms else None
 
     def make(self, number: int) -> Chunk:
@@ -75,8 +80,12 @@ class ChunkMaker:
             error.add_note(f"while making chunk {number} of source {self._name!r} from {units}")
             raise
 
+    def close(self) -> None:
+        """Close files that reading left open. A chunk that is being made is made to its end."""
+        self._reader.close()
+
     def expected_bytes(self, number: int) -> int:
-        """What the list of units promises that a chunk will take."""
+        """The bytes of a chunk by the list of units."""
         return sum(unit.num_bytes for unit in self._units_of(number))
 
     def _make(self, number: int) -> Chunk:
@@ -138,8 +147,7 @@ class ChunkMaker:
             ) from error
 
     def _read_unit(self, unit: Unit) -> ReadResult:
-        read_rows = getattr(self._source, "read_rows", None)
-        result = read_rows(unit) if read_rows is not None else ReadResult(self._source.read(unit))
+        result = self._reader.read_rows(unit)
         if not isinstance(result.table, pa.Table):
             raise SchemaError(
                 f"source {self._name!r}: read({unit}) must return a pyarrow.Table, got {type(result.table).__name__}"

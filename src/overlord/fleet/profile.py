@@ -100,6 +100,7 @@ def _profile(name: str, job: Job, units: Sequence[Unit], effort: Effort) -> Prof
                 break
     finally:
         thread.shutdown(wait=False)
+        maker.close()
     if not made:
         raise WaitTimeoutError(
             f"source {name!r} made no chunk within {effort.seconds:g} s; give profiling more time, or write smaller units"
@@ -115,7 +116,7 @@ def _maker(name: str, job: Job, units: Sequence[Unit]) -> ChunkMaker:
     if policy.policy == "quarantine":
         policy = replace(policy, policy="skip", path=None)  # what is only looked at is not put aside
     # Without worker processes: their transforms run here, where their time can be measured.
-    return ChunkMaker(name, source, units, job.seed, job.batch, BadRowLog(name, policy))
+    return ChunkMaker(name, source, units, seed=job.seed, batch=job.batch, bad_rows=BadRowLog(name, policy))
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,12 +91,23 @@ def make_loader_host(
     threads = workplace.read_threads if num_threads is None else Threads(num_threads, "overlord-read")
     num_held = Counter(share.source for share in shares)
     num_shares = {share.source: share.of for share in shares}
+    # The threads of the process contend for the GIL with each other and with the thread that builds steps.
+    release_gil = num_threads is None and threads.num_threads > 0
 
     def opened(name: str) -> Held:
         source = job.sources[name]
         bad_rows = BadRowLog(name, source.bad_rows)
         units: Sequence[Unit] = engine.published(f"units/{name}")
-        maker = ChunkMaker(name, source, units, job.seed, job.batch, bad_rows, workplace.processes)
+        maker = ChunkMaker(
+            name,
+            source,
+            units,
+            seed=job.seed,
+            batch=job.batch,
+            bad_rows=bad_rows,
+            processes=workplace.processes,
+            release_gil=release_gil,
+        )
         # Never less than one of the declared loaders has: a source that is dealt to more of them must not find that its
         # chunks no longer fit.
         part = source.buffer_bytes * num_held[name] // num_shares.get(name, 1)
@@ -104,7 +115,7 @@ def make_loader_host(
         # A remote store may keep one waiting at any time: what it is asked for ahead is left to threads.
         is_local = not any(is_remote(unit.path) for unit in units[:1])
         make = maker.make, maker.expected_bytes
-        loader = SourceLoader(name, *make, buffer_bytes, threads, at_close=source.close, makes_ahead=is_local)
+        loader = SourceLoader(name, *make, buffer_bytes, threads, at_close=maker.close, makes_ahead=is_local)
         return Held(loader, bad_rows, source.decode, maker.bad_decode)
 
     return LoaderHost(opened, tuple(num_held), job.batch.columns, threads, own_threads=num_threads is not None)

@@ -122,10 +122,10 @@ class Workplace:
 
     def __init__(self, size: WorkplaceSize) -> None:
         num_workers = max(1, (os.cpu_count() or 1) - 1) if size.num_workers is None else size.num_workers
-        self.read_threads = Threads(num_workers, "overlord-read", crowded=True)
+        self.read_threads = Threads(num_workers, "overlord-read")
         # Building mostly holds the interpreter: a second thread would not build sooner, and the two would hand the
         # interpreter to and fro at every array they copy. What takes long, decoding, runs on the read threads.
-        self.build_threads = Threads(min(1, num_workers), "overlord-build", crowded=True)
+        self.build_threads = Threads(min(1, num_workers), "overlord-build")
         # One pool for all groups of the process: what one has just given back is still at hand for the processor.
         self.arenas = Arenas()
         self.processes = ProcessPool(size.num_processes or os.cpu_count() or 1)

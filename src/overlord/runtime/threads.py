@@ -11,25 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_here = threading.local()
-
-
-def is_crowded() -> bool:
-    """Whether this thread and other busy ones take turns with the interpreter: what lets go of it for long is then better
-    than what takes less time and holds it."""
-    return getattr(_here, "is_crowded", False)
-
 
 class Threads(Executor):
-    """Runs calls on up to `num_threads` threads, which start when first needed. `crowded`: see `is_crowded`.
+    """Runs calls on up to `num_threads` threads, which start when first needed.
 
     With none, nothing is ever begun: whoever needs an answer cancels the call and makes it in its own thread, as one may
     do with any call that no thread has begun.
     """
 
-    def __init__(self, num_threads: int, name: str, *, crowded: bool = False) -> None:
+    def __init__(self, num_threads: int, name: str) -> None:
         self.num_threads = num_threads
-        self._crowded = crowded
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple, dict] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -80,7 +71,6 @@ class Threads(Executor):
         return not any(thread.is_alive() for thread in others)
 
     def _work(self) -> None:
-        _here.is_crowded = self._crowded
         while True:
             with self._lock:
                 self._idle += 1

@@ -12,7 +12,7 @@ import pyarrow.ipc
 
 from overlord.declare.source import MIB, Unit
 from overlord.errors import BufferTooSmallError, SourceError, SpecError, StorageError
-from overlord.sources.files import FileSource, ReadResult, checked_columns, common_schema
+from overlord.sources.files import FileSource, checked_columns, common_schema
 from overlord.sources.ipc_blocks import (
     CONTINUATION,
     MAGIC,
@@ -24,10 +24,10 @@ from overlord.sources.ipc_blocks import (
     is_compressed,
     stream_blocks,
 )
-from overlord.sources.sparse_file import SparseFile
 from overlord.sources.storage import (
     FileBytes,
     MappedFile,
+    SparseFile,
     Storage,
     StoredFile,
     is_remote,
@@ -39,6 +39,8 @@ from overlord.sources.validation import validated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from overlord.sources.reading import ReadResult
 
 HEAD_BYTES = 64 << 10
 HEADER_BYTES = 4 << 10
@@ -91,9 +93,6 @@ class ArrowIpc(FileSource):
         for file, index in zip(files, indexes, strict=True):
             units += _units(file, index, schema, self.unit_bytes)
         return self._some(units)
-
-    def read(self, unit: Unit) -> pa.Table:
-        return self.read_rows(unit).strict()
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: Batches = unit.detail

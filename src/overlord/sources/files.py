@@ -1,28 +1,19 @@
-"""What all sources made of files share: how they are named, listed and reached.
-
-Beside that: compressed files by the end of their name, one schema for all files of a source, and what reading one unit
-returned: its good rows, where they stood in the unit, and the rows that could not be read.
-"""
+"""The base of all sources made of files: how files are named and listed, decompressed, and held to one schema."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
-import numpy as np
 import pyarrow as pa
 
 from overlord.declare.source import Source, Unit
-from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError, SpecError
+from overlord.errors import BufferTooSmallError, SchemaError, SourceError, SpecError
 from overlord.sources.object_store import Retry
+from overlord.sources.reading import ReadResult, SourceReader, UnitReader
 from overlord.sources.storage import Storage, StoredFile
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from overlord.sources.storage import MappedFile
 
 
 @dataclass(frozen=True)
@@ -58,6 +49,22 @@ class FileSource(Source):
 
     def files(self) -> tuple[StoredFile, ...]:
         return self.storage.files(self.patterns)
+
+    def read(self, unit: Unit) -> pa.Table:
+        """The rows of one unit; BadRowError where one of them cannot be read."""
+        return self.read_rows(unit).strict()
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        """The rows of one unit, with the bad ones reported one by one."""
+        raise NotImplementedError(f"{type(self).__name__} must define read_rows(unit)")
+
+    def open_reader(self, *, release_gil: bool) -> UnitReader:
+        """A reader of many units. Override it where reading keeps files or findings between units.
+
+        `release_gil`: other threads contend for the GIL, so prefer code that releases it over code that is merely faster.
+        """
+        del release_gil
+        return SourceReader(self)
 
     def identity(self) -> str:
         return f"{type(self).__name__}({list(self.patterns)!r})"
@@ -193,50 +200,6 @@ def spelled_type(type_: Any) -> str:
     return {"double": "pa.float64()", "float": "pa.float32()", "bool": "pa.bool_()"}.get(str(type_), f"pa.{type_}()")
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that could not be read. `row` counts the rows of its unit from 0, good and bad together."""
-
-    row: int
-    error: str
-    where: str
-    """The file and the place in it: a byte offset, a member of a tar."""
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.error}"
-
-
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """`row_numbers[i]` is the row of the unit that row i of `table` is; None when no row is missing."""
-
-    table: pa.Table
-    row_numbers: NDArray[np.int64] | None = None
-    bad: tuple[BadRow, ...] = ()
-    mapped: tuple[MappedFile, ...] = ()
-    """Files that the table points into: not memory that we hold."""
-
-    def strict(self) -> pa.Table:
-        """The table, or BadRowError for the first bad row."""
-        if self.bad:
-            raise BadRowError(f"{self.bad[0]}; on_bad_row='skip' drops such rows and counts them")
-        return self.table
-
-
-def held_bytes(table: pa.Table, mapped: Sequence[MappedFile] = ()) -> int:
-    """The memory that a table holds, each buffer counted once and what lies in mapped files not at all."""
-    files = [(file.start, file.stop) for file in mapped]
-    sizes: dict[int, int] = {}
-    for column in table.columns:
-        for chunk in column.chunks:
-            for data in chunk.buffers():
-                if data is not None and not any(start <= data.address < stop for start, stop in files):
-                    sizes[data.address] = max(data.size, sizes.get(data.address, 0))
-    return sum(sizes.values())
-
-
-def kept_rows(num_rows: int, bad: Sequence[BadRow]) -> NDArray[np.int64]:
-    """The row numbers that are left of `num_rows` without the bad ones."""
-    keep = np.ones(num_rows, bool)
-    keep[[row.row for row in bad]] = False
-    return np.flatnonzero(keep).astype(np.int64)
+def open_reader(source: Source, *, release_gil: bool) -> UnitReader:
+    """The reader of any source; see `FileSource.open_reader`. The caller closes it."""
+    return source.open_reader(release_gil=release_gil) if isinstance(source, FileSource) else SourceReader(source)

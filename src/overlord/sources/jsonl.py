@@ -29,15 +29,13 @@ from overlord.sources.column_types import (
 )
 from overlord.sources.files import (
     BLOCK_BYTES,
-    BadRow,
     FileSource,
-    ReadResult,
     checked_columns,
     codec_of,
     decompressed_blocks,
-    kept_rows,
     spelled_type,
 )
+from overlord.sources.reading import BadRow, ReadResult, kept_rows
 
 if TYPE_CHECKING:
     from overlord.sources.storage import StoredFile
@@ -88,9 +86,6 @@ class Jsonl(FileSource):
                 detail = LineRange(file, start, stop, schema, isinstance(self.columns, Mapping))
                 units.append(Unit(file.path, i, None, stop - start, detail, file.version))
         return self._some(units)
-
-    def read(self, unit: Unit) -> pa.Table:
-        return self.read_rows(unit).strict()
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: LineRange = unit.detail

@@ -1,11 +1,10 @@
-"""Parquet: a unit is a row group. Footers are read once, when the source is listed; reading needs none of them again."""
+"""Parquet: a unit is a row group. Footers are read once, when the source is listed, and travel with its units."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import threading
-from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -14,8 +13,7 @@ import pyarrow as pa
 
 from overlord.declare.source import Unit
 from overlord.errors import BufferTooSmallError, SourceError
-from overlord.runtime.threads import is_crowded
-from overlord.sources.files import FileSource, ReadResult, checked_columns, common_schema
+from overlord.sources.files import FileSource, checked_columns, common_schema
 from overlord.sources.parquet_lists import (
     ListColumn,
     Lists,
@@ -24,8 +22,8 @@ from overlord.sources.parquet_lists import (
     list_columns,
     read_lists,
 )
-from overlord.sources.sparse_file import SparseFile
 from overlord.sources.storage import (
+    SparseFile,
     Storage,
     StoredFile,
     check_unchanged,
@@ -37,9 +35,11 @@ from overlord.sources.storage import (
 from overlord.sources.validation import validated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pyarrow.parquet import ColumnChunkMetaData, FileMetaData, ParquetFile
+
+    from overlord.sources.reading import ReadResult, UnitReader
 
 
 MAGIC = b"PAR1"
@@ -58,7 +58,7 @@ class RowGroup:
     leaves: tuple[int, ...]
     """The columns of the file that make up the columns of the schema."""
     lists: tuple[ListColumn, ...]
-    """Columns that may be read in a quicker way than Arrow's, which lets go of the interpreter more often."""
+    """Columns that `parquet_lists` may be able to read."""
 
     def chunks(self, index: int) -> list[ColumnChunkMetaData]:
         group = self.footer.row_group(index)
@@ -74,11 +74,6 @@ class Parquet(FileSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "columns", checked_columns(self.columns))
-        object.__setattr__(self, "_kept", KeptOpen())
-
-    @property
-    def _files(self) -> KeptOpen:
-        return self.__dict__["_kept"]
 
     def units(self) -> list[Unit]:
         files = self.files()
@@ -93,48 +88,54 @@ class Parquet(FileSource):
             units += _row_groups(file, detail)
         return self._some(units)
 
-    def read(self, unit: Unit) -> pa.Table:
-        return self.read_rows(unit).strict()
+    def read_rows(self, unit: Unit) -> ReadResult:
+        reader = ParquetReader(self)
+        try:
+            return reader.read_rows(unit)
+        finally:
+            reader.close()
+
+    def open_reader(self, *, release_gil: bool) -> UnitReader:
+        if type(self).read_rows is not Parquet.read_rows:  # a subclass has a reading of its own
+            return super().open_reader(release_gil=release_gil)
+        return ParquetReader(self, release_gil=release_gil)
+
+    def identity(self) -> str:
+        return f"Parquet({list(self.patterns)!r}, columns={self.columns and list(self.columns)!r})"
+
+
+class ParquetReader:
+    """Reads row groups, and keeps the local file that was read last open for its next row group.
+
+    With `release_gil` Arrow decodes all columns, because it releases the GIL while it does. Without, columns of lists go
+    through `parquet_lists`, which takes less processor time but holds the GIL.
+    """
+
+    def __init__(self, source: Parquet, *, release_gil: bool = False) -> None:
+        self._source = source
+        self._storage = source.storage
+        self._release_gil = release_gil
+        self._last_file = _LastFile()
+        self._not_flat: set[str] = set()  # columns of lists that turned out to be for Arrow to read
 
     def read_rows(self, unit: Unit) -> ReadResult:
-        return validated(self._decoded(unit), f"row group {unit.index} of {unit.path}")
+        return validated(self._decode(unit), f"row group {unit.index} of {unit.path}")
 
-    def _decoded(self, unit: Unit) -> pa.Table:
-        import pyarrow.parquet as pq
+    def close(self) -> None:
+        self._last_file.close()
 
-        detail: RowGroup = unit.detail
-        if unit.num_bytes > self.most_unit_bytes:
+    def _decode(self, unit: Unit) -> pa.Table:
+        source = self._source
+        if unit.num_bytes > source.most_unit_bytes:
             raise BufferTooSmallError(
                 f"row group {unit.index} of {unit.path} has {unit.num_bytes:,} bytes decompressed, and a unit may take "
-                f"{self.most_unit_bytes:,}; raise buffer_bytes, which is {self.buffer_bytes:,}, read fewer columns with "
+                f"{source.most_unit_bytes:,}; raise buffer_bytes, which is {source.buffer_bytes:,}, read fewer columns with "
                 "columns=, or write smaller row groups"
             )
-        options = {"metadata": detail.footer, "pre_buffer": False, "page_checksum_verification": True}
-        remote, ranges = is_remote(unit.path), {}
-        if remote:
-            # Fetched before decoding, in as few requests as there are stretches of wanted columns.
-            ranges = {
-                start: self.storage.read(detail.file, start, stop)
-                for start, stop in _stretches(map(_extent, detail.chunks(unit.index)))
-            }
+        remote = is_remote(unit.path)
+        ranges = self._fetch(unit) if remote else {}
         try:
-            if remote:
-                file = pa.PythonFile(SparseFile(detail.file.num_bytes, ranges), mode="r")
-                with file, pq.ParquetFile(file, **options) as parquet:
-                    table = self._row_group(file, parquet, unit)
-            else:
-                # An open file rather than a path: for a path the filesystem would be worked out again each time.
-                opened = self._files.take(detail.file, detail.footer)
-                if opened is None:
-                    file = open_arrow(detail.file)
-                    opened = OpenFile(detail.file, detail.footer, file, pq.ParquetFile(file, **options))
-                try:
-                    table = self._row_group(opened.file, opened.parquet, unit)
-                finally:
-                    # By its name: a file that was replaced or deleted is not read on because it happens to be open still.
-                    with reporting(unit.path):
-                        check_unchanged(detail.file, os.stat(unit.path))
-                self._files.put_back(opened)
+            table = self._decode_fetched(unit, ranges) if remote else self._decode_local(unit)
         except (pa.ArrowException, OSError, EOFError) as error:
             raise SourceError(
                 f"row group {unit.index} of {unit.path} cannot be decoded: {error}; write the file again"
@@ -145,13 +146,52 @@ class Parquet(FileSource):
             )
         return table
 
+    def _fetch(self, unit: Unit) -> dict[int, pa.Buffer]:
+        """The wanted columns of a remote file by offset, in as few requests as there are stretches of them."""
+        detail: RowGroup = unit.detail
+        stretches = _stretches(map(_extent, detail.chunks(unit.index)))
+        return {start: self._storage.read(detail.file, start, stop) for start, stop in stretches}
+
+    def _decode_fetched(self, unit: Unit, ranges: Mapping[int, pa.Buffer]) -> pa.Table:
+        detail: RowGroup = unit.detail
+        file = pa.PythonFile(SparseFile(detail.file.num_bytes, ranges), mode="r")
+        with file, _parquet_file(file, detail.footer) as parquet:
+            return self._row_group(file, parquet, unit)
+
+    def _decode_local(self, unit: Unit) -> pa.Table:
+        detail: RowGroup = unit.detail
+        opened = self._last_file.take(detail.file, detail.footer)
+        if opened is None:
+            # An open file rather than a path: for a path Arrow would work out the filesystem again each time.
+            file = open_arrow(detail.file)
+            opened = _OpenFile(detail.file, detail.footer, file, _parquet_file(file, detail.footer))
+        try:
+            table = self._row_group(opened.file, opened.parquet, unit)
+        finally:
+            # By its path: an open descriptor still reads a file that was replaced or deleted.
+            with reporting(unit.path):
+                check_unchanged(detail.file, os.stat(unit.path))
+        self._last_file.put_back(opened)
+        return table
+
     def _row_group(self, file: pa.NativeFile, parquet: ParquetFile, unit: Unit) -> pa.Table:
+        detail: RowGroup = unit.detail
+        lists = {} if self._release_gil else self._lists(file, unit)
+        others = [name for name in detail.schema.names if name not in lists]
+        if not others:
+            return pa.table(lists, detail.schema)
+        table = parquet.read_row_group(unit.index, columns=others, use_threads=False)
+        columns = [lists[name] if name in lists else table.column(name) for name in detail.schema.names]
+        return pa.table(columns, schema=detail.schema)
+
+    def _lists(self, file: pa.NativeFile, unit: Unit) -> dict[str, Lists]:
+        """The columns that need not go through Arrow."""
         detail: RowGroup = unit.detail
         group = detail.footer.row_group(unit.index)
         lists: dict[str, Lists] = {}
-        for column in () if is_crowded() else detail.lists:
+        for column in detail.lists:
             name, chunk = column.field.name, group.column(column.leaf)
-            if name in self._files.as_they_are or not is_worth_it(chunk, group.num_rows):
+            if name in self._not_flat or not is_worth_it(chunk, group.num_rows):
                 continue
             if (error := _entries_error(detail.footer, detail.file.num_bytes, [unit.index], [column.leaf])) is not None:
                 raise error
@@ -160,68 +200,66 @@ class Parquet(FileSource):
             try:
                 lists[name] = read_lists(column, chunk, file.read_buffer(stop - start))
             except NotFlat:
-                self._files.as_they_are.add(name)
-        others = [name for name in detail.schema.names if name not in lists]
-        if not others:
-            return pa.table(lists, detail.schema)
-        table = parquet.read_row_group(unit.index, columns=others, use_threads=False)
-        columns = [lists[name] if name in lists else table.column(name) for name in detail.schema.names]
-        return pa.table(columns, schema=detail.schema)
-
-    def close(self) -> None:
-        self._files.close()
-
-    def identity(self) -> str:
-        return f"Parquet({list(self.patterns)!r}, columns={self.columns and list(self.columns)!r})"
+                self._not_flat.add(name)
+        return lists
 
 
 @dataclass(frozen=True, slots=True)
-class OpenFile:
+class _OpenFile:
     stored: StoredFile
     footer: FileMetaData
     file: pa.NativeFile
     parquet: ParquetFile
 
 
-class KeptOpen:
-    """The local file that was read last, left open for its next row group. Pickles, and copies, without it."""
+class _LastFile:
+    """Keeps one file open between two row groups. Threads that share it take the file away while they read it."""
 
-    _room = threading.Semaphore(256)  # for the files that all sources of a process together keep open
+    _room = threading.Semaphore(256)
+    """Bounds the files that all readers of a process keep open."""
 
     def __init__(self) -> None:
-        self._last: deque[OpenFile] = deque()  # each operation of a deque is atomic
-        self.as_they_are: set[str] = set()
-        """List columns that turned out to be for Arrow to read."""
+        self._lock = threading.Lock()
+        self._kept: _OpenFile | None = None
+        self._is_closed = False
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return KeptOpen, ()
-
-    def take(self, stored: StoredFile, footer: FileMetaData) -> OpenFile | None:
-        """The file if it is the one; nobody else gets it until it is put back."""
-        found = self._pop()
+    def take(self, stored: StoredFile, footer: FileMetaData) -> _OpenFile | None:
+        """The file if it is the one that is open; no other thread gets it until it is put back."""
+        found = self._take_any()
         if found is None or (found.stored == stored and found.footer is footer):
             return found
         found.file.close()
         return None
 
-    def put_back(self, opened: OpenFile) -> None:
-        self.close()
-        if self._room.acquire(blocking=False):
-            self._last.append(opened)
-        else:
-            opened.file.close()
+    def put_back(self, opened: _OpenFile) -> None:
+        other = self._take_any()
+        if other is not None:
+            other.file.close()
+        with self._lock:
+            if not self._is_closed and self._kept is None and self._room.acquire(blocking=False):
+                self._kept = opened
+                return
+        opened.file.close()
 
     def close(self) -> None:
-        while (found := self._pop()) is not None:
+        with self._lock:
+            self._is_closed = True
+        found = self._take_any()
+        if found is not None:
             found.file.close()
 
-    def _pop(self) -> OpenFile | None:
-        try:
-            found = self._last.pop()
-        except IndexError:
-            return None
-        self._room.release()
+    def _take_any(self) -> _OpenFile | None:
+        with self._lock:
+            found, self._kept = self._kept, None
+        if found is not None:
+            self._room.release()
         return found
+
+
+def _parquet_file(file: pa.NativeFile, footer: FileMetaData) -> ParquetFile:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(file, metadata=footer, pre_buffer=False, page_checksum_verification=True)
 
 
 def _row_groups(file: StoredFile, detail: RowGroup) -> list[Unit]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import glob
+import io
 import os
 import re
 import stat
@@ -33,7 +34,7 @@ from overlord.sources.object_store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -242,6 +243,39 @@ class FileBytes:
             end = min(max(stop, start + self._ahead_bytes), self.size)
             self._start, self._window = start, read_at(self._file, self._descriptor, start, end).to_pybytes()
         return self._window[start - self._start : stop - self._start]
+
+
+class SparseFile(io.IOBase):
+    """The fetched `ranges` (offset to bytes) of a remote file as a file for Arrow. Nothing is copied; a read outside of the
+    ranges raises EOFError."""
+
+    def __init__(self, num_bytes: int, ranges: Mapping[int, pa.Buffer]) -> None:
+        self._num_bytes = num_bytes
+        self._ranges = dict(sorted(ranges.items()))
+        self._position = 0
+
+    def read(self, num_bytes: int = -1) -> pa.Buffer:
+        start = self._position
+        stop = self._num_bytes if num_bytes < 0 else min(start + num_bytes, self._num_bytes)
+        for offset, data in self._ranges.items():
+            if offset <= start and stop <= offset + data.size:
+                self._position = stop
+                return data.slice(start - offset, stop - start)
+        raise EOFError(f"the bytes {start:,} to {stop:,} were not fetched")
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
 
 class MappedFile:

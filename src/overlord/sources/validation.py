@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SourceError
-from overlord.sources.files import BadRow, ReadResult, kept_rows
+from overlord.sources.reading import BadRow, ReadResult, kept_rows
 from overlord.sources.views import take_rows
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from overlord.declare.source import Unit
 from overlord.errors import SchemaError, SourceError, SpecError
-from overlord.sources.files import BadRow, FileSource, ReadResult, checked_columns, codec_of, decompressed, kept_rows
+from overlord.sources.files import FileSource, checked_columns, codec_of, decompressed
+from overlord.sources.reading import BadRow, ReadResult, kept_rows
 from overlord.sources.storage import (
     FileBytes,
     MappedFile,
@@ -82,9 +83,6 @@ class WebDataset(FileSource):
             Unit(file.path, 0, None, file.num_bytes, Shard(file, schema, self.columns is not None), file.version)
             for file in files
         ]
-
-    def read(self, unit: Unit) -> pa.Table:
-        return self.read_rows(unit).strict()
 
     def read_rows(self, unit: Unit) -> ReadResult:
         shard: Shard = unit.detail
