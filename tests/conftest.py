@@ -3,10 +3,11 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.second_tries import SecondTries
 
 # Read when Ray is imported, by whichever test comes first: listen on loopback only, and tell nobody.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -26,34 +27,8 @@ settings.register_profile("thorough", parent=settings.get_profile("here"), max_e
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "here"))
 
 
-# Tests in these start, kill and wait for real processes. A machine that does ten other things may starve one for longer than
-# any sensible deadline, so such a test may try a second time; what is really broken breaks twice.
-WITH_PROCESSES = (
-    "cli/",
-    "contract/",
-    "faults/",
-    "fleet/",
-    "planlog/",
-    "roles/",
-    "runtime/",
-    "service/",
-    "steering/",
-    "trainer/",
-    "chunks/test_processes.py",
-    "sources/test_s3.py",
-    "test_demo.py",
-    "test_end_of_program.py",
-    "test_examples.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("SECOND_TRIES") == "0":
-        return
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.relative_to(here).as_posix().startswith(WITH_PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SecondTries())
 
 
 @pytest.fixture(scope="session")

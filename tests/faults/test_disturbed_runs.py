@@ -43,6 +43,7 @@ def disturb(run: Disturbed, kinds: Sequence[str]) -> None:
     assert [met.kind for met in done] == list(kinds)
 
 
+@pytest.mark.second_try(reason="each fault has a deadline by which processes must have come back")
 def test_the_stream_of_a_service_is_the_same_whatever_happens_to_it(tmp_path: Path, store: Store):
     run = AsService(tmp_path, store, PACE_S)
     try:
@@ -53,6 +54,7 @@ def test_the_stream_of_a_service_is_the_same_whatever_happens_to_it(tmp_path: Pa
     assert stream.is_same, stream.first
 
 
+@pytest.mark.second_try(reason="each fault has a deadline by which processes must have come back")
 def test_the_stream_of_a_run_on_ray_is_the_same_whatever_happens_to_it(ray_cluster: None, tmp_path: Path, store: Store):
     from tests.faults.on_ray import OnRay
 

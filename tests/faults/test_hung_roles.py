@@ -48,6 +48,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[ol.Ray]:
     engine.close()
 
 
+@pytest.mark.second_try(reason="an actor that Ray starts slowly seems to hang for longer than a second")
 def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, caplog: pytest.LogCaptureFixture):
     counter = engine.spawn("counter", partial(make_counter, 5))
     stopped = counter.ask(Counter.pid).result()
@@ -60,6 +61,7 @@ def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, capl
     assert "the process is killed and the role is made anew" in caplog.text
 
 
+@pytest.mark.second_try(reason="an actor that Ray starts slowly seems to hang for longer than a second")
 def test_a_role_whose_own_locks_are_in_a_knot_is_replaced(engine: ol.Ray):
     role = engine.spawn("knotted", make_knotted)
     knotted = role.ask(Knotted.knot).result()
@@ -67,6 +69,7 @@ def test_a_role_whose_own_locks_are_in_a_knot_is_replaced(engine: ol.Ray):
     assert role.ask(Knotted.pid).result() != knotted
 
 
+@pytest.mark.second_try(reason="a starved actor seems to hang")
 @pytest.mark.parametrize("engine", [PATIENT_S], indirect=True)
 def test_neither_a_busy_role_nor_one_that_takes_long_to_make_is_taken_for_hung(engine: ol.Ray):
     def make(workplace: Workplace) -> Counter:

@@ -7,6 +7,7 @@ import pytest
 from tests.commands import python
 
 
+@pytest.mark.second_try(reason="three Ray nodes must start and one be missed within 100 s")
 def test_roles_go_where_they_are_asked_to_and_a_lost_node_is_not_seen_in_the_stream():
     pytest.importorskip("ray")
     facts = json.loads(python("-m", "tests.faults.node_facts").stdout.splitlines()[-1])

@@ -43,6 +43,7 @@ def engine() -> Iterator[ol.Ray]:
     engine.close()
 
 
+@pytest.mark.second_try(reason="Ray must replace a killed actor within 20 s")
 def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Ray):
     counter = engine.spawn("counter", partial(make_counter, 5))
     assert counter.ask(Counter.add, 2).result() == 7
@@ -55,6 +56,7 @@ def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Ray):
         hanging.result(0.5)  # it was asked again, of the new one
 
 
+@pytest.mark.second_try(reason="Ray must start an actor within 20 s")
 def test_a_name_can_mean_another_role_also_for_handles_inside_actors_and_for_asks_under_way(engine: ol.Ray):
     counter = engine.spawn("counter", partial(make_counter, 0))
     asker = engine.spawn("asker", partial(make_asker, counter))
@@ -122,6 +124,7 @@ def test_a_role_that_no_node_has_room_for_is_named_with_what_it_needs(ray_cluste
         ol.start(job_of({"a": Numbered(first=1)}), engine=engine)
 
 
+@pytest.mark.second_try(reason="Ray must replace a killed actor within 20 s")
 def test_large_arguments_of_several_roles_are_stored_once_and_found_again_after_a_kill(engine: ol.Ray):
     large, own = bytes(3 << 20), bytes(2 << 20)
     counters = [engine.spawn(f"length/{i}", partial(make_length, large, {"own": own, "small": "abc"})) for i in range(2)]
@@ -205,6 +208,7 @@ with ol.start(job, engine=ol.Ray(num_cpus=2, object_store_bytes=80 << 20, loader
 """
 
 
+@pytest.mark.second_try(reason="all processes of a Ray cluster must end within 20 s")
 def test_an_interrupted_program_leaves_no_process_behind_and_listens_on_loopback_only(tmp_path: Path):
     with tempfile.TemporaryDirectory(prefix="ol", dir="/tmp") as folder:  # sockets have short paths
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

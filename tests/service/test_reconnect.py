@@ -53,6 +53,7 @@ def server_process(port: int, program: str = SERVER, *args: str) -> subprocess.P
     return process
 
 
+@pytest.mark.second_try(reason="a server must start again within a client's 60 s")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_service_that_is_killed_or_hangs_and_comes_back_is_not_noticed_in_the_stream(how):
     job = two_sources(mesh=ol.Mesh(dp=2))
@@ -183,6 +184,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.second_try(reason="a server must start again within a client's 60 s")
 @pytest.mark.strangers
 @pytest.mark.parametrize("late", [1, 2], ids=["of the same group", "of another group"])
 def test_a_rank_that_is_late_after_two_crashes_still_gets_its_step(tmp_path, late):

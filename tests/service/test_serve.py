@@ -53,6 +53,7 @@ class Serving:
         return errors
 
 
+@pytest.mark.second_try(reason="a stopped server must end within 60 s")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_stops_at_a_signal_keeps_the_state_and_goes_on_from_it_for_the_same_clients(job_file, tmp_path, number):
     job, state = two_sources(mesh=ol.Mesh(dp=2)), tmp_path / "state.json"
@@ -117,6 +118,7 @@ def test_what_cannot_work_is_said_before_anything_is_served(job_file, arguments,
         assert "Traceback" not in errors
 
 
+@pytest.mark.second_try(reason="a Ray cluster must end within 60 s")
 def test_on_a_ray_of_its_own_it_serves_the_same_and_drains_all_the_same(job_file, tmp_path):
     job, state = two_sources(mesh=ol.Mesh(dp=2)), tmp_path / "state.json"
     with Serving(job_file, "--ray", "--state", state) as serving:

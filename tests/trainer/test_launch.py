@@ -66,6 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.second_try(reason="four torch processes must meet within 60 s")
 @pytest.mark.parametrize("way", ["environment", "device-mesh", "address"])
 def test_the_ranks_together_get_the_run_and_all_end_together(world, way):
     found = [json.loads((world / f"{way}-{rank}.json").read_text()) for rank in range(4)]

@@ -54,6 +54,7 @@ def _write_documents(folder: Path) -> list[int]:
     return sorted(number for number, length in lengths.items() for _ in range(length))
 
 
+@pytest.mark.second_try(reason="torchrun and its ranks must end within 200 s")
 @pytest.mark.strangers
 def test_the_diff_of_the_readme_reads_every_document_once_over_the_ranks_of_torchrun_and_ends(tmp_path):
     expected = _write_documents(tmp_path)

@@ -1,0 +1,61 @@
+"""Second tries for the few tests that race real processes against a deadline, and a limit on how many a run may need.
+
+A machine that does ten other things may starve a process for longer than any sensible deadline. A test that starts, kills or
+waits for real processes may therefore be marked, one by one, with `@pytest.mark.second_try(reason="...")`. Properties of the
+stream, and whatever happens inside this process, have no such excuse. `SECOND_TRIES=0` switches all second tries off.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+MOST = 2
+"""A run in which more tests needed their second try fails: that is no longer chance."""
+
+_NEVER_IN = frozenset({"contract", "stream"})
+
+
+class SecondTries:
+    """The plugin. Under pytest-xdist only the controller judges; every report passes through it."""
+
+    def __init__(self) -> None:
+        self._needed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if (mark := item.get_closest_marker("second_try")) is None:
+                continue
+            if wrong := _objection(item, mark):
+                raise pytest.UsageError(f"{item.nodeid}: {wrong}")
+            if os.environ.get("SECOND_TRIES") != "0":
+                item.add_marker(pytest.mark.flaky(reruns=1))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome == "rerun":  # pyright: ignore[reportUnnecessaryComparison] - pytest-rerunfailures adds this outcome
+            self._needed.append(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        is_worker = hasattr(session.config, "workerinput")
+        if len(self._needed) > MOST and not is_worker and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if len(self._needed) > MOST:
+            terminalreporter.section("too many second tries", red=True)
+            terminalreporter.line(f"{len(self._needed)} second tries were needed; a run with more than {MOST} fails:")
+            for nodeid in self._needed:
+                terminalreporter.line(f"  {nodeid}")
+
+
+def _objection(item: pytest.Item, mark: pytest.Mark) -> str | None:
+    if mark.args or set(mark.kwargs) != {"reason"} or not mark.kwargs["reason"]:
+        return "second_try takes one argument, reason=, that says which process may miss which deadline"
+    if not _NEVER_IN.isdisjoint(item.path.parts):
+        return "a property of the stream has no second try"
+    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        return "a hypothesis test has no second try"
+    if item.get_closest_marker("second_try") not in item.own_markers:
+        return "mark single tests, not a class or a file"
+    return None
