@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
-from overlord.cli import _parser
+from overlord.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
 WITH_CODE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -132,7 +132,7 @@ def test_the_commands_that_a_page_names_exist(page):
             assert set(words[1:]) <= targets, command
         elif words[0] == "overlord" and words[1:2] != ["--version"]:
             numbered = ["1" if word in ("N", "R") else word for word in words[1:]]
-            _parser().parse_args(numbered)  # leaves with an error where a verb or an option is unknown
+            build_parser().parse_args(numbered)  # leaves with an error where a verb or an option is unknown
         elif words[:2] == ["python", "-m"]:
             assert importlib.util.find_spec(words[2]) is not None, command
 

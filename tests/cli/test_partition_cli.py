@@ -5,7 +5,7 @@ import json
 import pytest
 
 from overlord.cli import main
-from overlord.cli.numbers import num_bytes
+from overlord.cli.options import num_bytes
 from tests.cli.test_cli import job_file, overlord
 
 JOB = """

@@ -1,6 +1,6 @@
-"""`overlord calibrate`: measure what documents cost a torch model on this machine's own device, and write it down.
+"""`overlord calibrate`: measure what documents cost a torch model on this machine's device, and save the coefficients.
 
-It prints with nothing but the standard library, so that it runs on training machines that have torch and little else.
+Output uses only the standard library, because training machines may have torch and little else.
 """
 
 from __future__ import annotations
@@ -9,23 +9,53 @@ import importlib.util
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overlord.cli.options import at_least, to_dataclass
 from overlord.errors import SpecError
 from overlord.steering.cost_file import save_cost
-from overlord.trainer.calibrate import Calibration, Step, calibrated, usual_device
-from overlord.trainer.llama_blocks import LLAMA_8B, LLAMA_70B, TINY, attention_name, steps_of
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
-    from pathlib import Path
 
-_PRESETS = {"llama-8b-like": LLAMA_8B, "llama-70b-like": LLAMA_70B, "tiny": TINY}
+    from overlord.trainer.calibrate import Calibration, Step
+
+_PRESETS = ("llama-8b-like", "llama-70b-like", "tiny")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        type=Path,
+        nargs="?",
+        help="a Python file with build(device), which returns step(lengths): one forward and backward pass",
+    )
+    parser.add_argument("--preset", metavar="NAME", help="measure blocks of a known shape instead, such as llama-8b-like")
+    parser.add_argument("--device", help="measure on cuda or cpu (default: cuda if there is one)")
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=65_536, metavar="N", help="run at most N tokens at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--longest", type=at_least(1), metavar="N", help="measure documents of up to N tokens (default: as --tokens)"
+    )
+    parser.add_argument(
+        "--layers", type=at_least(1), default=2, metavar="N", help="measure N blocks of a preset (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=5, metavar="N", help="run each shape N times (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the coefficients to FILE, for overlord.load_cost")
+
+
+def execute(options: argparse.Namespace) -> int:
+    return calibrate(to_dataclass(options, CalibrateOptions), options.json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """What to measure, and how."""
+    """Which model to measure, on which device, over which documents."""
 
     model: Path | None
     preset: str | None
@@ -44,8 +74,10 @@ class CalibrateOptions:
 
 
 def calibrate(options: CalibrateOptions, as_json: bool) -> int:
+    from overlord.trainer.calibrate import calibrated, usual_device  # torch: an extra, and slow to import
+
     device = usual_device() if options.device is None else options.device
-    step, model = _model(options, device)
+    step, model = _build_step(options, device)
     found = calibrated(step, tokens=options.tokens, longest=options.longest, repeats=options.repeats, device=device)
     about = {"model": model, **found.about()}
     if options.out is not None:
@@ -55,19 +87,23 @@ def calibrate(options: CalibrateOptions, as_json: bool) -> int:
         coefficients = dict(zip(names, found.cost.coefficients, strict=True))
         sys.stdout.write(json.dumps({**coefficients, **about}, indent=1) + "\n")
     else:
-        sys.stdout.write(_told(found, model, options.out))
+        sys.stdout.write(_report(found, model, options.out))
     return 0
 
 
-def _model(options: CalibrateOptions, device: str) -> tuple[Step, str]:
+def _build_step(options: CalibrateOptions, device: str) -> tuple[Step, str]:
+    """The function to measure, and a description of its model."""
     if options.preset is not None:
-        told = f"{options.preset}, {options.layers} blocks, attention {attention_name(device)}"
-        return steps_of(_PRESETS[options.preset], options.layers, device), told
-    assert options.model is not None  # one of the two is given
-    return _built(options.model)(device), options.model.name
+        from overlord.trainer.llama_blocks import LLAMA_8B, LLAMA_70B, TINY, attention_name, steps_of
+
+        shape = (LLAMA_8B, LLAMA_70B, TINY)[_PRESETS.index(options.preset)]
+        description = f"{options.preset}, {options.layers} blocks, attention {attention_name(device)}"
+        return steps_of(shape, options.layers, device), description
+    assert options.model is not None  # CalibrateOptions checks that one of the two is given
+    return _load_build(options.model)(device), options.model.name
 
 
-def _built(path: Path) -> Callable[[str], Step]:
+def _load_build(path: Path) -> Callable[[str], Step]:
     if not path.is_file():
         raise SpecError(f"there is no file {path}; it must have build(device) -> step(lengths)")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
@@ -77,11 +113,11 @@ def _built(path: Path) -> Callable[[str], Step]:
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
     if not callable(getattr(module, "build", None)):
-        raise SpecError(f"{path} has no function build(device) that gives step(lengths)")
+        raise SpecError(f"{path} has no function build(device) that returns step(lengths)")
     return module.build
 
 
-def _told(found: Calibration, model: str, out: Path | None) -> str:
+def _report(found: Calibration, model: str, out: Path | None) -> str:
     a, b, c = found.cost.coefficients
     lines = [
         f"{model} on {found.device}",

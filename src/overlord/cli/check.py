@@ -1,4 +1,4 @@
-"""`overlord check`: list the sources of a job with what they hold, and plan and build its first step."""
+"""`overlord check`: list the sources of a job and their contents, then plan and build its first step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from overlord.cli import FAILED, told
+from overlord.cli import FAILED, describe_error
 from overlord.cli.files import load_job
+from overlord.cli.options import add_job_argument
 from overlord.cli.output import console, size, table, write_json
 from overlord.errors import OverlordError
 from overlord.roles.assembly import list_units
@@ -16,6 +17,7 @@ from overlord.service.dry_run import steps_of
 from overlord.service.run import start
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
@@ -23,21 +25,31 @@ if TYPE_CHECKING:
     from overlord.declare.source import Source, Unit
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job_argument(parser)
+
+
+def execute(options: argparse.Namespace) -> int:
+    return check(options.job, options.json)
+
+
 @dataclass(frozen=True, slots=True)
 class SourceListing:
-    """What a source holds, as far as its listing tells."""
+    """The contents of a source, as far as listing its files shows them."""
 
     reader: str
     weight: float
     files: int
     units: int
     rows: int | None
-    """None where only reading tells."""
+    """None if the rows are counted only when the source is read."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
+    """The first step of a job, and the time it took to plan and build it for every rank."""
+
     number: int
     samples: int
     tokens: int
@@ -48,14 +60,14 @@ class FirstStep:
 
 def check(path: Path, as_json: bool) -> int:
     job = load_job(path)
-    units, errors = _units(job)
-    listed = {name: _listed(job, name, found) for name, found in units.items()}
+    units, errors = _list_sources(job)
+    listed = {name: _listing(job, name, found) for name, found in units.items()}
     first: FirstStep | None = None
     if not errors:
         try:
-            first = _first_step(job)
+            first = _build_first_step(job)
         except OverlordError as error:
-            errors.append(told(error))
+            errors.append(describe_error(error))
     warnings = _warnings(job, units)
     if as_json:
         write_json(
@@ -68,12 +80,12 @@ def check(path: Path, as_json: bool) -> int:
             }
         )
     else:
-        _print(job, path, listed, first, warnings, errors)
+        _print(job, path, listed, first, warnings=warnings, errors=errors)
     return FAILED if errors else 0
 
 
-def _units(job: Job) -> tuple[dict[str, Sequence[Unit]], list[str]]:
-    """The units of each source that could be listed, and what is wrong with the others: all of them, not just the first."""
+def _list_sources(job: Job) -> tuple[dict[str, Sequence[Unit]], list[str]]:
+    """The units of each source that can be listed, and an error for each source that cannot."""
     units: dict[str, Sequence[Unit]] = {}
     errors: list[str] = []
     for name, source in job.sources.items():
@@ -84,7 +96,7 @@ def _units(job: Job) -> tuple[dict[str, Sequence[Unit]], list[str]]:
     return units, errors
 
 
-def _listed(job: Job, name: str, units: Sequence[Unit]) -> SourceListing:
+def _listing(job: Job, name: str, units: Sequence[Unit]) -> SourceListing:
     rows = [unit.num_rows for unit in units]
     return SourceListing(
         reader=type(job.sources[name]).__name__,
@@ -96,8 +108,8 @@ def _listed(job: Job, name: str, units: Sequence[Unit]) -> SourceListing:
     )
 
 
-def _first_step(job: Job) -> FirstStep:
-    """Draw, plan and build step 0 on every rank, which reads, transforms and decodes what it needs."""
+def _build_first_step(job: Job) -> FirstStep:
+    """Draw, plan and build step 0 on every rank. This reads, transforms and decodes the rows that the step needs."""
     began = time.monotonic()
     with start(job) as loader:
         planned = loader.plan(0)
@@ -120,7 +132,7 @@ def _warnings(job: Job, units: Mapping[str, Sequence[Unit]]) -> list[str]:
         for name in job.sources
         if not any(weights.get(name) for _, weights in job.mix.schedule)
     ]
-    found += [text for name in units if (text := _crowded(name, job.sources[name], units[name]))]
+    found += [text for name in units if (text := _buffer_warning(name, job.sources[name], units[name]))]
     rows, dp = job.batch.num_rows, job.mesh.dp
     if rows is not None and rows % dp:
         found.append(
@@ -130,7 +142,7 @@ def _warnings(job: Job, units: Mapping[str, Sequence[Unit]]) -> list[str]:
     return found
 
 
-def _crowded(name: str, source: Source, units: Sequence[Unit]) -> str:
+def _buffer_warning(name: str, source: Source, units: Sequence[Unit]) -> str:
     largest = sum(sorted((unit.num_bytes for unit in units), reverse=True)[: source.window])
     if 2 * largest <= source.buffer_bytes // source.loaders:
         return ""
@@ -146,6 +158,7 @@ def _print(
     path: Path,
     listed: Mapping[str, SourceListing],
     first: FirstStep | None,
+    *,
     warnings: Sequence[str],
     errors: Sequence[str],
 ) -> None:

@@ -1,4 +1,4 @@
-"""`overlord demo`: run the demo, show it live, and end with what was measured."""
+"""`overlord demo`: run the demo with a live view, then print its measurements."""
 
 from __future__ import annotations
 
@@ -10,25 +10,37 @@ from typing import TYPE_CHECKING
 
 from overlord.cli import FAILED
 from overlord.cli.live import LiveView, mix_table
+from overlord.cli.options import at_least
 from overlord.cli.output import console, short, size, table, write_json
 from overlord.demo.run import DemoResult, run_demo
 
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=at_least(2), default=240, metavar="N", help="run N steps (default: %(default)s)")
+    parser.add_argument("--dir", type=Path, help="keep the corpus and its job file in this folder (default: delete them)")
+
+
+def execute(options: argparse.Namespace) -> int:
+    return demo(options.steps, options.dir, options.json)
+
+
 def demo(num_steps: int, folder: Path | None, as_json: bool) -> int:
-    watching = console(stderr=as_json)
+    out = console(stderr=as_json)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory(prefix="overlord-demo-") as at:
         if not as_json:
-            watching.print("Overlord: making a corpus out of this machine's Python, then reading it on several meshes.")
-        result = run_demo(Path(at), num_steps, lambda title, steps: LiveView(watching, title, steps, "tokens"))
+            out.print("Overlord: making a corpus out of this machine's Python, then reading it on several meshes.")
+        result = run_demo(Path(at), num_steps, lambda title, steps: LiveView(out, title, steps, "tokens"))
     if as_json:
         write_json(asdict(result))
     else:
-        _print(watching, result, folder)
+        _print(out, result, folder)
     return 0 if result.resume.exact else FAILED
 
 

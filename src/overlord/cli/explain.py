@@ -1,22 +1,24 @@
-"""`overlord explain`: how one step was drawn and arranged, stage by stage."""
+"""`overlord explain`: show how one step was drawn and arranged, stage by stage."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.arrange.balancing import max_over_mean
-from overlord.arrange.explain import explain as explained
+from overlord.arrange.explain import explain as explain_plan
 from overlord.cli.files import load_job, read_state
+from overlord.cli.options import add_job_argument, at_least
 from overlord.cli.output import console, table, write_json
 from overlord.errors import SpecError
 from overlord.service.run import StepDocument, start
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
-    from pathlib import Path
 
     from rich.table import Table
 
@@ -26,7 +28,22 @@ if TYPE_CHECKING:
     from overlord.stream.facts import Floats
 
 
-def explain(path: Path, step: int | None, resume: Path | None, documents: bool, as_json: bool) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job_argument(parser)
+    parser.add_argument("--step", type=at_least(0), metavar="N", help="explain step N (default: the first)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="start from the state in FILE, which is quicker for late steps"
+    )
+    parser.add_argument(
+        "--documents", action="store_true", help="list the step's documents: source, file, row, microbatch and ranks"
+    )
+
+
+def execute(options: argparse.Namespace) -> int:
+    return explain(options.job, options.step, options.resume, documents=options.documents, as_json=options.json)
+
+
+def explain(path: Path, step: int | None, resume: Path | None, *, documents: bool, as_json: bool) -> int:
     job = load_job(path)
     saved = None if resume is None else read_state(resume)
     with start(job, resume=saved) as loader:
@@ -35,10 +52,10 @@ def explain(path: Path, step: int | None, resume: Path | None, documents: bool, 
         listed = loader.documents(number) if documents else None
     if planned is None:
         raise SpecError(f"the run of {path} ends before step {number:,}; explain an earlier one")
-    drawn = _drawn(job, planned)
+    drawn = _drawn_by_source(job, planned)
     if as_json:
-        told = {} if listed is None else {"documents": [asdict(document) for document in listed]}
-        write_json({"step": number, "sources": drawn, **_arranged(planned.plan), **told})
+        entries = {} if listed is None else {"documents": [asdict(document) for document in listed]}
+        write_json({"step": number, "sources": drawn, **_plan_summary(planned.plan), **entries})
         return 0
     out = console()
     rows = [
@@ -50,25 +67,25 @@ def explain(path: Path, step: int | None, resume: Path | None, documents: bool, 
     columns = "source", f"{unit} asked", f"{unit} drawn", "samples", "tokens", "longest"
     out.print(table(*columns, rows=rows))
     out.print("How it was arranged")
-    out.print(explained(planned.plan), soft_wrap=True, markup=False)
+    out.print(explain_plan(planned.plan), soft_wrap=True, markup=False)
     if all(stage.bucket_costs is None for stage in planned.plan.stages):
         out.print("\nNo costs: with a strategy that knows them (strategies.plain(cost=...)) this shows the slowest group.")
     if listed is not None:
         out.print("\nIts documents")
-        out.print(_documents(listed))
+        out.print(_document_table(listed))
     return 0
 
 
-def _documents(listed: Sequence[StepDocument]) -> Table:
+def _document_table(listed: Sequence[StepDocument]) -> Table:
     rows = [
-        (d.source, d.file, "?" if d.row < 0 else f"{d.row:,}", f"{d.tokens:,}", f"{d.microbatch:,}", _ranks(d.ranks))
+        (d.source, d.file, "?" if d.row < 0 else f"{d.row:,}", f"{d.tokens:,}", f"{d.microbatch:,}", _rank_ranges(d.ranks))
         for d in listed
     ]
     return table("source", "<file", "row", "tokens", "microbatch", "<ranks", rows=rows)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Neighbours as a range: 0-3, 8-11."""
+def _rank_ranges(ranks: Sequence[int]) -> str:
+    """Consecutive ranks as ranges: 0-3, 8-11."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -78,7 +95,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _drawn(job: Job, planned: Planned) -> dict[str, dict[str, Any]]:
+def _drawn_by_source(job: Job, planned: Planned) -> dict[str, dict[str, Any]]:
     samples = planned.plan.samples
     num_sources = len(samples.source_names)
     counts = np.bincount(samples.source, minlength=num_sources)
@@ -96,7 +113,7 @@ def _drawn(job: Job, planned: Planned) -> dict[str, dict[str, Any]]:
     }
 
 
-def _arranged(plan: Plan) -> dict[str, Any]:
+def _plan_summary(plan: Plan) -> dict[str, Any]:
     return {
         "samples": len(plan.samples),
         "tokens": int(plan.samples.tokens.sum()),

@@ -1,4 +1,4 @@
-"""Job files: Python files that declare `job = overlord.Job(...)`."""
+"""The files that verbs read and write: job files, saved states and tokens."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _NO_OPTION = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword arg
 
 
 def load_job(path: Path) -> Job:
-    """The `job` that a file declares. The file's folder can be imported from, as if Python ran the file."""
+    """Execute a job file and return its `job`. The file's folder is on sys.path, as if Python ran the file."""
     if not path.is_file():
         raise SpecError(f"there is no job file {path}; a job is a Python file with `job = overlord.Job(...)`")
-    module = _executed(path)
+    module = _execute(path)
     job = getattr(module, "job", None)
     if job is None:
         raise SpecError(f"{path} declares no `job`; it must say `job = overlord.Job(...)`")
@@ -42,8 +42,8 @@ def load_job(path: Path) -> Job:
     return job
 
 
-def _executed(path: Path) -> ModuleType:
-    # The name that `import` would give: it is part of the fingerprint of a saved state, through the names of transforms.
+def _execute(path: Path) -> ModuleType:
+    # The name that `import` would use: names of transforms contain it, and the fingerprint of a saved state contains those.
     name = path.stem
     found = sys.modules.get(name)
     if found is not None and getattr(found, "__file__", None) != str(path.resolve()):
@@ -57,32 +57,32 @@ def _executed(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except OverlordError as error:
-        error.add_note(_place(path, error))
+        error.add_note(_location(path, error))
         raise
     except SyntaxError as error:
         raise SpecError(f"{path} is not Python: {error}") from error
     except Exception as error:
-        told = f"{path} raised {type(error).__name__}: {error}{_nearest(error)} ({_place(path, error)})"
-        raise SpecError(told) from error
+        message = f"{path} raised {type(error).__name__}: {error}{_suggestion(error)} ({_location(path, error)})"
+        raise SpecError(message) from error
     cloudpickle.register_pickle_by_value(module)  # worker processes cannot import it by its name
     return module
 
 
-def _nearest(error: Exception) -> str:
-    """The name of ours that was probably meant, where one was misspelt."""
-    named = _NO_NAME.search(str(error)) or _NO_OPTION.search(str(error))
-    if named is None:
+def _suggestion(error: Exception) -> str:
+    """A hint at the right spelling, if the error is about a misspelt name or option of ours."""
+    misspelt = _NO_NAME.search(str(error)) or _NO_OPTION.search(str(error))
+    if misspelt is None:
         return ""
-    if named.re is _NO_NAME:
+    if misspelt.re is _NO_NAME:
         known: Sequence[str] = [name for name in dir(overlord) if not name.startswith("_")]
     else:
-        kind = getattr(overlord, named[1], None)
+        kind = getattr(overlord, misspelt[1], None)
         known = () if kind is None else tuple(inspect.signature(kind).parameters)
-    close = difflib.get_close_matches(named[named.lastindex or 1], known, 1)
+    close = difflib.get_close_matches(misspelt[misspelt.lastindex or 1], known, 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _place(path: Path, error: Exception) -> str:
+def _location(path: Path, error: Exception) -> str:
     here = str(path.resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == here]
     return f"{path}, line {lines[-1]}" if lines else str(path)
@@ -92,6 +92,7 @@ _MOST_BYTES = 256 << 20  # a state of a thousand sources has 200 kB
 
 
 def read_state(path: Path) -> State:
+    """Read and check a saved state."""
     try:
         num_bytes = path.stat().st_size
         if path.is_dir():
@@ -104,7 +105,7 @@ def read_state(path: Path) -> State:
     except OSError as error:
         raise StateError(f"the state file {path} cannot be read: {error}") from None
     if not text.strip():
-        raise StateError(f"{path} is empty: whatever wrote it was stopped; use an older state")
+        raise StateError(f"{path} is empty: its writer was stopped; use an older state")
     try:
         return sealed(contents_of(text))
     except StateError as error:
@@ -112,9 +113,8 @@ def read_state(path: Path) -> State:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the contents of a state, for people and other programs to read. Whole or not at all: a state that was there
-    stays until the new one is on disk."""
-    draft = _draft(path)
+    """Write a state as JSON, atomically: an older state in the file stays until the new one is on disk."""
+    draft = _draft_path(path)
     try:
         with draft.open("wb") as file:
             file.write(orjson.dumps(contents_of(state)))
@@ -126,11 +126,11 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Said before a run, not after it. The folder is tried out: its permissions alone do not tell."""
+    """Fail before a run rather than after it. Creates a file to find out, because permissions alone do not tell."""
     way_out = "name a file in a folder that you may write to"
     if path.is_dir():
         raise StateError(f"the state cannot be written to {path}: it is a folder; {way_out}")
-    draft = _draft(path)
+    draft = _draft_path(path)
     try:
         draft.touch()
         draft.unlink()
@@ -138,11 +138,12 @@ def check_writable(path: Path) -> None:
         raise StateError(f"the state cannot be written to {path}: {error.strerror}; {way_out}") from error
 
 
-def _draft(path: Path) -> Path:
+def _draft_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def read_token(path: Path) -> str:
+    """Read the token of a service, and warn if other users may read the file."""
     try:
         token = path.read_text("ascii").strip()
         mode = path.stat().st_mode

@@ -1,4 +1,4 @@
-"""How a run stands, while it runs: a picture redrawn in place on a terminal, a line now and then elsewhere."""
+"""Progress of a run while it reads: a view redrawn in place on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ PLAIN_EVERY_S = 5.0
 
 
 class LiveView:
-    """Give it the meter after each step; it looks at the mix only when it draws. Use it in a `with` block."""
+    """A progress view, used as a context manager. Call `show` after each step; it redraws a few times a second at most."""
 
     def __init__(
         self, console: Console, title: str, num_steps: int | None, unit: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`unit` is the mixture's, which shares are in."""
+        """`unit` is the unit of the mixture: shares are of its tokens or samples."""
         self._console = console
         self._title = title
         self._num_steps = num_steps
         self._unit = unit
         self._clock = clock
         self._every_s = TERMINAL_EVERY_S if console.is_terminal else PLAIN_EVERY_S
-        self._drawn = -math.inf
-        self._before = (0.0, 0)  # seconds and tokens when it was last drawn
+        self._drawn_at = -math.inf
+        self._before = (0.0, 0)  # seconds and tokens at the last redraw
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> LiveView:
@@ -51,10 +51,11 @@ class LiveView:
             self._live.stop()
 
     def show(self, meter: Throughput, shares: Callable[[], Mapping[str, SourceShare]]) -> None:
+        """Redraw if it is time to. `shares` is called only then."""
         now = self._clock()
-        if now - self._drawn < self._every_s:
+        if now - self._drawn_at < self._every_s:
             return
-        self._drawn = now
+        self._drawn_at = now
         seconds, tokens = meter.seconds - self._before[0], meter.tokens - self._before[1]
         self._before = (meter.seconds, meter.tokens)
         line = f"{self._steps(meter)}   {short(tokens / seconds if seconds else 0)} tokens/s   {short(meter.tokens)} tokens"
@@ -62,12 +63,12 @@ class LiveView:
             mix = ", ".join(f"{name} {share.realised:.1%}" for name, share in shares().items())
             self._console.print(f"{self._title}: {line}   {mix}", soft_wrap=True, markup=False)
         else:
-            self._live.update(self._picture(meter, line, shares()), refresh=True)
+            self._live.update(self._view(meter, line, shares()), refresh=True)
 
     def _steps(self, meter: Throughput) -> str:
         return f"step {meter.num_steps:,}" + (f" of {self._num_steps:,}" if self._num_steps else "")
 
-    def _picture(self, meter: Throughput, line: str, shares: Mapping[str, SourceShare]) -> Group:
+    def _view(self, meter: Throughput, line: str, shares: Mapping[str, SourceShare]) -> Group:
         head = Table.grid(padding=(0, 2))
         head.add_row(Text(self._title, "bold"), line)
         bar = [ProgressBar(self._num_steps, meter.num_steps, width=60)] if self._num_steps else []

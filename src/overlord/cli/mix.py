@@ -1,24 +1,54 @@
-"""`overlord mix`: look at the weights that a served run draws by, or change them while it runs."""
+"""`overlord mix`: show or change the mixture weights of a served run while it runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from overlord.cli.files import read_token
+from overlord.cli.options import at_least, positive, to_dataclass
 from overlord.cli.output import console, table, write_json
 from overlord.errors import SpecError
 from overlord.service.admin import Control
 from overlord.steering.decisions import WEIGHTS, Decision
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
-    from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", help="the address of the run, as printed by `overlord serve`")
+    parser.add_argument(
+        "weights", nargs="*", metavar="SOURCE=WEIGHT", help="new weights, such as web=6 code=4; sources left out get 0"
+    )
+    parser.add_argument("--declared", action="store_true", help="go back to the mixture that the job declares")
+    parser.add_argument(
+        "--from-step", type=at_least(0), metavar="N", help="change the weights at step N (default: the first not yet drawn)"
+    )
+    parser.add_argument("--token", help="the token of the service; --token-file keeps it off the command line")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="read the token from FILE")
+    parser.add_argument(
+        "--tls-root", type=Path, metavar="FILE", help="verify the service against the root certificate in FILE (PEM)"
+    )
+    parser.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        type=positive,
+        default=30.0,
+        metavar="S",
+        help="give up after S seconds if the service does not answer (default: %(default)s)",
+    )
+
+
+def execute(options: argparse.Namespace) -> int:
+    return mix(options.weights, to_dataclass(options, MixOptions), options.json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixOptions:
-    """Which run, who asks, and from when on."""
+    """Which run to change, from which step, and how to reach it."""
 
     address: str
     declared: bool
@@ -30,7 +60,7 @@ class MixOptions:
 
 
 def mix(given: Sequence[str], options: MixOptions, as_json: bool) -> int:
-    weights = _weights(given)
+    weights = _parse_weights(given)
     if weights and options.declared:
         raise SpecError("--declared goes back to the mixture that the job declares: give no weights with it")
     if options.from_step is not None and not (weights or options.declared):
@@ -56,20 +86,20 @@ def _show(decisions: list[Decision], as_json: bool) -> int:
     if not decisions:
         out.print("Samples are drawn by the mixture that the job declares; nothing was changed.")
         return 0
-    rows = [(f"{d.step:,}", str(d.value["by"]), _shares(d)) for d in decisions]
+    rows = [(f"{d.step:,}", str(d.value["by"]), _describe_weights(d)) for d in decisions]
     out.print(table("from step", "<by", "<weights", rows=rows))
     return 0
 
 
-def _shares(decision: Decision) -> str:
+def _describe_weights(decision: Decision) -> str:
     weights = decision.value["weights"]
     if weights is None:
         return "as declared"
     return ", ".join(f"{name} {share:.2%}" for name, share in weights.items())
 
 
-def _weights(given: Sequence[str]) -> dict[str, float]:
-    """From `web=6 code=4`."""
+def _parse_weights(given: Sequence[str]) -> dict[str, float]:
+    """Parse `web=6 code=4`."""
     weights: dict[str, float] = {}
     for text in given:
         name, equals, number = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""What the verbs print with: a console that turns plain when nobody watches, tables, and numbers for people."""
+"""Output of verbs: a console that is plain unless it is a terminal, tables, JSON, and numbers for people."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-PLAIN_WIDTH = 1000  # a table with long paths is not folded, so that other programs find a row in a line
+PLAIN_WIDTH = 1000  # wide enough for tables with long paths: one row is one line, which other programs can parse
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def console(stderr: bool = False) -> Console:
-    """For a terminal: colours and its width. For a pipe or file: plain text in lines that are never cut short."""
+    """On a terminal: colours and its width. To a pipe or file: plain text, and lines that are never wrapped."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
 
@@ -29,7 +29,7 @@ def write_json(value: Mapping[str, Any]) -> None:
 
 
 def table(*columns: str, rows: Sequence[Sequence[str]] = (), title: str | None = None) -> Table:
-    """The first column to the left, the others, numbers, to the right; a column named with a < also to the left."""
+    """A table. The first column and those whose name begins with < are aligned left, the others right."""
     made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for i, name in enumerate(columns):
         left = i == 0 or name.startswith("<")

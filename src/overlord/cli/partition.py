@@ -1,37 +1,95 @@
-"""`overlord partition`: profile the sources of a job and say how many loaders, workers and shadows each needs, and why."""
+"""`overlord partition`: profile the sources of a job and choose loaders, workers and shadows for each, with reasons."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from overlord.cli import FAILED, told
+from overlord.cli import FAILED, describe_error
 from overlord.cli.files import load_job
+from overlord.cli.options import add_job_argument, at_least, num_bytes, positive, to_dataclass
 from overlord.cli.output import console, size, table, write_json
 from overlord.fleet.profile import Effort, Profiled
 from overlord.fleet.sizing import Sizing, profiles_of, sized
 from overlord.loaders.model import Budget, told_s
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping
+    from pathlib import Path
 
-    from overlord.cli.partition_options import PartitionOptions
     from overlord.declare.job import Job
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Makes a few chunks of each source to measure their cost, and chooses loaders, the hosts they share and shadows, so "
+        "that trainers do not wait. Nothing is changed: the output says which settings to start the job with."
+    )
+    add_job_argument(parser)
+    parser.add_argument(
+        "--cpus", type=positive, metavar="N", help="give loaders N processors (default: those of this machine)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=num_bytes,
+        metavar="SIZE",
+        help="give loaders this memory, as 8GiB (default: half of this machine's)",
+    )
+    parser.add_argument(
+        "--hosts", type=at_least(1), metavar="N", help="start at most N loader processes; 1 is the embedded engine"
+    )
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="let a host make N chunks in parallel (default: 4)")
+    parser.add_argument(
+        "--steps-per-second",
+        type=positive,
+        default=1.0,
+        metavar="R",
+        help="assume that trainers take R steps a second (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chunks", type=at_least(1), default=3, metavar="N", help="make N chunks of each source (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=10.0,
+        metavar="S",
+        help="spend at most S seconds on each source (default: %(default)s)",
+    )
+
+
+def execute(options: argparse.Namespace) -> int:
+    return partition(to_dataclass(options, PartitionOptions), options.json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionOptions:
+    """The budget and the effort. None stands for this machine's resources, or for a value derived from the others."""
+
+    job: Path
+    cpus: float | None
+    memory: int | None
+    hosts: int | None
+    workers: int | None
+    steps_per_second: float
+    chunks: int
+    seconds: float
 
 
 def partition(options: PartitionOptions, as_json: bool) -> int:
     job = load_job(options.job)
     budget = _budget(options)
 
-    def begin(name: str) -> None:
+    def announce(name: str) -> None:
         if sys.stderr.isatty():
             console(stderr=True).print(f"profiling source {name!r} ...", markup=False)
 
-    found = profiles_of(job, Effort(num_chunks=options.chunks, seconds=options.seconds), begin)
+    found = profiles_of(job, Effort(num_chunks=options.chunks, seconds=options.seconds), announce)
     if found.failed:
-        return _failed(found, as_json)
+        return _print_errors(found, as_json)
     sizing = sized(job, found.profiles, budget, 1 / options.steps_per_second)
     if as_json:
         write_json(_as_json(sizing, budget))
@@ -49,8 +107,8 @@ def _budget(options: PartitionOptions) -> Budget:
     return Budget(cpus=cpus, memory_bytes=memory_bytes, num_hosts=options.hosts, **given)
 
 
-def _failed(found: Profiled, as_json: bool) -> int:
-    errors = {name: told(error) for name, error in found.failed.items()}
+def _print_errors(found: Profiled, as_json: bool) -> int:
+    errors = {name: describe_error(error) for name, error in found.failed.items()}
     if as_json:
         profiles = {name: asdict(profile) for name, profile in found.profiles.items()}
         write_json({"ok": False, "errors": errors, "profiles": profiles})
@@ -69,7 +127,7 @@ def _as_json(sizing: Sizing, budget: Budget) -> dict[str, Any]:
                 **asdict(given),
                 "chunks_per_second": sizing.rates[name],
                 "hosts": list(found.partition.hosts_of(name)),
-                "shadow": _shadow_of(sizing, name),
+                "shadow": _has_shadow(sizing, name),
                 "profile": asdict(sizing.profiles[name]),
             }
             for name, given in found.sources.items()
@@ -85,7 +143,7 @@ def _as_json(sizing: Sizing, budget: Budget) -> dict[str, Any]:
     }
 
 
-def _shadow_of(sizing: Sizing, name: str) -> bool:
+def _has_shadow(sizing: Sizing, name: str) -> bool:
     return sizing.shadowing is not None and name in sizing.shadowing.sources
 
 
@@ -104,7 +162,7 @@ def _print(job: Job, sizing: Sizing, options: PartitionOptions) -> None:
             f"{given.cpus:.2g}",
             size(given.needed_bytes),
             size(given.buffer_bytes),
-            "yes" if _shadow_of(sizing, name) else "no",
+            "yes" if _has_shadow(sizing, name) else "no",
         )
         for name, given in found.sources.items()
     ]
@@ -136,7 +194,7 @@ def _print(job: Job, sizing: Sizing, options: PartitionOptions) -> None:
 
 
 def _largest_shares(job: Job) -> Mapping[str, float]:
-    """Of the mixture, where the schedule gives a source most."""
+    """The largest share that the mixture's schedule gives each source."""
     shares = [job.mix.at(step) for step, _ in job.mix.schedule]
     return {name: max(share.get(name, 0.0) for share in shares) for name in job.sources}
 

@@ -1,29 +1,57 @@
-"""`overlord run`: read a job without a trainer, measure it, and leave a state to go on from."""
+"""`overlord run`: read a job without a trainer, measure its throughput, and save a state to resume from."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overlord.cli import INTERRUPTED
 from overlord.cli.files import check_writable, load_job, read_state, write_state
 from overlord.cli.live import LiveView, mix_table
+from overlord.cli.options import add_job_argument, at_least
 from overlord.cli.output import console, short, size, write_json
 from overlord.runtime.memory import peak_rss_bytes
-from overlord.service.dry_run import (
-    SourceShare,
-    Throughput,
-    shares_of,
-    steps_of,
-)
+from overlord.service.dry_run import SourceShare, Throughput, shares_of, steps_of
 from overlord.service.run import Loader, start
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping
-    from pathlib import Path
 
 
-def run(path: Path, num_steps: int | None, rank: int | None, state: Path | None, resume: Path | None, as_json: bool) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job_argument(parser)
+    parser.add_argument(
+        "--steps", type=at_least(1), metavar="N", help="stop after N steps (default: at the end of the data)"
+    )
+    parser.add_argument("--rank", type=at_least(0), metavar="R", help="read rank R only (default: every rank)")
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="write the state to FILE when the run stops, also after Ctrl-C"
+    )
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="resume from the state in FILE")
+
+
+def execute(options: argparse.Namespace) -> int:
+    return run(
+        options.job,
+        num_steps=options.steps,
+        rank=options.rank,
+        state=options.state,
+        resume=options.resume,
+        as_json=options.json,
+    )
+
+
+def run(
+    path: Path,
+    *,
+    num_steps: int | None,
+    rank: int | None,
+    state: Path | None,
+    resume: Path | None,
+    as_json: bool,
+) -> int:
     job = load_job(path)
     if state is not None:
         check_writable(state)
@@ -31,13 +59,13 @@ def run(path: Path, num_steps: int | None, rank: int | None, state: Path | None,
     meter = Throughput()
     loader = start(job, resume=saved)
     try:
-        interrupted = not _read(loader, meter, rank, num_steps, path.name)
+        interrupted = not _read_steps(loader, meter, rank, num_steps, path.name)
         state_now = loader.state_dict()
         if state is not None:
             write_state(state, state_now)
         summary = _summary(loader, meter, state_now, interrupted)
     except (Exception, KeyboardInterrupt):
-        # What was read until something broke need not be read again.
+        # A resumed run need not read again what was read before the error.
         if state is not None:
             write_state(state, loader.state_dict())
         raise
@@ -50,8 +78,8 @@ def run(path: Path, num_steps: int | None, rank: int | None, state: Path | None,
     return INTERRUPTED if interrupted else 0
 
 
-def _read(loader: Loader, meter: Throughput, rank: int | None, num_steps: int | None, title: str) -> bool:
-    """False when Ctrl-C stopped it."""
+def _read_steps(loader: Loader, meter: Throughput, rank: int | None, num_steps: int | None, title: str) -> bool:
+    """Read steps until the end; False if Ctrl-C interrupted it."""
 
     def shares() -> Mapping[str, SourceShare]:
         return shares_of(loader.report().mix, loader.job.mix.unit)
@@ -79,7 +107,7 @@ def _summary(loader: Loader, meter: Throughput, state: Mapping[str, Any], interr
         "first_batch_s": meter.first_batch_s,
         "peak_rss_bytes": peak_rss_bytes(),
     }
-    if interrupted:  # ask no role that may be waiting for storage that hangs
+    if interrupted:  # a role may be waiting for storage that hangs, so send no more requests
         return summary
     report = loader.report(state["step"])
     return summary | {

@@ -1,4 +1,4 @@
-"""`overlord serve`: run a job for trainers in other processes, until told to stop."""
+"""`overlord serve`: run a job for trainers in other processes until a signal stops it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,72 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from overlord.cli.files import check_writable, load_job, read_state, read_token, write_state
+from overlord.cli.options import add_job_argument, positive, to_dataclass, zero_or_more
 from overlord.errors import ServiceError, SpecError
 from overlord.service.auth import Address
 from overlord.service.run import Loader, start
 
 if TYPE_CHECKING:
+    import argparse
     from types import FrameType
 
     from overlord.checkpoint.state import State
     from overlord.runtime.engine import Engine
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job_argument(parser)
+    parser.add_argument(
+        "--address",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="listen here; port 0 picks a free port; other than on loopback a token is required (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--advertise", metavar="HOST", help="tell clients to connect to HOST (default: the host of --address)"
+    )
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="require every client to send the token in FILE")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve over TLS with the certificate in FILE (PEM)")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="use the private key in FILE for --tls-cert")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="write the state to FILE when the service stops")
+    parser.add_argument(
+        "--log", metavar="URL", help="keep the planner's log in this folder or bucket, so that its decisions survive it"
+    )
+    parser.add_argument(
+        "--resume", metavar="FILE", help="resume from the state in FILE; the word `log` resumes from the planner's log"
+    )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run on the Ray cluster at ADDRESS, or on a local one without it",
+    )
+    parser.add_argument(
+        "--leave-after",
+        dest="leave_after_s",
+        type=positive,
+        default=60.0,
+        metavar="S",
+        help="go on without a rank that was silent for S seconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drain",
+        dest="drain_s",
+        type=zero_or_more,
+        default=30.0,
+        metavar="S",
+        help="when stopping, wait up to S seconds for ranks to take the last step (default: %(default)s)",
+    )
+
+
+def execute(options: argparse.Namespace) -> int:
+    return serve(options.job, to_dataclass(options, ServeOptions), options.json)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where to listen, whom to let in, and what to keep."""
+    """Where to listen, which clients to accept, and which files to keep."""
 
     address: str
     advertise: str | None
@@ -36,9 +88,9 @@ class ServeOptions:
     state: Path | None
     log: str | None
     resume: str | None
-    """A file with a state, or "log" for what the log knows."""
+    """The path of a state, or "log" for the planner's log."""
     ray: str | None
-    """The address of a Ray cluster, "" for one that is started here, None for no Ray."""
+    """The address of a Ray cluster, "" to start a local one, None to run without Ray."""
     leave_after_s: float
     drain_s: float
 
@@ -54,11 +106,11 @@ def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
     if options.state is not None:
         check_writable(options.state)
     token = None if options.token_file is None else read_token(options.token_file)
-    resume = _resume(options.resume)
+    resume = _read_resume(options.resume)
     _check_free(Address.parsed(options.address))
     tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
-    with start(job, engine=_engine(options.ray), resume=resume, log=options.log) as loader:
-        stop = _stopped_by_signals()  # not before: Ray puts handlers of its own in place
+    with start(job, engine=_make_engine(options.ray), resume=resume, log=options.log) as loader:
+        stop = _install_stop_event()  # after start: Ray installs handlers of its own
         address = loader.serve(
             options.address, token=token, tls=tls, advertise=options.advertise, leave_after_s=options.leave_after_s
         )
@@ -69,7 +121,7 @@ def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
 
 
 def _check_free(address: Address) -> None:
-    """Said before the job is started, and in our words: gRPC writes some of its own to standard error."""
+    """Fail before the job starts, with a clear error: gRPC would write its own to standard error."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as tried:
@@ -82,38 +134,39 @@ def _check_free(address: Address) -> None:
         ) from error
 
 
-def _stopped_by_signals() -> threading.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+def _install_stop_event() -> threading.Event:
+    """An event that the first SIGTERM or SIGINT sets. The second signal kills the process."""
     stop = threading.Event()
 
-    def note(number: int, _: FrameType | None) -> None:
+    def set_stop(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         stop.set()
 
-    signal.signal(signal.SIGTERM, note)
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, set_stop)
+    signal.signal(signal.SIGINT, set_stop)
     return stop
 
 
 def _announce(loader: Loader, address: str, as_json: bool) -> None:
-    """One line, and the only one on standard output."""
+    """Print the address: the only line on standard output."""
     if as_json:
-        told = {"address": address, "ranks": loader.tree.world_size, "step": loader.start_step}
-        sys.stdout.write(orjson.dumps(told).decode() + "\n")
+        announcement = {"address": address, "ranks": loader.tree.world_size, "step": loader.start_step}
+        sys.stdout.write(orjson.dumps(announcement).decode() + "\n")
     else:
         sys.stdout.write(f"{address}\n")
     sys.stdout.flush()
 
 
 def _finish(loader: Loader, options: ServeOptions) -> None:
+    """Drain the ranks and save the state."""
     sys.stderr.write(
         f"stopping: waits up to {options.drain_s:g} s for every rank to take the last step that one of them has; a second "
         "signal ends the process at once\n"
     )
-    all_came = loader.drain(options.drain_s)
+    drained = loader.drain(options.drain_s)
     state = loader.state_dict()
-    missing = "" if all_came else ", which not every rank came for"
+    missing = "" if drained else ", which not every rank came for"
     kept = ""
     if options.state is not None:
         write_state(options.state, state)
@@ -121,13 +174,13 @@ def _finish(loader: Loader, options: ServeOptions) -> None:
     sys.stderr.write(f"stopped before step {state['step']:,}{missing}{kept}\n")
 
 
-def _resume(given: str | None) -> State | Literal["log"] | None:
+def _read_resume(given: str | None) -> State | Literal["log"] | None:
     if given == "log":
         return "log"
     return None if given is None else read_state(Path(given))
 
 
-def _engine(ray: str | None) -> Engine | None:
+def _make_engine(ray: str | None) -> Engine | None:
     if ray is None:
         return None
     from overlord.runtime.ray import Ray

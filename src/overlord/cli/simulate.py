@@ -1,28 +1,176 @@
-"""`overlord simulate`: steps planned from facts alone, and what they would take on any number of ranks."""
+"""`overlord simulate`: plan steps from facts alone, and predict their time and memory on any number of ranks.
+
+Options become a `Setting`: where documents come from, the mesh, the strategy and the model of time.
+"""
 
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from overlord.arrange.cost import TransformerCost
+from overlord.arrange.pipelines.simulator import Pipeline
+from overlord.arrange.strategies import Strategy, long_short, multimodal, plain
+from overlord.cli.files import load_job
+from overlord.cli.options import count_at_least, positive, to_dataclass
 from overlord.cli.output import console, size, table, write_json
-from overlord.cli.simulate_setting import Setting, setting_of
+from overlord.declare.batch import Batch
+from overlord.declare.mesh import Mesh
+from overlord.errors import SpecError
+from overlord.service.run import start
 from overlord.simulate.footprint import Footprint, Role, footprint
 from overlord.simulate.page import check_page, write_page
-from overlord.simulate.simulation import Summary
+from overlord.simulate.presets import BYTED, GITHUB, LlavaLike
+from overlord.simulate.simulation import Facts, Scenario, Summary, drawer_of, pooled, static_mesh
+from overlord.simulate.step_time import H200_FLOPS, Encoder, Links, ModelShape, TimeModel
+from overlord.steering.cost_file import load_cost
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import argparse
+    from collections.abc import Iterator
 
-    from overlord.cli.simulate_options import SimulateOptions
+    from overlord.arrange.vision.images import Images
+    from overlord.declare.job import Job
     from overlord.simulate.plan_time import PlanTime
+    from overlord.stream.facts import Floats
+    from overlord.stream.membership import DrawnStep
+
+_TOKENS_A_RANK = 32 << 10  # of a step: 32 M on 1,024 ranks
+_RANKS = 1024
+_STRATEGIES = ("plain", "long_short", "hdp", "multimodal", "multimodal_exchange")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """The documents of a published corpus, with a default context and strategy."""
+
+    documents: Facts
+    context: int
+    strategy: str
+
+
+_PRESETS = {
+    "byted": Preset(BYTED, 128 << 10, "hdp"),
+    "github": Preset(GITHUB, 128 << 10, "hdp"),
+    "llava-like": Preset(LlavaLike(), 8 << 10, "multimodal"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draws and arranges steps as a run would, for a job or for synthetic documents, and predicts how long they take, "
+        "compared with a static mesh that deals documents blindly. Sizes may end in k, M or G (powers of 1,024)."
+    )
+    number = count_at_least(1)
+    parser.add_argument(
+        "job", nargs="?", type=Path, help="the job: a Python file with `job = overlord.Job(...)`; its sources are read"
+    )
+    parser.add_argument("--preset", choices=_PRESETS, help="use the published document lengths of a corpus instead of a job")
+    parser.add_argument("--ranks", type=number, metavar="N", help="simulate N ranks in all")
+    for axis, name in (("dp", "data"), ("cp", "context"), ("pp", "pipeline"), ("tp", "tensor")):
+        parser.add_argument(f"--{axis}", type=number, metavar="N", help=f"set the {name}-parallel size of the static mesh")
+    parser.add_argument(
+        "--context", type=number, metavar="L", help="limit documents to L tokens (default for text presets: 128k)"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=number, metavar="T", help="put T tokens in a step (default for presets: 32k for each rank)"
+    )
+    parser.add_argument(
+        "--sources", type=number, default=64, metavar="S", help="give a preset S sources (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=_STRATEGIES,
+        help="arrange steps by this strategy (default: the job's; hdp or multimodal for presets)",
+    )
+    parser.add_argument("--steps", type=number, default=4, metavar="K", help="plan K steps (default: %(default)s)")
+    parser.add_argument(
+        "--capacity", type=number, default=8192, metavar="C", help="let a rank hold C tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--offload",
+        type=positive,
+        metavar="GB/S",
+        help="let hdp offload activations to the host at this speed (default: off)",
+    )
+    parser.add_argument(
+        "--costs",
+        default="shape",
+        metavar="shape|h200|FILE",
+        help="take costs from the model's shape, from measurements on an H200, or from a FILE of `overlord calibrate` "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--measured-layers",
+        type=number,
+        metavar="N",
+        help="say that FILE was measured with N blocks (default: with all layers)",
+    )
+    for option, default, name in (
+        ("hidden", 4096, "hidden size"),
+        ("layers", 32, "number of layers"),
+        ("heads", 32, "number of attention heads"),
+        ("kv-heads", 8, "number of key-value heads"),
+        ("ffn", 14336, "feed-forward size"),
+    ):
+        text = f"set the model's {name} (default: %(default)s)"
+        parser.add_argument(f"--{option}", type=number, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--seed",
+        type=count_at_least(0),
+        default=0,
+        metavar="N",
+        help="draw a preset's documents by seed N (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the ranks' times before and after to FILE"
+    )
+    parser.set_defaults(usage_error=parser.error)
+
+
+def execute(options: argparse.Namespace) -> int:
+    if (options.job is None) == (options.preset is None):
+        options.usage_error("give a job file or --preset, and not both")
+    return simulate(to_dataclass(options, SimulateOptions), options.json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """The options of the verb. None stands for the job's own setting, or for a value derived from the others."""
+
+    job: Path | None
+    preset: str | None
+    ranks: int | None
+    dp: int | None
+    cp: int | None
+    pp: int | None
+    tp: int | None
+    context: int | None
+    batch_tokens: int | None
+    sources: int
+    strategy: str | None
+    steps: int
+    capacity: int
+    offload: float | None
+    costs: str
+    measured_layers: int | None
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    seed: int
+    html: Path | None
 
 
 def simulate(options: SimulateOptions, as_json: bool) -> int:
     if options.html is not None:
         check_page(options.html)
-    with setting_of(options) as setting:
-        summary = _simulated(setting, options.steps)
+    with open_setting(options) as setting:
+        summary = _simulate_steps(setting, options.steps)
     mesh = setting.scenario.mesh
     held = footprint(
         num_sources=setting.num_sources,
@@ -33,7 +181,7 @@ def simulate(options: SimulateOptions, as_json: bool) -> int:
         step_s=summary.mean(lambda step: step.after.step_s),
         image_bytes=summary.mean(lambda step: step.image_bytes),
     )
-    found = _found(setting, options, summary, held)
+    found = _describe_results(setting, options, summary, held)
     if options.html is not None:
         write_page(options.html, found, summary)
     if as_json:
@@ -43,7 +191,7 @@ def simulate(options: SimulateOptions, as_json: bool) -> int:
     return 0
 
 
-def _simulated(setting: Setting, num_steps: int) -> Summary:
+def _simulate_steps(setting: Setting, num_steps: int) -> Summary:
     progress = console(stderr=True)
     began = time.monotonic()
     steps = []
@@ -54,8 +202,8 @@ def _simulated(setting: Setting, num_steps: int) -> Summary:
     return Summary(tuple(steps))
 
 
-def _asked(setting: Setting, options: SimulateOptions) -> dict[str, Any]:
-    """What was asked for, with what was left open filled in."""
+def _describe_scenario(setting: Setting, options: SimulateOptions) -> dict[str, Any]:
+    """The scenario as JSON: the options, with defaults filled in."""
     mesh, batch, model = setting.scenario.mesh, setting.scenario.batch, setting.scenario.model
     return {
         "documents": setting.documents,
@@ -81,15 +229,15 @@ def _asked(setting: Setting, options: SimulateOptions) -> dict[str, Any]:
     }
 
 
-def _found(setting: Setting, options: SimulateOptions, summary: Summary, held: Footprint) -> dict[str, Any]:
+def _describe_results(setting: Setting, options: SimulateOptions, summary: Summary, held: Footprint) -> dict[str, Any]:
     return {
-        "scenario": _asked(setting, options),
+        "scenario": _describe_scenario(setting, options),
         "ratio": summary.ratio,
-        "before": _side([step.before for step in summary.steps]),
-        "after": _side([step.after for step in summary.steps]),
+        "before": _side_summary([step.before for step in summary.steps]),
+        "after": _side_summary([step.after for step in summary.steps]),
         "plan_s": {"mean": summary.mean(lambda step: step.plan_s), "max": max(step.plan_s for step in summary.steps)},
-        "roles": [_role(role) for role in held.roles],
-        "baseline": _role(held.baseline),
+        "roles": [_role_summary(role) for role in held.roles],
+        "baseline": _role_summary(held.baseline),
         "memory_ratio": held.saved,
         "steps": [
             {
@@ -107,7 +255,7 @@ def _found(setting: Setting, options: SimulateOptions, summary: Summary, held: F
     }
 
 
-def _side(times: list[PlanTime]) -> dict[str, Any]:
+def _side_summary(times: list[PlanTime]) -> dict[str, Any]:
     count = len(times)
     return {
         "step_s": sum(each.step_s for each in times) / count,
@@ -123,7 +271,7 @@ def _side(times: list[PlanTime]) -> dict[str, Any]:
     }
 
 
-def _role(role: Role) -> dict[str, Any]:
+def _role_summary(role: Role) -> dict[str, Any]:
     return {
         "name": role.name,
         "count": role.count,
@@ -173,3 +321,117 @@ def _print(found: dict[str, Any], html: Path | None) -> None:
     out.print(f"predicted: {found['ratio']:.2f} times as fast as the static mesh dealt blindly")
     if html is not None:
         out.print(f"wrote {html}", markup=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A scenario, and the iterator of its drawn steps."""
+
+    scenario: Scenario
+    drawn: Iterator[DrawnStep]
+    num_sources: int
+    documents: str
+    strategy: str
+
+
+@contextmanager
+def open_setting(options: SimulateOptions) -> Iterator[Setting]:
+    """Build the setting that the options describe. A job's loader stays open inside the `with` block."""
+    if options.job is None:
+        yield _preset_setting(options, _PRESETS[options.preset or ""])
+        return
+    job = load_job(options.job)
+    batch = _batch(job, options)
+    sizes = (options.ranks, options.dp, options.cp, options.tp, options.pp)
+    mesh = job.mesh if not any(sizes) else _mesh(options, batch.sequence_length)
+    scenario = _scenario(options, batch, mesh, options.strategy, job.strategy)
+    # Neither mesh nor strategy decides which samples a step has, so the simplest of both draws them.
+    with start(replace(job, batch=batch, mesh=Mesh(), strategy=None)) as loader:
+        planned = (loader.plan(number) for number in range(options.steps))
+        drawn = (each.step for each in planned if each is not None)
+        yield Setting(scenario, drawn, len(job.sources), str(options.job), options.strategy or "the job's strategy")
+
+
+def _preset_setting(options: SimulateOptions, preset: Preset) -> Setting:
+    context = options.context or preset.context
+    mesh = _mesh(options, context)
+    tokens = options.batch_tokens
+    if tokens is None:
+        row_of_all = context * mesh.dp
+        tokens = max(1, round(_TOKENS_A_RANK * mesh.world_size / row_of_all)) * row_of_all
+    batch = Batch(tokens=tokens, sequence_length=context)
+    name = options.strategy or preset.strategy
+    drawer = drawer_of(preset.documents, batch, options.sources, options.seed)
+    drawn = (step for _ in range(options.steps) if (step := drawer.next_step()) is not None)
+    return Setting(_scenario(options, batch, mesh, name), drawn, options.sources, f"preset {options.preset}", name)
+
+
+def _scenario(
+    options: SimulateOptions, batch: Batch, mesh: Mesh, name: str | None, of_job: Strategy | None = None
+) -> Scenario:
+    model = _model(options, mesh)
+    strategy = of_job or plain()
+    if name is not None:
+        strategy = _strategy(name, mesh, batch, model, options)
+    return Scenario(batch=batch, mesh=mesh, strategy=strategy, model=model)
+
+
+def _batch(job: Job, options: SimulateOptions) -> Batch:
+    changes: dict[str, Any] = {}
+    if options.context is not None:
+        changes["sequence_length"] = options.context
+    if options.batch_tokens is not None:
+        if job.batch.tokens is None:
+            raise SpecError("the job's steps are counted in samples, so --batch-tokens does not go with it; leave it out")
+        changes["tokens"] = options.batch_tokens
+    return replace(job.batch, **changes)
+
+
+def _mesh(options: SimulateOptions, context: int) -> Mesh:
+    """The static mesh. By default cp is as large as the longest document needs, and dp uses the remaining ranks."""
+    tp, pp = options.tp or 1, options.pp or 1
+    if options.dp is not None and options.ranks is None:
+        return Mesh(dp=options.dp, cp=options.cp or -(-context // options.capacity), tp=tp, pp=pp)
+    ranks = options.ranks or _RANKS
+    mesh = static_mesh(ranks, context=context, capacity=options.capacity, tp=tp, pp=pp, cp=options.cp)
+    if options.dp not in (None, mesh.dp):
+        raise SpecError(
+            f"dp {options.dp} x cp {mesh.cp} x pp {pp} x tp {tp} are {options.dp * mesh.cp * pp * tp:,} ranks, not "
+            f"{ranks:,}; leave one of --ranks, --dp and --cp out"
+        )
+    return mesh
+
+
+def _model(options: SimulateOptions, mesh: Mesh) -> TimeModel:
+    shape = ModelShape(**{name: getattr(options, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn")})
+    if options.costs == "shape":
+        cost = shape.at(H200_FLOPS)
+    elif options.costs == "h200":
+        cost = shape.on_h200()
+    else:
+        measured, blocks = load_cost(options.costs), options.measured_layers or shape.layers
+        cost = TransformerCost(*(each * shape.layers / blocks for each in measured.coefficients))
+    encoder = Encoder.at(H200_FLOPS)
+    return TimeModel(cost=cost, shape=shape, links=Links(), tp=mesh.tp, pp=mesh.pp, encoder=encoder)
+
+
+def _strategy(name: str, mesh: Mesh, batch: Batch, model: TimeModel, options: SimulateOptions) -> Strategy:
+    pipeline = Pipeline(mesh.pp) if mesh.pp > 1 else None
+    most = max(options.capacity * mesh.cp, batch.micro_tokens or batch.sequence_length)
+    backbone = model.cut_over(mesh.cp)
+    if name == "plain":
+        return plain()
+    if name == "long_short":
+        return long_short(backbone, max_tokens=most, equal_counts=False, pipeline=pipeline)
+    if name == "hdp":
+        offload = None if options.offload is None else model.offload(options.offload * 1e9)
+        return pooled(mesh, model, options.capacity, offload)
+    encoder = model.encoder or Encoder.at(H200_FLOPS)
+
+    def image_s(images: Images) -> Floats:
+        return encoder.cost(images) / mesh.cp
+
+    if name == "multimodal":
+        return multimodal(backbone, image_s, grid=encoder.grid, max_tokens=most, equal_counts=False, pipeline=pipeline)
+    # Exchanging images needs equal numbers of microbatches, which balance poorly without more room than a row has.
+    return multimodal(backbone, encoder.cost, grid=encoder.grid, exchange="cp", max_tokens=most * 3 // 2, pipeline=pipeline)
