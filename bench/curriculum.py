@@ -70,8 +70,8 @@ def job() -> ol.Job:
 
 def run(autoscale: bool, engine: str) -> tuple[list[Phase], list[str]]:
     # Loaders are given back sooner than in real life, where nobody waits for it.
-    policy = ol.ScalingPolicy(calm_s=4.0, settle_s=2.0)
-    scale = ol.Autoscale(budget=ol.Budget(cpus=4, memory_bytes=2 << 30, workers_per_host=2), policy=policy)
+    policy = ol.scaling.ScalingPolicy(calm_s=4.0, settle_s=2.0)
+    scale = ol.scaling.Autoscale(budget=ol.scaling.Budget(cpus=4, memory_bytes=2 << 30, workers_per_host=2), policy=policy)
     where = None if engine == "embedded" else ol.Ray(num_cpus=8, object_store_bytes=300 << 20, loader_hosts=1)
     with ol.start(job(), engine=where, autoscale=scale if autoscale else None) as loader:
         client = loader.client(0, timeout=120)

@@ -44,7 +44,7 @@ def psnr(images: int = 256) -> tuple[float, float]:
     from bench.peers.pictures import SIZE, TarPairs, decode
 
     pairs = TarPairs(corpus.IMAGES.paths)
-    reduced = ol.DecodeImage(size=(SIZE, SIZE))
+    reduced = ol.vision.DecodeImage(size=(SIZE, SIZE))
     found = []
     for number in range(min(images, len(pairs))):
         jpeg, _ = pairs[number]

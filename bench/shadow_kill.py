@@ -68,7 +68,7 @@ def run(shadow: bool, kills: int, step_s: float, chunk_s: float) -> Killed:
     job = ol.Job(
         sources={"slow": Slow(chunk_s=chunk_s)}, batch=ol.Batch(samples=SAMPLES, sequence_length=TOKENS), num_workers=2
     )
-    budget = ol.Budget(cpus=2, memory_bytes=1 << 30) if shadow else None
+    budget = ol.scaling.Budget(cpus=2, memory_bytes=1 << 30) if shadow else None
     engine = ol.Ray(num_cpus=4, object_store_bytes=100 << 20, loader_hosts=1)
     with ol.start(job, engine=engine, shadows=budget) as loader:
         trainer = _Trainer(loader.client(0, timeout=120), step_s)

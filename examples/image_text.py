@@ -45,7 +45,7 @@ def main() -> None:
                     # `keep` carries the picture through. It stays in the tar, unread but for its header, until a plan asks
                     # for its row: only then is it decoded, straight to the size wanted.
                     transform=ol.Tokenize("txt", encoding=ol.ByteTokenizer(), keep=("jpg",)),
-                    decode=ol.DecodeImage("jpg", size=(64, 64)),
+                    decode=ol.vision.DecodeImage("jpg", size=(64, 64)),
                     repeat=False,
                 )
             },

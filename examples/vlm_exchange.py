@@ -20,9 +20,9 @@ from overlord.arrange.vision.encoding import Encoding
 
 RANKS = 4
 IMAGE_TOKEN = 300
-GRID = ol.PatchGrid(patch=14, merge=2)
+GRID = ol.vision.PatchGrid(patch=14, merge=2)
 BACKBONE = ol.TransformerCost.of(hidden=2048, layers=24)
-ENCODER = ol.VisionTransformerCost.of(hidden=1024, layers=24)
+ENCODER = ol.vision.VisionTransformerCost.of(hidden=1024, layers=24)
 
 
 def write_pairs(path: Path, count: int) -> None:
@@ -57,12 +57,12 @@ def straggler(work: np.ndarray) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_pairs(Path(folder) / "pairs.parquet", 400)
-        decode = ol.DecodeImage("image")
+        decode = ol.vision.DecodeImage("image")
         source = ol.Parquet(
             f"{folder}/pairs.parquet",
             transform=[
                 ol.Tokenize("text", encoding=ol.ByteTokenizer(), keep=("image",)),
-                ol.PlaceImages(decode, GRID, IMAGE_TOKEN),  # a place in the text for every token of the image
+                ol.vision.PlaceImages(decode, GRID, IMAGE_TOKEN),  # a place in the text for every token of the image
             ],
             decode=decode,
             loss_mask="loss_mask",

@@ -11,10 +11,10 @@ from PIL import Image
 
 import overlord as ol
 
-GRID = ol.PatchGrid(patch=8, merge=2)
+GRID = ol.vision.PatchGrid(patch=8, merge=2)
 IMAGE_TOKEN = 3000
 MARKER = 3001
-DECODE = ol.DecodeImage("pictures", size=None)
+DECODE = ol.vision.DecodeImage("pictures", size=None)
 
 
 def picture(number: int, height: int, width: int) -> bytes:
@@ -48,11 +48,11 @@ def encoded(image: np.ndarray) -> np.ndarray:
 
 def picture_job(path: str, mesh: ol.Mesh, exchange: Any, **options: Any) -> ol.Job:
     strategy = ol.strategies.multimodal(
-        ol.TransformerCost(1.0, 0.01), ol.VisionTransformerCost(2.0, 0.05), grid=GRID, exchange=exchange
+        ol.TransformerCost(1.0, 0.01), ol.vision.VisionTransformerCost(2.0, 0.05), grid=GRID, exchange=exchange
     )
     source = ol.Parquet(
         path,
-        transform=ol.PlaceImages(DECODE, GRID, IMAGE_TOKEN, marker=MARKER),
+        transform=ol.vision.PlaceImages(DECODE, GRID, IMAGE_TOKEN, marker=MARKER),
         decode=DECODE,
         loss_mask="loss_mask",
         repeat=options.pop("repeat", False),

@@ -53,7 +53,7 @@ def test_long_documents_are_dropped_and_counted(documents):
 
 def test_a_long_document_can_be_an_error_that_names_file_and_row(documents):
     message = r"source 'docs': .*documents.parquet.*, row 2: a document of 20 tokens is longer than sequence_length 16; set"
-    with pytest.raises(ol.DataError, match=message):
+    with pytest.raises(ol.errors.DataError, match=message):
         run(documents, "fail")
 
 
@@ -87,17 +87,17 @@ def test_a_split_document_keeps_the_label_across_the_cut(documents):
             ),
             r"'a' are finite and the others repeat for ever",
         ),
-        (lambda: ol.BadRows("quarantine"), r"quarantine needs a file"),
+        (lambda: ol.policies.BadRows("quarantine"), r"quarantine needs a file"),
     ],
 )
 def test_a_wrong_declaration_is_refused_when_it_is_made(make, message):
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         make()
 
 
 def test_a_mesh_that_does_not_fit_the_world_says_the_sizes():
     message = r"dp=2 x cp=2 x tp=1 x pp=1 has 4 ranks, but the world has 8"
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         ol.start(job_of({"a": Numbered()}, mesh=ol.Mesh(dp=2, cp=2)), world_size=8)
 
 
@@ -105,7 +105,7 @@ def test_a_source_without_the_token_column_says_what_it_has():
     job = job_of({"a": Numbered(first=1, tokens="input_ids")})
     with (
         ol.start(job) as loader,
-        pytest.raises(ol.SchemaError, match=r"source 'a' has no column 'input_ids'.*it has \['tokens'"),
+        pytest.raises(ol.errors.SchemaError, match=r"source 'a' has no column 'input_ids'.*it has \['tokens'"),
     ):
         next(loader.client(0))
 
@@ -115,7 +115,10 @@ def test_text_where_tokens_should_be_is_told_how_to_tokenise():
         return pa.table({"tokens": ["text"] * table.num_rows})
 
     job = job_of({"a": Numbered(first=1, transform=as_text)})
-    with ol.start(job) as loader, pytest.raises(ol.SchemaError, match=r"must be a list of integers, it is string; tokenise"):
+    with (
+        ol.start(job) as loader,
+        pytest.raises(ol.errors.SchemaError, match=r"must be a list of integers, it is string; tokenise"),
+    ):
         next(loader.client(0))
 
 
@@ -139,7 +142,7 @@ def test_a_transform_that_changes_its_schema_says_both():
     job = job_of({"a": Numbered(first=1, transform=moody)})
     with (
         ol.start(job) as loader,
-        pytest.raises(ol.SchemaError, match=r"moody of source 'a' returned .* for chunk 1, but .*document"),
+        pytest.raises(ol.errors.SchemaError, match=r"moody of source 'a' returned .* for chunk 1, but .*document"),
     ):
         list(islice(loader.client(0), 20))
 
@@ -154,7 +157,7 @@ def test_bad_rows_are_quarantined_and_nothing_else_is_lost(tmp_path):
         return row
 
     source = Numbered(
-        rows=40, first=1, repeat=False, transform=picky, on_bad_row=ol.BadRows("quarantine", path=str(listing))
+        rows=40, first=1, repeat=False, transform=picky, on_bad_row=ol.policies.BadRows("quarantine", path=str(listing))
     )
     with ol.start(job_of({"a": source})) as loader:
         tokens = np.concatenate([tokens_of(step) for step in loader.client(0)])
@@ -170,21 +173,21 @@ def test_more_bad_rows_than_the_budget_stop_the_run():
     def hopeless(row: dict) -> dict:
         raise ValueError("no")
 
-    source = Numbered(rows=40, first=1, transform=hopeless, on_bad_row=ol.BadRows("skip", budget=3))
+    source = Numbered(rows=40, first=1, transform=hopeless, on_bad_row=ol.policies.BadRows("skip", budget=3))
     with (
         ol.start(job_of({"a": source})) as loader,
-        pytest.raises(ol.BadRowError, match=r"\d+ bad rows are more than its budget of 3"),
+        pytest.raises(ol.errors.BadRowError, match=r"\d+ bad rows are more than its budget of 3"),
     ):
         next(loader.client(0))
 
 
 def test_a_source_without_data_is_an_error_at_the_start():
-    with pytest.raises(ol.SourceError, match=r"source 'a' has no data"):
+    with pytest.raises(ol.errors.SourceError, match=r"source 'a' has no data"):
         ol.start(job_of({"a": Numbered(rows=0)}))
 
 
 def test_an_empty_glob_names_the_source_and_the_pattern(tmp_path):
-    with pytest.raises(ol.SourceError, match=r"nothing\*\.parquet") as caught:
+    with pytest.raises(ol.errors.SourceError, match=r"nothing\*\.parquet") as caught:
         ol.start(job_of({"web": ol.Parquet(f"{tmp_path}/nothing*.parquet")}))
     assert any("source 'web'" in note for note in caught.value.__notes__)
 
@@ -198,7 +201,7 @@ def test_units_with_different_columns_in_one_chunk_say_which():
     job = job_of({"a": TwoFaced(first=1, window=2, shuffle=False)})
     with (
         ol.start(job) as loader,
-        pytest.raises(ol.SchemaError, match=r"numbered#1 has the columns .* but numbered has .*document"),
+        pytest.raises(ol.errors.SchemaError, match=r"numbered#1 has the columns .* but numbered has .*document"),
     ):
         next(loader.client(0))
 
@@ -235,7 +238,7 @@ def test_a_row_function_that_leaves_nothing_of_most_chunks_runs_under_any_seed_a
 @pytest.mark.strangers
 def test_a_source_of_which_a_row_function_leaves_nothing_is_an_error():
     job = job_of({"a": Numbered(rows=40, first=1, transform=ol.per_row(lambda row: None))})
-    with ol.start(job) as loader, pytest.raises(ol.DataError, match="'a' gave no usable row in a whole epoch"):
+    with ol.start(job) as loader, pytest.raises(ol.errors.DataError, match="'a' gave no usable row in a whole epoch"):
         next(loader.client(0))
 
 
@@ -282,7 +285,7 @@ def test_a_column_that_no_type_holds_for_two_sources_names_both_and_the_way_out(
     message = r"the column 'v' is (int64|string) in source '[ab]'.* and (int64|string) in source '[ab]'.*ol\.Pick"
     with (
         ol.start(job_of(sources, ol.Batch(samples=8, sequence_length=16, columns=("v",)))) as loader,
-        pytest.raises(ol.SchemaError, match=message),
+        pytest.raises(ol.errors.SchemaError, match=message),
     ):
         next(loader.client(0))
 
@@ -310,7 +313,7 @@ def test_units_of_one_chunk_whose_types_do_not_go_together_name_the_column_both_
 
     job = job_of({"a": TwoFaced(first=1, window=2, shuffle=False)})
     message = r"numbered#1 has the column 'v' as string, but numbered has it as int64; .*columns="
-    with ol.start(job) as loader, pytest.raises(ol.SchemaError, match=message):
+    with ol.start(job) as loader, pytest.raises(ol.errors.SchemaError, match=message):
         next(loader.client(0))
 
 
@@ -323,9 +326,9 @@ def test_a_rank_is_a_whole_number(rank):
     message = (
         r"rank must be a whole number, got .* \((str|float|bool|NoneType|bytes|float32)\)|rank must be a whole number, got"
     )
-    with ol.start(job_of({"a": Numbered(first=1)})) as loader, pytest.raises(ol.SpecError, match=message):
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader, pytest.raises(ol.errors.SpecError, match=message):
         loader.client(rank)
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         ol.connect("127.0.0.1:9", rank=rank, timeout=1.0)
 
 
@@ -375,5 +378,5 @@ def test_numpys_whole_numbers_are_ranks_and_sizes():
     ],
 )
 def test_what_a_run_is_asked_wrongly_is_said_at_once(call, message):
-    with ol.start(job_of({"a": Numbered(first=1)})) as loader, pytest.raises(ol.SpecError, match=message):
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader, pytest.raises(ol.errors.SpecError, match=message):
         call(loader)

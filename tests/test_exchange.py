@@ -149,10 +149,10 @@ def test_texts_with_other_image_places_than_the_strategy_counts_are_refused(tmp_
     job = picture_job(picture_documents(tmp_path / "a.parquet", 20), ol.Mesh(), "cp")
     coarse = ol.strategies.multimodal(
         ol.TransformerCost(1.0, 0.01),
-        ol.VisionTransformerCost(2.0, 0.05),
-        grid=ol.PatchGrid(GRID.patch, merge=4),
+        ol.vision.VisionTransformerCost(2.0, 0.05),
+        grid=ol.vision.PatchGrid(GRID.patch, merge=4),
         exchange="cp",
     )
     wrong = ol.Job(sources=job.sources, batch=job.batch, strategy=coarse)
-    with ol.start(wrong) as loader, pytest.raises(ol.DataError, match="image places"):
+    with ol.start(wrong) as loader, pytest.raises(ol.errors.DataError, match="image places"):
         next(loader.client(0, timeout=60))

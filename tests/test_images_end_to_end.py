@@ -39,7 +39,7 @@ def job_of(path: str, **fields) -> ol.Job:
     source = ol.WebDataset(
         path,
         transform=ol.Tokenize("txt", encoding=ol.ByteTokenizer(), keep=("jpg", "__key__")),
-        decode=ol.DecodeImage("jpg", size=(16, 16)),
+        decode=ol.vision.DecodeImage("jpg", size=(16, 16)),
         repeat=False,
         shuffle=False,
         **fields,
@@ -83,7 +83,7 @@ def test_a_truncated_image_is_found_by_its_header_and_left_out_of_every_plan(tmp
         step = next(loader.client(0))
         assert sorted(step["__key__"].to_pylist()) == ["0001", "0002", "0004"]
         assert loader.report().bad_rows == {"pictures": 1}
-    with ol.start(job_of(path)) as loader, pytest.raises(ol.BadRowError, match=r"a\.tar, row 3"):
+    with ol.start(job_of(path)) as loader, pytest.raises(ol.errors.BadRowError, match=r"a\.tar, row 3"):
         next(loader.client(0))
 
 
@@ -133,7 +133,7 @@ def test_images_of_hugging_face_datasets_are_read_as_they_are(tmp_path):
         source = ol.Parquet(
             str(tmp_path / f"{name}.parquet"),
             transform=ol.Tokenize("text", encoding=ol.ByteTokenizer(), keep=("image",)),
-            decode=ol.DecodeImage("image", size=(16, 16)),
+            decode=ol.vision.DecodeImage("image", size=(16, 16)),
             shuffle=False,
         )
         job = ol.Job(sources={"pictures": source}, batch=ol.Batch(samples=4, sequence_length=32, layout="padded"))

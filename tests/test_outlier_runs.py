@@ -9,10 +9,10 @@ from overlord.arrange.explain import explain
 from overlord.testing import assert_resumes_exactly, assert_same_stream
 from tests.contract.streams import text_job
 
-POLICY = ol.OutlierDelay(lengths=(40, 52), together=4, most_steps=3)
+POLICY = ol.policies.OutlierDelay(lengths=(40, 52), together=4, most_steps=3)
 
 
-def job(folder, policy: ol.OutlierDelay | None = POLICY, **fields) -> ol.Job:
+def job(folder, policy: ol.policies.OutlierDelay | None = POLICY, **fields) -> ol.Job:
     return text_job(folder, batch=ol.Batch(tokens=512, sequence_length=64, outliers=policy), **fields)
 
 
@@ -35,8 +35,8 @@ def test_a_delay_is_told_and_part_of_the_fingerprint(tmp_path):
     assert 0 < delay.mean_steps_per_token < delay.mean_steps
     assert planned is not None
     assert "steps per token" in explain(planned.plan)
-    with pytest.raises(ol.StateError, match=r"batch\.outliers"):
-        ol.start(job(tmp_path, ol.OutlierDelay((40,), together=2)), resume=state)
+    with pytest.raises(ol.errors.StateError, match=r"batch\.outliers"):
+        ol.start(job(tmp_path, ol.policies.OutlierDelay((40,), together=2)), resume=state)
     with ol.start(job(tmp_path, None)) as loader:
         assert loader.report(1).delay is None
 

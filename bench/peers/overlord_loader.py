@@ -43,7 +43,7 @@ def images(work: Work, rank: int) -> Iterator[dict[str, Any]]:
             "pairs": ol.WebDataset(
                 corpus.IMAGES.paths,
                 tokens=None,
-                decode=ol.DecodeImage(column="jpg", size=(SIZE, SIZE)),
+                decode=ol.vision.DecodeImage(column="jpg", size=(SIZE, SIZE)),
             )
         },
         batch=ol.Batch(samples=BATCH * work.ranks, sequence_length=ROW_TOKENS, layout="padded", columns=("txt",)),

@@ -1,71 +1,52 @@
-"""The public names of Overlord, once each. `__init__.py` imports them when they are first used."""
+"""The public names of Overlord, once each. `__init__.py` imports them when they are first used.
 
-from overlord.arrange import hdp as hdp
-from overlord.arrange import pipelines as pipelines
-from overlord.arrange import strategies as strategies
-from overlord.arrange import vision as vision
+Names that most jobs use stand here. The others are in the modules that come first, each with its own list.
+"""
+
+from overlord import balancers as balancers
+from overlord import errors as errors
+from overlord import hdp as hdp
+from overlord import pipelines as pipelines
+from overlord import policies as policies
+from overlord import scaling as scaling
+from overlord import strategies as strategies
+from overlord import testing as testing
+from overlord import vision as vision
 from overlord.arrange.cost import MeasuredCost as MeasuredCost
 from overlord.arrange.cost import TransformerCost as TransformerCost
+from overlord.arrange.explain import explain as explain
 from overlord.arrange.graph import DGraph as DGraph
-from overlord.arrange.hdp.offload import Offload as Offload
 from overlord.arrange.learned_cost import LearnedCost as LearnedCost
 from overlord.arrange.mesh_tree import ClientPlaceTree as ClientPlaceTree
-from overlord.arrange.pipelines.simulator import Pipeline as Pipeline
 from overlord.arrange.plan import Plan as Plan
-from overlord.arrange.vision.images import PatchGrid as PatchGrid
-from overlord.arrange.vision.images import VisionTransformerCost as VisionTransformerCost
+from overlord.arrange.strategies import Strategy as Strategy
 from overlord.chunks.transforms import ByteTokenizer as ByteTokenizer
 from overlord.chunks.transforms import Context as Context
 from overlord.chunks.transforms import InProcesses as InProcesses
 from overlord.chunks.transforms import Pick as Pick
-from overlord.chunks.transforms import PlaceImages as PlaceImages
 from overlord.chunks.transforms import Tokenize as Tokenize
 from overlord.chunks.transforms import per_row as per_row
 from overlord.declare.batch import Batch as Batch
 from overlord.declare.job import Job as Job
-from overlord.declare.job import Log as Log
 from overlord.declare.mesh import Mesh as Mesh
-from overlord.declare.mixture import Feedback as Feedback
 from overlord.declare.mixture import Mixture as Mixture
-from overlord.declare.mixture import MultiplicativeWeights as MultiplicativeWeights
-from overlord.declare.policies import OutlierDelay as OutlierDelay
-from overlord.declare.source import BadRows as BadRows
+from overlord.declare.policies import Log as Log
 from overlord.declare.source import Source as Source
 from overlord.declare.source import Unit as Unit
-from overlord.errors import BadRowError as BadRowError
-from overlord.errors import BufferTooSmallError as BufferTooSmallError
-from overlord.errors import ClosedError as ClosedError
-from overlord.errors import DataError as DataError
 from overlord.errors import OverlordError as OverlordError
-from overlord.errors import SchemaError as SchemaError
-from overlord.errors import ServiceError as ServiceError
-from overlord.errors import SharedUseError as SharedUseError
-from overlord.errors import SourceError as SourceError
-from overlord.errors import SpecError as SpecError
-from overlord.errors import StateError as StateError
-from overlord.errors import StorageError as StorageError
-from overlord.errors import WaitTimeoutError as WaitTimeoutError
-from overlord.errors import WorkerDiedError as WorkerDiedError
-from overlord.fleet.autoscaler import Autoscale as Autoscale
-from overlord.fleet.sizing import partition as partition
-from overlord.loaders.autoscaling import ScalingPolicy as ScalingPolicy
-from overlord.loaders.model import Budget as Budget
-from overlord.loaders.model import Partition as Partition
-from overlord.loaders.model import Share as Share
-from overlord.loaders.partition import Partitioning as Partitioning
-from overlord.media.images import DecodeImage as DecodeImage
+from overlord.messages import Microbatch as Microbatch
 from overlord.messages import Step as Step
 from overlord.roles.client import Client as Client
-from overlord.runtime.ray import ActorOptions as ActorOptions
+from overlord.runtime.embedded import Embedded as Embedded
 from overlord.runtime.ray import Ray as Ray
 from overlord.service.channel import connect as connect
 from overlord.service.run import Loader as Loader
 from overlord.service.run import start as start
 from overlord.sources.arrow_ipc import ArrowIpc as ArrowIpc
 from overlord.sources.jsonl import Jsonl as Jsonl
-from overlord.sources.object_store import Retry as Retry
 from overlord.sources.parquet import Parquet as Parquet
 from overlord.sources.webdataset import WebDataset as WebDataset
 from overlord.steering.cost_file import load_cost as load_cost
+from overlord.stream.facts import Samples as Samples
 
 __version__: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from overlord.errors import SpecError
 from overlord.records import record
@@ -79,7 +79,61 @@ def _number(what: str, value: object) -> float:
 
 
 Fields = dict[str, Any]
-"""The arrays of a microbatch, by name."""
+"""The arrays of a microbatch while it is built. Trainers get them as a `Microbatch`."""
+
+
+class Microbatch(TypedDict):
+    """The dict of arrays that a trainer gets for one microbatch: numpy arrays, or tensors with `torch=True`.
+
+    Which keys are there depends on the layout, the mesh and the job; docs/concepts.md has the table. N is the number of
+    token places, D that of documents. Names in `Batch(columns=...)` are keys too.
+    """
+
+    tokens: Any
+    """int32 [N]; padded: [num_rows, width]."""
+    labels: Any
+    """int64, like `tokens`: the token to predict, or -100 where there is no loss."""
+    loss_mask: Any
+    """bool, like `tokens`: where `labels` is not -100."""
+    loss_weights: Any
+    """float32, like `tokens`: what each label counts. Only where a source has loss weights."""
+    position_ids: Any
+    """int32, like `tokens`: from 0 in each segment."""
+    attention_mask: Any
+    """bool, like `tokens`. Only in padded microbatches."""
+    cu_seqlens: Any
+    """int32 [segments + 1]: where segments end, from 0. Only in packed microbatches."""
+    cu_seqlens_padded: Any
+    """int32 [segments + 1]. Only with `document_multiple` > 1."""
+    max_seqlen: int
+    """The length of the longest segment."""
+    num_documents: int
+    num_rows: int
+    num_tokens: int
+    """N."""
+    document_starts: Any
+    """int32 [D]: the place of each document's first token."""
+    document_lengths: Any
+    """int32 [D]."""
+    document_sources: Any
+    """int32 [D]: the number of each document's source, in the order of `job.sources`."""
+    images: Any
+    """uint8 [n, height, width, 3], or a list of images where their sizes differ."""
+    image_document: Any
+    """int32 [n]: the document of each image."""
+    image_tokens: Any
+    """int64 [n]: the rows of each encoded image. Only where images are encoded on other ranks."""
+    image_row: Any
+    """int32, like `tokens`: the row of the encoded images in a place, or -1. Only with `Batch(image_token=...)`."""
+    broadcast: Any
+    """The shape and dtype name of each array that this rank gets by broadcast from another rank's trainer."""
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict as ExtensibleTypedDict
+
+    class MicrobatchWithColumns(Microbatch, ExtensibleTypedDict, extra_items=Any):
+        """A `Microbatch` with names of `Batch(columns=...)`, and fields that features add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +163,9 @@ class Step:
 
     number: int
     loss_tokens: int | float
-    microbatches: tuple[dict[str, Any], ...]
+    microbatches: tuple[MicrobatchWithColumns, ...]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[MicrobatchWithColumns]:
         return iter(self.microbatches)
 
     def __len__(self) -> int:

@@ -53,5 +53,5 @@ def test_it_arranges_a_step_as_the_model_does_that_it_was_measured_on():
     ],
 )
 def test_what_is_no_table_is_refused(lengths, costs, message):
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         ol.MeasuredCost(lengths, costs)

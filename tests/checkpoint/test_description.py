@@ -170,7 +170,7 @@ PAIRS = {
     "option of ours": lambda x: ol.Tokenize("a", encoding=ol.ByteTokenizer(), eos=x),
     "columns": lambda x: ol.Pick("a" if x == 3 else "b"),
     "name of an encoding": lambda x: ol.Tokenize("a", encoding="cl100k_base" if x == 3 else "o200k_base"),
-    "image size": lambda x: ol.DecodeImage(size=(x, 2)),
+    "image size": lambda x: ol.vision.DecodeImage(size=(x, 2)),
     "int and float": lambda x: [1] if x == 3 else [1.0],
     "int and bool": lambda x: 1 if x == 3 else True,
     "list and tuple": lambda x: [{}, 1] if x == 3 else ({}, 1),
@@ -596,7 +596,9 @@ def test_a_run_is_not_resumed_with_another_lookup_table():
     uncut, _ = read_all(job, 5)
     _, state = read_all(job, 3)
     assert same(read_all(mapping_job({1000: 7}), 2, resume=state)[0], uncut[3:])
-    with pytest.raises(ol.StateError, match=r"source 'web' is declared differently \(transform\[1\], Mapped: its code"):
+    with pytest.raises(
+        ol.errors.StateError, match=r"source 'web' is declared differently \(transform\[1\], Mapped: its code"
+    ):
         ol.start(mapping_job({1000: 8}), resume=state)
     ol.start(mapping_job({1000: 8}), resume=state, accept_changes=["sources.web"]).close()
 
@@ -612,7 +614,7 @@ def test_a_run_is_not_resumed_with_another_tokenizer_file(tmp_path):
         return job_of({"text": ol.Jsonl(str(tmp_path / "text.jsonl"), transform=transform)})
 
     state = read_all(job("one"), 2)[1]
-    with pytest.raises(ol.StateError, match=r"transform\[0\], Tokenize"):
+    with pytest.raises(ol.errors.StateError, match=r"transform\[0\], Tokenize"):
         ol.start(job("two"), resume=state)
     for kind in (str, Path):
         ol.start(job("three", kind), resume=state).close()  # the same file, moved
@@ -626,7 +628,7 @@ def test_a_reader_without_an_identity_counts_with_its_fields_and_code():
 
     state = read_all(job_of({"a": Silent(rows=20)}), 2)[1]
     ol.start(job_of({"a": Silent(rows=20)}), resume=state).close()
-    with pytest.raises(ol.StateError, match="source 'a' is declared differently"):
+    with pytest.raises(ol.errors.StateError, match="source 'a' is declared differently"):
         ol.start(job_of({"a": Silent(rows=20, salt=1)}), resume=state)
 
 
@@ -640,7 +642,7 @@ def test_every_option_of_a_batch_counts_but_those_that_only_arrange():
     assert counted_fields == {each.name for each in fields(ol.Batch)} - _NOT_MEMBERSHIP
     state = read_all(job, 2)[1]
     limited = job_of({"a": Numbered()}, ol.Batch(tokens=64, sequence_length=16, document_limits={0: 4}))
-    with pytest.raises(ol.StateError, match=r"batch.document_limits was None, is \[\[0, 4\]\]"):
+    with pytest.raises(ol.errors.StateError, match=r"batch.document_limits was None, is \[\[0, 4\]\]"):
         ol.start(limited, resume=state)
 
 
@@ -653,7 +655,7 @@ def test_another_version_of_a_package_that_transforms_use_is_refused_by_name(tmp
     contents = contents_of(read_all(job, 1)[1])
     contents["fingerprint"]["packages"]["numpy"] = "1.26"
     with pytest.raises(
-        ol.StateError, match=r"numpy 1.26 was installed, is 2(?s:.*)accept_changes=\['packages.numpy'\]"
+        ol.errors.StateError, match=r"numpy 1.26 was installed, is 2(?s:.*)accept_changes=\['packages.numpy'\]"
     ) as raised:
         ol.start(job, resume=with_checksum(contents))
     assert "transforms use it" in str(raised.value)

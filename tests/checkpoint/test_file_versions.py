@@ -41,7 +41,7 @@ def test_a_file_that_was_replaced_between_stop_and_resume_is_named_and_may_be_ac
     job = written_tokens(tmp_path, count)
     state = saved(job)
     replace(tmp_path / "01.parquet")
-    with pytest.raises(ol.StateError, match=r"source 'files' has files that were written anew") as caught:
+    with pytest.raises(ol.errors.StateError, match=r"source 'files' has files that were written anew") as caught:
         ol.start(job, resume=state)
     assert "01.parquet; if they were only copied" in str(caught.value)
     assert "02.parquet" not in str(caught.value)
@@ -55,7 +55,7 @@ def test_a_file_that_went_back_in_time_is_told_among_those_that_it_may_be(tmp_pa
     job = written_tokens(tmp_path, 60)
     state = saved(job)
     os.utime(tmp_path / "01.parquet", ns=(10**18, 10**18))
-    with pytest.raises(ol.StateError, match=r"ETags\): one or more of .*01\.parquet"):
+    with pytest.raises(ol.errors.StateError, match=r"ETags\): one or more of .*01\.parquet"):
         ol.start(job, resume=state)
 
 

@@ -50,7 +50,7 @@ def test_a_state_after_json_resumes_the_very_stream():
 @pytest.mark.strangers
 def test_a_name_is_not_accepted_for_being_part_of_a_string():
     state = saved(job_of({"a": A}))
-    with pytest.raises(ol.StateError, match="seed was 0, is 3"):
+    with pytest.raises(ol.errors.StateError, match="seed was 0, is 3"):
         ol.start(job_of({"a": A}, seed=3), resume=state, accept_changes="seeds")
     ol.start(job_of({"a": A}, seed=3), resume=state, accept_changes="seed").close()
 
@@ -58,7 +58,7 @@ def test_a_name_is_not_accepted_for_being_part_of_a_string():
 @pytest.mark.strangers
 def test_loss_weights_are_part_of_a_sources_declaration():
     state = saved(job_of({"a": A}))
-    with pytest.raises(ol.StateError, match="source 'a' is declared differently"):
+    with pytest.raises(ol.errors.StateError, match="source 'a' is declared differently"):
         ol.start(job_of({"a": replace(A, loss_weights="w")}), resume=state)
 
 
@@ -78,7 +78,7 @@ def test_load_state_dict_moves_a_running_loader_and_all_clients_must_follow():
         for client in (left, right):
             next(client)
         left.load_state_dict(state)
-        with pytest.raises(ol.ClosedError, match="call load_state_dict on the client of rank 1 too"):
+        with pytest.raises(ol.errors.ClosedError, match="call load_state_dict on the client of rank 1 too"):
             next(right)
         right.load_state_dict(state)
         assert [[m["tokens"].tolist() for m in next(client)] for client in (left, right)] == first
@@ -104,7 +104,7 @@ def test_a_state_of_another_job_is_refused_saying_what_differs(change, message):
     state = saved(job_of({"a": A, "b": B}))
     fields = {"sources": {"a": A, "b": B}, "batch": ol.Batch(tokens=64, sequence_length=16), **change}
     job = ol.Job(**fields)
-    with pytest.raises(ol.StateError, match=message):
+    with pytest.raises(ol.errors.StateError, match=message):
         ol.start(job, resume=state)
     ol.start(job, resume=state, accept_changes=True).close()
 
@@ -112,7 +112,7 @@ def test_a_state_of_another_job_is_refused_saying_what_differs(change, message):
 def test_one_difference_can_be_accepted_by_the_name_that_the_error_gives():
     state = saved(job_of({"a": A, "b": B}))
     job = job_of({"a": A, "b": B}, seed=7)
-    with pytest.raises(ol.StateError, match=r"accept_changes=\['seed'\]"):
+    with pytest.raises(ol.errors.StateError, match=r"accept_changes=\['seed'\]"):
         ol.start(job, resume=state)
     ol.start(job, resume=state, accept_changes=["seed"]).close()
 
@@ -126,7 +126,7 @@ def test_one_difference_can_be_accepted_by_the_name_that_the_error_gives():
     ],
 )
 def test_something_that_is_no_state_is_refused(state, message):
-    with pytest.raises(ol.StateError, match=message):
+    with pytest.raises(ol.errors.StateError, match=message):
         ol.start(job_of({"a": A}), resume=state)
 
 
@@ -151,13 +151,13 @@ def test_resuming_on_a_mesh_of_another_shape_needs_no_permission():
     ol.start(job_of({"a": A, "b": B}, mesh=ol.Mesh(dp=1, cp=2, tp=2)), resume=state).close()
 
 
-FEEDBACK = ol.Mixture({"a": 1, "b": 1}, feedback=ol.Feedback(every=2, lag=3))
+FEEDBACK = ol.Mixture({"a": 1, "b": 1}, feedback=ol.policies.Feedback(every=2, lag=3))
 JOBS = {
     "packed": job_of({"a": A, "b": B}, ol.Batch(tokens=96, sequence_length=32)),
     "cut": job_of({"a": A, "b": B}, ol.Batch(tokens=64, sequence_length=16, cut_documents=True)),
     "samples": job_of({"a": A, "b": B}, ol.Batch(samples=7, sequence_length=16)),
     "delayed": job_of(
-        {"a": A, "b": B}, ol.Batch(tokens=64, sequence_length=16, outliers=ol.OutlierDelay((10,), together=4))
+        {"a": A, "b": B}, ol.Batch(tokens=64, sequence_length=16, outliers=ol.policies.OutlierDelay((10,), together=4))
     ),
     "learning": job_of({"a": A, "b": B}, ol.Batch(samples=6, sequence_length=16), mixture=FEEDBACK),
 }
@@ -187,7 +187,7 @@ def test_every_edit_of_a_state_is_refused(job):
         num_edits += 1
         try:
             from_state(other, job, fingerprint)
-        except ol.StateError:
+        except ol.errors.StateError:
             continue
         went_on.append(what)
     assert num_edits > 800
@@ -201,7 +201,7 @@ def test_every_edit_of_what_state_dict_returns_is_refused():
     with ol.start(job) as loader:
         client = loader.client(0, timeout=30)
         for _, other in edited(state):
-            with pytest.raises(ol.StateError):
+            with pytest.raises(ol.errors.StateError):
                 client.load_state_dict(other)
         assert client.step == 0
         client.load_state_dict(dict(reversed(state.items())))  # the order of keys says nothing
@@ -216,13 +216,13 @@ def test_an_edit_that_is_accepted_by_name_must_still_make_sense(job):
     for what, other in edited(contents):
         try:
             progress = from_state(other, job, fingerprint, ["checksum"])
-        except ol.StateError:
+        except ol.errors.StateError:
             continue
         arrays = (progress.chunk, progress.row, progress.samples, progress.tokens, progress.since, progress.weights)
         assert all((array >= 0).all() for array in arrays), what
         assert np.isfinite(progress.lead).all(), what
     moved = {**contents, "step": contents["step"] + 1}
-    with pytest.raises(ol.StateError, match=r"edited or damaged.*accept_changes=\['checksum'\]"):
+    with pytest.raises(ol.errors.StateError, match=r"edited or damaged.*accept_changes=\['checksum'\]"):
         ol.start(job, resume=moved, accept_changes=True)
     with ol.start(job, resume=moved, accept_changes=["checksum"]) as loader:
         assert loader.start_step == contents["step"] + 1
@@ -246,7 +246,7 @@ def test_a_damaged_state_says_what_is_wrong_at_which_key(path, value, message):
     contents = state_of(JOBS["packed"])
     *around, last = [int(key) if key.isdecimal() else key for key in path.split(".")]
     functools.reduce(operator.getitem, around, contents)[last] = value
-    with pytest.raises(ol.StateError, match=message):
+    with pytest.raises(ol.errors.StateError, match=message):
         ol.start(JOBS["packed"], resume=contents, accept_changes=["checksum"])
 
 
@@ -257,10 +257,10 @@ def test_nothing_is_no_state(nothing):
     with ol.start(job) as loader, served(job) as (_, address), ol.connect(address, rank=0) as remote:
         client = loader.client(0, timeout=30)
         for load in (client.load_state_dict, loader.load_state_dict, remote.load_state_dict):
-            with pytest.raises(ol.StateError):
+            with pytest.raises(ol.errors.StateError):
                 load(nothing)
     if nothing is not None:  # which says to start at step 0
-        with pytest.raises(ol.StateError):
+        with pytest.raises(ol.errors.StateError):
             ol.start(job, resume=nothing)
 
 
@@ -291,9 +291,9 @@ def test_a_state_of_an_earlier_release_is_refused_for_what_that_release_compared
     state = json.loads(Path("state.json").read_text())
     job = older.older_job()
     renamed = replace(job, sources={**job.sources, "a": replace(job.sources["a"], transform=ol.Pick("tokens"))})
-    with pytest.raises(ol.StateError, match="source 'a' is declared differently"):
+    with pytest.raises(ol.errors.StateError, match="source 'a' is declared differently"):
         ol.start(renamed, resume=state)
-    with pytest.raises(ol.StateError, match=r"batch\.tokens was 96, is 192"):
+    with pytest.raises(ol.errors.StateError, match=r"batch\.tokens was 96, is 192"):
         ol.start(replace(job, batch=ol.Batch(tokens=192, sequence_length=32)), resume=state)
 
 
@@ -309,7 +309,7 @@ def test_an_edited_state_of_an_earlier_release_never_ends_in_an_error_of_python(
         try:
             from_state(other, job, fingerprint)
             taken.append(other)
-        except ol.StateError:
+        except ol.errors.StateError:
             num_refused += 1
     assert num_refused > 6 * len(taken)
     for other in taken[::9]:  # it has no checksum: these might have been saved

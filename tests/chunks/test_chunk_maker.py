@@ -63,10 +63,10 @@ def test_token_columns_of_every_integer_type_are_read_as_they_are(tmp_path: Path
 def test_an_id_that_is_none_is_a_bad_row_with_its_file_and_row(tmp_path: Path, kind: pa.DataType, value: int):
     path = parquet(tmp_path, tokens=lists([[1, 2], [], [3, value, value], [4]], kind))
     with pytest.raises(
-        ol.BadRowError, match=rf"source 'web': .*part.parquet, row 2: token id {value} is .*on_bad_row='skip'"
+        ol.errors.BadRowError, match=rf"source 'web': .*part.parquet, row 2: token id {value} is .*on_bad_row='skip'"
     ):
         chunk_of(ol.Parquet(path))
-    log = BadRowLog("web", ol.BadRows("skip"))
+    log = BadRowLog("web", ol.policies.BadRows("skip"))
     chunk = chunk_of(ol.Parquet(path, on_bad_row="skip"), bad_rows=log)
     assert documents_of(chunk) == [[1, 2], [4]]
     assert log.dropped == {(path, 2)}
@@ -74,7 +74,7 @@ def test_an_id_that_is_none_is_a_bad_row_with_its_file_and_row(tmp_path: Path, k
 
 def test_a_row_with_a_bad_id_is_quarantined_and_the_run_goes_on(tmp_path: Path):
     path, listed = parquet(tmp_path, tokens=lists([[1, 2], [3, -7], [4]])), tmp_path / "bad.jsonl"
-    source = ol.Parquet(path, on_bad_row=ol.BadRows("quarantine", path=str(listed)), repeat=False)
+    source = ol.Parquet(path, on_bad_row=ol.policies.BadRows("quarantine", path=str(listed)), repeat=False)
     with ol.start(ol.Job(sources={"web": source}, batch=SAMPLES)) as loader:
         tokens = [token for step in loader.client(0) for micro in step for token in micro["tokens"].tolist()]
     assert sorted(tokens) == [1, 2, 4]
@@ -108,7 +108,7 @@ def test_special_ids_that_are_declared_take_no_loss_and_others_are_still_bad(tmp
     assert chunk.facts.loss_tokens.tolist() == [2]
     assert chunk.count_loss(0, 0, 3).tokens == 2
     other = ol.Parquet(parquet(tmp_path, tokens=lists([[5, -200, -201]])))
-    with pytest.raises(ol.BadRowError, match="token id -201 is below 0"):
+    with pytest.raises(ol.errors.BadRowError, match="token id -201 is below 0"):
         chunk_of(other, batch)
 
 
@@ -129,7 +129,7 @@ def test_special_ids_that_are_declared_take_no_loss_and_others_are_still_bad(tmp
     ],
 )
 def test_an_option_that_is_given_wrongly_says_how_it_is_written(make, message):
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         make()
 
 
@@ -150,14 +150,16 @@ def test_masks_of_every_type_are_taken_where_they_are_0_and_1(tmp_path: Path, ki
 def test_weights_in_a_mask_are_refused_under_any_policy_with_the_way_out(tmp_path: Path, kind: pa.DataType, value: float):
     path = parquet(tmp_path, tokens=lists([[1], [2, 3]]), mask=lists([[1], [0, value]], kind))
     source = ol.Parquet(path, loss_mask="mask", on_bad_row="skip")
-    with pytest.raises(ol.DataError, match=rf"'web': .*row 1: loss_mask='mask' .* has {value}; .* loss_weights='mask'"):
+    with pytest.raises(
+        ol.errors.DataError, match=rf"'web': .*row 1: loss_mask='mask' .* has {value}; .* loss_weights='mask'"
+    ):
         chunk_of(source)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 1025.0])
 def test_a_weight_that_is_none_is_a_bad_row(tmp_path: Path, value: float):
     path = parquet(tmp_path, tokens=lists([[1, 2], [2, 3]]), w=lists([[1, 0.5], [0, value]], pa.float64()))
-    with pytest.raises(ol.BadRowError, match=rf"row 1: a loss weight is a number from 0 to 1024, 'w' has {value}"):
+    with pytest.raises(ol.errors.BadRowError, match=rf"row 1: a loss weight is a number from 0 to 1024, 'w' has {value}"):
         chunk_of(ol.Parquet(path, loss_weights="w"))
     assert documents_of(chunk_of(ol.Parquet(path, loss_weights="w", on_bad_row="skip"))) == [[1, 2]]
 
@@ -165,14 +167,14 @@ def test_a_weight_that_is_none_is_a_bad_row(tmp_path: Path, value: float):
 @pytest.mark.parametrize("option", ["loss_mask", "loss_weights"])
 def test_a_mask_of_another_length_than_its_tokens_is_a_bad_row(tmp_path: Path, option: str):
     path = parquet(tmp_path, tokens=lists([[1, 2], [3, 4], [5]]), m=lists([[1, 1], [1], [1]]))
-    with pytest.raises(ol.BadRowError, match=r"row 1: 'm' must have one entry per token, it has 1 for 2 tokens"):
+    with pytest.raises(ol.errors.BadRowError, match=r"row 1: 'm' must have one entry per token, it has 1 for 2 tokens"):
         chunk_of(ol.Parquet(path, **{option: "m"}))
     assert documents_of(chunk_of(ol.Parquet(path, **{option: "m"}, on_bad_row="skip"))) == [[1, 2], [5]]
 
 
 def test_a_null_among_tokens_is_a_bad_row(tmp_path: Path):
     path = parquet(tmp_path, tokens=lists([[1, 2], [3, None], None]))
-    with pytest.raises(ol.BadRowError, match=r"row 1: 'tokens' has a null inside its list"):
+    with pytest.raises(ol.errors.BadRowError, match=r"row 1: 'tokens' has a null inside its list"):
         chunk_of(ol.Parquet(path))
     assert documents_of(chunk_of(ol.Parquet(path, on_bad_row="skip"))) == [[1, 2]]
 
@@ -213,7 +215,7 @@ def test_mask_and_tokens_that_lie_differently_in_memory_are_put_side_by_side():
 
 
 def test_truth_values_are_no_tokens():
-    with pytest.raises(ol.SchemaError, match="column 'tokens' must be a list of integers, it is list<item: bool>"):
+    with pytest.raises(ol.errors.SchemaError, match="column 'tokens' must be a list of integers, it is list<item: bool>"):
         chunk_of(InMemory(pa.table({"tokens": lists([[True]], pa.bool_())})))
 
 
@@ -223,12 +225,13 @@ def test_a_column_that_a_source_does_not_have_is_an_error_that_lists_those_it_ha
     lost = ol.Parquet(path, transform=ol.Tokenize(encoding=ol.ByteTokenizer()))
     kept = ol.Parquet(path, transform=ol.Tokenize(encoding=ol.ByteTokenizer(), keep=("score",)))
     with pytest.raises(
-        ol.SchemaError, match=r"source 'web' has no column 'score', .* it has \['tokens'\]\..*null_columns=\('score',\)"
+        ol.errors.SchemaError,
+        match=r"source 'web' has no column 'score', .* it has \['tokens'\]\..*null_columns=\('score',\)",
     ):
         next_step({"web": lost}, batch)
     assert sorted(next_step({"web": kept}, batch)["score"].to_pylist()) == [0.5, 1.0]
     typo = ol.Batch(samples=2, sequence_length=8, columns=("scroe",))
-    with pytest.raises(ol.SchemaError, match=r"no column 'scroe'"):
+    with pytest.raises(ol.errors.SchemaError, match=r"no column 'scroe'"):
         next_step({"web": kept}, typo)
 
 

@@ -158,7 +158,7 @@ def test_a_tokenizer_that_cannot_be_copied_says_what_to_set():
     tokenizer = hugging_face()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.PreTokenizer.custom(Spaces())
     table = pa.table({"text": ["ab <|eot|>"]})
-    with pytest.raises(ol.SpecError, match=r"Set tokenizer\.encode_special_tokens = True"):
+    with pytest.raises(ol.errors.SpecError, match=r"Set tokenizer\.encode_special_tokens = True"):
         Tokenize(encoding=tokenizer)(table)
     tokenizer.encode_special_tokens = True
     assert EOT not in encoded(table, encoding=tokenizer)[0]
@@ -179,17 +179,17 @@ def test_a_function_may_return_what_a_tokenizer_of_transformers_returns():
 def test_bos_and_eos_may_be_named(make):
     found = encoded(pa.table({"text": ["ab", None]}), encoding=make(), bos="<|eot|>", eos="<|eot|>")
     assert [ids[0] for ids in found] == [ids[-1] for ids in found] == [EOT, EOT]
-    with pytest.raises(ol.SpecError, match=r"eos='<eos>': the encoding has no such token"):
+    with pytest.raises(ol.errors.SpecError, match=r"eos='<eos>': the encoding has no such token"):
         encoded(pa.table({"text": ["ab"]}), encoding=make(), eos="<eos>")
 
 
 @pytest.mark.parametrize("encoding", [ByteTokenizer(), lambda text: [1]], ids=["bytes", "function"])
 def test_what_a_function_cannot_know_is_refused(encoding):
     with pytest.raises(
-        ol.SpecError, match=r"eos='<\|eot\|>' names a token, but this encoding cannot look it up: give its id"
+        ol.errors.SpecError, match=r"eos='<\|eot\|>' names a token, but this encoding cannot look it up: give its id"
     ):
         Tokenize(encoding=encoding, eos="<|eot|>")(pa.table({"text": ["a"]}))
-    with pytest.raises(ol.SpecError, match="leave special_tokens out"):
+    with pytest.raises(ol.errors.SpecError, match="leave special_tokens out"):
         Tokenize(encoding=encoding, special_tokens=True)
 
 
@@ -219,7 +219,7 @@ def test_text_is_read_from_dictionaries_and_views(column, encoding):
 )
 def test_an_id_that_int32_cannot_hold_is_one_bad_row(ids):
     table = pa.table({"text": ["a", "b", "bad", "c"]})
-    with pytest.raises(ol.DataError, match="is not an id that int32 can hold") as caught:
+    with pytest.raises(ol.errors.DataError, match="is not an id that int32 can hold") as caught:
         Tokenize(encoding=ids)(table)
     assert caught.value.__notes__ == ["in row 2 of the table"]
     bad: list[tuple[int, str]] = []
@@ -237,14 +237,14 @@ def test_a_run_names_the_row_of_an_id_that_int32_cannot_hold(tmp_path: Path):
         str(tmp_path / "texts.jsonl"), transform=Tokenize(encoding=lambda text: [2**31 if text == "bad" else 1])
     )
     job = ol.Job(sources={"web": source}, batch=ol.Batch(samples=1, sequence_length=8))
-    with ol.start(job) as loader, pytest.raises(ol.DataError, match="token id 2147483648") as caught:
+    with ol.start(job) as loader, pytest.raises(ol.errors.DataError, match="token id 2147483648") as caught:
         next(loader.client(0))
     assert any("source 'web', chunk 0" in note and "texts.jsonl, row 1" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("ids", [[1.5], ["a"], [[1], [2]], [True]], ids=str)
 def test_an_encoding_that_does_not_give_integers_is_refused(ids):
-    with pytest.raises(ol.SchemaError, match="must return a flat sequence of integers"):
+    with pytest.raises(ol.errors.SchemaError, match="must return a flat sequence of integers"):
         Tokenize(encoding=lambda text: ids)(pa.table({"text": ["a"]}))
 
 
@@ -301,6 +301,6 @@ def test_a_tokenizer_object_still_pickles_with_the_transform():
 @pytest.mark.parametrize("value", [True, 1.5, -1, 2**31])
 @pytest.mark.parametrize("name", ["bos", "eos"])
 def test_bos_and_eos_are_whole_numbers_or_names(name: str, value: Any) -> None:
-    with pytest.raises(ol.SpecError, match=f"{name} is a token id from 0 to .* got {value!r}"):
+    with pytest.raises(ol.errors.SpecError, match=f"{name} is a token id from 0 to .* got {value!r}"):
         Tokenize(encoding=ol.ByteTokenizer(), **{name: value})
     assert Tokenize(encoding=ol.ByteTokenizer(), eos=np.int64(7)).eos == 7  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ def start(request: pytest.FixtureRequest) -> Start:
 
 def on_ray(job: ol.Job, **options: object) -> ol.Loader:
     num_shares = max(source.loaders for source in job.sources.values())
-    return ol.start(job, engine=ol.Ray("auto", loader_hosts=num_shares, loaders=ol.ActorOptions()), **options)
+    return ol.start(job, engine=ol.Ray("auto", loader_hosts=num_shares, loaders=ol.scaling.ActorOptions()), **options)
 
 
 @pytest.fixture

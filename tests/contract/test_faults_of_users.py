@@ -50,7 +50,7 @@ def test_an_error_in_a_transform_keeps_its_type_and_says_where_it_happened(start
 def test_a_missing_column_is_named(start: Start, tmp_path: Path):
     source = ol.Parquet(text_file(tmp_path / "web.parquet", 20, 1), tokens="input_ids")
     message = r"source 'web' has no column 'input_ids'.*it has \['tokens'"
-    with start(job_of({"web": source})) as loader, pytest.raises(ol.SchemaError, match=message):
+    with start(job_of({"web": source})) as loader, pytest.raises(ol.errors.SchemaError, match=message):
         next(loader.client(0, timeout=60))
 
 
@@ -63,7 +63,7 @@ def test_bad_rows_are_set_aside_counted_and_listed(start: Start, tmp_path: Path)
             raise ValueError(f"document {row['document']} is odd")
         return row
 
-    policy = ol.BadRows("quarantine", path=str(listing))
+    policy = ol.policies.BadRows("quarantine", path=str(listing))
     with start(job_of({"a": Numbered(rows=40, first=1, repeat=False, transform=picky, on_bad_row=policy)})) as loader:
         assert sum(1 for _ in loader.client(0, timeout=60)) > 0
         assert loader.report().bad_rows == {"a": 4}
@@ -75,14 +75,16 @@ def test_a_bad_row_that_must_not_be_stops_the_run_with_file_and_row(start: Start
     path.write_text('{"tokens": [1, 2]}\n{"tokens": [3, 4\n')
     with (
         start(job_of({"a": ol.Jsonl(str(path))})) as loader,
-        pytest.raises(ol.BadRowError, match=r"source 'a': .*documents\.jsonl, row 1: "),
+        pytest.raises(ol.errors.BadRowError, match=r"source 'a': .*documents\.jsonl, row 1: "),
     ):
         next(loader.client(0, timeout=60))
 
 
 def test_a_wait_that_is_too_long_says_what_was_waited_for_and_closing_wakes_whoever_waits(start: Start):
     loader = start(job_of({"slow": Stuck(first=1)}))
-    with pytest.raises(ol.WaitTimeoutError, match=r"rank 0 waited .* for step 0: (.|\n)*source 'slow' is making chunk 0"):
+    with pytest.raises(
+        ol.errors.WaitTimeoutError, match=r"rank 0 waited .* for step 0: (.|\n)*source 'slow' is making chunk 0"
+    ):
         next(loader.client(0, timeout=0.5))
     client = loader.client(0)
     raised: list[BaseException] = []
@@ -90,7 +92,7 @@ def test_a_wait_that_is_too_long_says_what_was_waited_for_and_closing_wakes_whoe
     def wait() -> None:
         try:
             next(client)
-        except ol.ClosedError as error:
+        except ol.errors.ClosedError as error:
             raised.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -121,7 +123,7 @@ def test_buffers_stay_within_their_bytes_when_one_rank_stops_reading(start: Star
     with start(job_of({"a": source}, mesh=ol.Mesh(dp=2), prefetch=2)) as loader:
         stopped, reading = loader.client(0, timeout=60), loader.client(1, timeout=2)
         next(stopped)
-        with pytest.raises(ol.WaitTimeoutError, match=r"the ranks of data-parallel group 0 are still at step \d"):
+        with pytest.raises(ol.errors.WaitTimeoutError, match=r"the ranks of data-parallel group 0 are still at step \d"):
             list(islice(reading, 50))
         assert 0 < loader.report().buffers["a"].peak_bytes <= source.buffer_bytes
         for _ in range(8):

@@ -58,8 +58,8 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
     with ol.start(job) as loader:
         expected = stream(loader, 20)
     # Looked after by hand: the thread would do the same, at moments of its own.
-    never = ol.Autoscale(budget=ol.Budget(cpus=2, memory_bytes=1 << 30), every_s=3600)
-    with on_ray(job, shadows=ol.Budget(cpus=2, memory_bytes=1 << 30), autoscale=never) as loader:
+    never = ol.scaling.Autoscale(budget=ol.scaling.Budget(cpus=2, memory_bytes=1 << 30), every_s=3600)
+    with on_ray(job, shadows=ol.scaling.Budget(cpus=2, memory_bytes=1 << 30), autoscale=never) as loader:
         fleet, keeper = loader._fleet, loader._upkeep._shadows
         assert keeper is not None
         clients = [loader.client(rank, timeout=60) for rank in range(2)]

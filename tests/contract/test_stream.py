@@ -151,7 +151,7 @@ def test_buffers_never_exceed_their_bytes_even_when_one_rank_stops_reading(loade
                 next(client)
         stopped, *reading = clients
         message = r"waited .* for step \d+: the ranks of data-parallel group 0 are"
-        with pytest.raises(ol.WaitTimeoutError, match=message):
+        with pytest.raises(ol.errors.WaitTimeoutError, match=message):
             _read_on(reading, 50)
         use = loader.report().buffers["a"]
         assert 0 < use.peak_bytes <= source.buffer_bytes
@@ -172,7 +172,7 @@ def test_a_chunk_that_is_larger_than_its_buffer_is_an_error_that_says_so():
     job = job_of({"a": Numbered(rows=40, first=1, buffer_bytes=100)})
     with (
         ol.start(job) as loader,
-        pytest.raises(ol.BufferTooSmallError, match=r"source 'a': chunk 0 takes .* raise buffer_bytes"),
+        pytest.raises(ol.errors.BufferTooSmallError, match=r"source 'a': chunk 0 takes .* raise buffer_bytes"),
     ):
         next(loader.client(0))
 

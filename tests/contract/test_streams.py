@@ -104,7 +104,7 @@ def test_pictures_and_columns_of_views_arrive_as_they_were_planned(start: Start,
     source = ol.WebDataset(
         picture_file(tmp_path / "pictures.tar", 12),
         transform=ol.Tokenize("txt", encoding=ol.ByteTokenizer(), keep=("jpg", "__key__")),
-        decode=ol.DecodeImage("jpg"),
+        decode=ol.vision.DecodeImage("jpg"),
     )
     batch = ol.Batch(samples=5, sequence_length=32, layout="padded", columns=("__key__", "jpg"))
     job = ol.Job(sources={"pictures": source}, batch=batch)

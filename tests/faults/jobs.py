@@ -16,7 +16,7 @@ WORLD_SIZE = 2
 _ROWS = {"web": 600, "code": 300, "chat": 170}
 _COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.1, constant=0.0)
 # Storage that is away for seconds is waited for; one request is not.
-_RETRY = ol.Retry(deadline_s=90, first_wait_s=0.05, max_wait_s=0.4, request_timeout_s=2)
+_RETRY = ol.policies.Retry(deadline_s=90, first_wait_s=0.05, max_wait_s=0.4, request_timeout_s=2)
 _WORKER_TIMEOUT_S = 4.0
 
 

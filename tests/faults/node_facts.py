@@ -34,7 +34,7 @@ def facts(folder: Path) -> dict:
     engine = ol.Ray(
         "auto",
         loader_hosts=2,
-        loaders=ol.ActorOptions(labels=ZONE),
+        loaders=ol.scaling.ActorOptions(labels=ZONE),
         near=[doomed.node_id, zoned.node_id],
     )
 

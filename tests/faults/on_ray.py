@@ -34,11 +34,11 @@ from tests.faults.store import Store
 from tests.faults.trainers import Trainers, wait_until
 
 HUNG_AFTER_S = 2.0
-SPREAD = ol.ActorOptions(placement="spread", max_concurrency=64)
+SPREAD = ol.scaling.ActorOptions(placement="spread", max_concurrency=64)
 ON_OTHERS = replace(SPREAD, labels=OTHERS)
 LOADER_HOSTS = 2
 NUM_OTHER_NODES = 2
-SHADOWS = ol.Budget(cpus=8, memory_bytes=8 << 30)
+SHADOWS = ol.scaling.Budget(cpus=8, memory_bytes=8 << 30)
 WEIGHTS: Mapping[str, int] = {
     **{f"{role} {how}": 4 for role in ("loader", "planner", "constructor") for how in ("killed", "stopped", "paused")},
     **{f"shadow {how}": 2 for how in ("killed", "stopped", "paused")},
@@ -68,7 +68,7 @@ class OnRay:
         store: Store,
         pace_s: float,
         nodes: Nodes | None = None,
-        shadows: ol.Budget | None = None,
+        shadows: ol.scaling.Budget | None = None,
         hung_after_s: float = HUNG_AFTER_S,
     ) -> None:
         self._nodes = nodes

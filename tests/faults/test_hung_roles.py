@@ -42,7 +42,7 @@ def make_knotted(workplace: Workplace) -> Knotted:
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Iterator[ol.Ray]:
     hung_after_s = getattr(request, "param", HUNG_AFTER_S)
-    engine = ol.Ray("auto", others=ol.ActorOptions(max_concurrency=4), patience_s=60, hung_after_s=hung_after_s)
+    engine = ol.Ray("auto", others=ol.scaling.ActorOptions(max_concurrency=4), patience_s=60, hung_after_s=hung_after_s)
     engine.open(WorkplaceSize(1, 1))
     yield engine
     engine.close()
@@ -80,7 +80,7 @@ def test_neither_a_busy_role_nor_one_that_takes_long_to_make_is_taken_for_hung(e
     counter = engine.spawn("counter", partial(make_counter, 0))
     before = counter.ask(Counter.pid).result()
     busy = [counter.ask(Counter.hang) for _ in range(4)]  # as many as it answers side by side
-    with pytest.raises(ol.WaitTimeoutError):
+    with pytest.raises(ol.errors.WaitTimeoutError):
         busy[0].result(2 * PATIENT_S)
     assert os.path.exists(f"/proc/{before}"), "nobody has killed it"
     assert slow.ask(Counter.add, 0).result(60) == 1

@@ -77,7 +77,7 @@ def train(orders: Orders) -> None:
     while True:
         try:
             step = next(client)
-        except ol.ClosedError:  # the run was moved without this rank, which knows its place
+        except ol.errors.ClosedError:  # the run was moved without this rank, which knows its place
             client.rejoin(client.step)
             os.write(1, b'"thrown out"\n')
             continue

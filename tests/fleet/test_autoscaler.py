@@ -19,7 +19,7 @@ from overlord.roles.source_loader import Work
 from tests.roles.mortal import bytes_of
 from tests.small_sources import Numbered, job_of
 
-BUDGET = ol.Budget(cpus=8, memory_bytes=1 << 30)
+BUDGET = ol.scaling.Budget(cpus=8, memory_bytes=1 << 30)
 NEVER_S = 3600.0  # tests look themselves
 
 
@@ -43,8 +43,8 @@ def hosts_of(loader: ol.Loader, source: str) -> set[str]:
 
 
 def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(caplog: pytest.LogCaptureFixture):
-    policy = ol.ScalingPolicy(calm_s=0.0, settle_s=0.0)
-    scale = ol.Autoscale(budget=BUDGET, policy=policy, every_s=NEVER_S)
+    policy = ol.scaling.ScalingPolicy(calm_s=0.0, settle_s=0.0)
+    scale = ol.scaling.Autoscale(budget=BUDGET, policy=policy, every_s=NEVER_S)
     with ol.start(curriculum()) as loader:
         expected = [bytes_of(step) for step in islice(loader.client(0, timeout=60), 100)]
     caplog.set_level(logging.INFO, "overlord.scaling")
@@ -81,12 +81,12 @@ def test_a_budget_alone_turns_it_on(options):
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ol.SpecError, match=r"shadows take over .*engine=ol\.Ray\(\)"):
+    with pytest.raises(ol.errors.SpecError, match=r"shadows take over .*engine=ol\.Ray\(\)"):
         ol.start(curriculum(), shadows=BUDGET)
-    with pytest.raises(ol.SpecError, match=r"num_workers=0 .* need threads"):
+    with pytest.raises(ol.errors.SpecError, match=r"num_workers=0 .* need threads"):
         ol.start(curriculum(num_workers=0), autoscale=BUDGET)
-    with pytest.raises(ol.SpecError, match="every_s is a positive number"):
-        ol.Autoscale(budget=BUDGET, every_s=0)
+    with pytest.raises(ol.errors.SpecError, match="every_s is a positive number"):
+        ol.scaling.Autoscale(budget=BUDGET, every_s=0)
 
 
 def test_a_pace_tells_work_from_waiting():

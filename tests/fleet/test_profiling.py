@@ -133,11 +133,13 @@ def test_profiling_puts_no_bad_row_aside_but_keeps_to_the_policy(tmp_path):
         return row
 
     quarantine = tmp_path / "bad.jsonl"
-    policy = ol.BadRows("quarantine", path=str(quarantine))
+    policy = ol.policies.BadRows("quarantine", path=str(quarantine))
     found = profile_of(Numbered(transform=ol.per_row(odd_only), on_bad_row=policy))
     assert 1 <= found.rows <= 4
     assert not quarantine.exists()
-    job = job_of({"a": Numbered(transform=ol.per_row(lambda row: odd_only(row)), on_bad_row=ol.BadRows("skip", budget=2))})
+    job = job_of(
+        {"a": Numbered(transform=ol.per_row(lambda row: odd_only(row)), on_bad_row=ol.policies.BadRows("skip", budget=2))}
+    )
     assert isinstance(profiled(job, list_units(job.sources)).failed["a"], BadRowError)
 
 
@@ -149,7 +151,7 @@ def test_images_are_decoded_for_the_profile(tmp_path):
     table = pa.table({"tokens": [[1, 2]] * 40, "image": [path.read_bytes()] * 40})
     pq.write_table(table, tmp_path / "a.parquet")
     plain = profile_of(ol.Parquet(str(tmp_path / "a.parquet")))
-    decoded = profile_of(ol.Parquet(str(tmp_path / "a.parquet"), decode=ol.DecodeImage("image")))
+    decoded = profile_of(ol.Parquet(str(tmp_path / "a.parquet"), decode=ol.vision.DecodeImage("image")))
     assert decoded.cpu_s > plain.cpu_s + 40 * 0.0002
 
 
@@ -159,8 +161,8 @@ def test_a_job_is_sized_from_its_own_data_and_runs_with_the_result():
         mixture=ol.Mixture({"heavy": 1, "light": 1}),
         batch=ol.Batch(samples=20, sequence_length=16),
     )
-    budget = ol.Budget(cpus=64, memory_bytes=8 << 30, workers_per_host=1)
-    found = ol.partition(job, budget, step_s=0.06)  # two chunks of 60 ms each of heavy in each step
+    budget = ol.scaling.Budget(cpus=64, memory_bytes=8 << 30, workers_per_host=1)
+    found = ol.scaling.partition(job, budget, step_s=0.06)  # two chunks of 60 ms each of heavy in each step
     assert found.sources["heavy"].loaders >= 2
     assert found.sources["light"].loaders == 1
     with_partition, _ = read_all(found.applied_to(job), 3, partition=found.partition)
@@ -173,20 +175,20 @@ def test_a_source_that_cannot_be_listed_is_reported_beside_the_others(tmp_path):
     assert found.profiles.keys() == {"good"}
     assert isinstance(found.failed["gone"], SourceError)
     with pytest.raises(SourceError, match="not every source can be profiled: source 'gone': SourceError: "):
-        partition(job, ol.Budget(cpus=1, memory_bytes=1 << 30), step_s=1.0)
+        partition(job, ol.scaling.Budget(cpus=1, memory_bytes=1 << 30), step_s=1.0)
 
 
 def test_shadows_take_memory_before_buffers_do():
     job = job_of({"a": Numbered(rows=60)})
     found = profiles_of(job).profiles
-    budget = ol.Budget(cpus=4, memory_bytes=300 * MIB, host_bytes=100 * MIB)
+    budget = ol.scaling.Budget(cpus=4, memory_bytes=300 * MIB, host_bytes=100 * MIB)
     calm, pressed = (sized(job, found, budget, step_s) for step_s in (10.0, 0.1))
     assert calm.shadowing is not None
     assert pressed.shadowing is not None
     assert (calm.shadowing.shadowed, pressed.shadowing.shadowed) == ((), (0,))
     assert pressed.partitioning.memory_bytes <= 300 * MIB - pressed.shadowing.hosts[0].memory_bytes
     assert "1 shadow(s) take" in pressed.partitioning.reasons[-1]
-    in_one_process = ol.Budget.in_one_process(cpus=4, memory_bytes=300 * MIB)
+    in_one_process = ol.scaling.Budget.in_one_process(cpus=4, memory_bytes=300 * MIB)
     assert sized(job, found, in_one_process, 0.1).shadowing is None
 
 
@@ -196,7 +198,7 @@ def test_shadows_take_memory_before_buffers_do():
         (lambda: Effort(num_chunks=0), "at least 1 chunk, got num_chunks=0"),
         (lambda: Effort(seconds=0), "some time, got seconds=0"),
         (lambda: Effort(num_bytes=0), "some bytes, got num_bytes=0"),
-        (lambda: sized(job_of({"a": Numbered()}), {}, ol.Budget(cpus=1, memory_bytes=1), 0.0), "got 0.0"),
+        (lambda: sized(job_of({"a": Numbered()}), {}, ol.scaling.Budget(cpus=1, memory_bytes=1), 0.0), "got 0.0"),
     ],
 )
 def test_wrong_values_are_refused(make, message):

@@ -30,7 +30,7 @@ class BrokenReader:
             case "bad-row":
                 return Answer([1, 3], frozenset({1}))
             case "refuses":
-                raise ol.SourceError(f"{folder}/file is damaged")
+                raise ol.errors.SourceError(f"{folder}/file is damaged")
             case "other-data":
                 return Answer([1, 2, 4])
             case "lost-row":
@@ -40,7 +40,7 @@ class BrokenReader:
             case "raises":
                 raise ValueError("not one of ours")
             case "names-no-file":
-                raise ol.SourceError("something is damaged")
+                raise ol.errors.SourceError("something is damaged")
             case "hangs":
                 threading.Event().wait()
             case "aborts":

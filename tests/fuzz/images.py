@@ -114,9 +114,9 @@ class Images:
 
     def read(self, case: Case, folder: Path) -> Answer:
         column = pa.array([case.data], pa.binary())
-        whole = ol.DecodeImage("image", max_pixels=_MOST_PIXELS)
+        whole = ol.vision.DecodeImage("image", max_pixels=_MOST_PIXELS)
         facts, bad = whole.facts(column)
-        small = ol.DecodeImage("image", size=_SMALL, max_pixels=_MOST_PIXELS)
+        small = ol.vision.DecodeImage("image", size=_SMALL, max_pixels=_MOST_PIXELS)
         try:
             (pixels,) = whole.decode_row(column, 0)
         except DataError:
@@ -135,7 +135,7 @@ class Images:
         return Answer([_Pixels(pixels)])
 
     @staticmethod
-    def _check_same_refusal(small: ol.DecodeImage, column: pa.Array) -> None:
+    def _check_same_refusal(small: ol.vision.DecodeImage, column: pa.Array) -> None:
         try:
             small.decode_row(column, 0)
         except DataError:

@@ -27,14 +27,14 @@ def test_a_timeout_names_the_rank_the_step_and_what_it_waited_for():
     source = Gated(rows=40, first=1)
     with ol.start(job_of({"slow": source})) as loader:
         client = loader.client(0, timeout=2)
-        with pytest.raises(ol.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step 0: .*'slow'.*making chunk 0"):
+        with pytest.raises(ol.errors.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step 0: .*'slow'.*making chunk 0"):
             next(client)
         source.gate.set()
         assert next(client).number == 0, "the same client goes on when the data comes"
 
 
 def test_a_wait_timeout_is_also_a_timeout_error():
-    assert issubclass(ol.WaitTimeoutError, TimeoutError)
+    assert issubclass(ol.errors.WaitTimeoutError, TimeoutError)
 
 
 def test_breaking_off_and_iterating_again_goes_on():
@@ -106,7 +106,7 @@ def test_a_closed_client_holds_nobody_back():
         for _ in range(20):
             next(clients[0])
             next(clients[2])
-        with pytest.raises(ol.ClosedError, match="rank 1 is closed"):
+        with pytest.raises(ol.errors.ClosedError, match="rank 1 is closed"):
             next(clients[1])
 
 
@@ -128,7 +128,7 @@ def test_closing_the_loader_wakes_a_client_that_waits_in_another_thread():
     def read() -> None:
         try:
             next(loader.client(0))
-        except ol.ClosedError as error:
+        except ol.errors.ClosedError as error:
             errors.append(error)
 
     thread = threading.Thread(target=read)
@@ -173,7 +173,7 @@ def test_a_step_with_one_microbatch_reads_like_a_batch_and_one_with_several_says
         assert step["tokens"].shape == (16,)
     with ol.start(job_of({"a": Numbered(first=1)})) as loader:
         step = next(loader.client(0))
-        with pytest.raises(ol.SpecError, match=r"has 4 microbatches on this rank: iterate over them"):
+        with pytest.raises(ol.errors.SpecError, match=r"has 4 microbatches on this rank: iterate over them"):
             step["tokens"]
 
 
@@ -195,5 +195,5 @@ def test_torch_tensors_share_memory_with_the_arrays():
 )
 def test_a_client_asked_for_wrongly_says_so(rank, fields, message):
     job = job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=4))
-    with ol.start(job) as loader, pytest.raises(ol.SpecError, match=message):
+    with ol.start(job) as loader, pytest.raises(ol.errors.SpecError, match=message):
         loader.client(rank, **fields)

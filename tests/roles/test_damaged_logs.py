@@ -209,5 +209,5 @@ def test_a_step_that_is_drawn_again_and_differs_is_an_error(tmp_path):
         rewrite(folder / "a.jsonl", mixed)
         engine.lose("loaders/0")  # first: a planner that is made anew draws at once, for whoever waits
         engine.lose("planner")
-        with pytest.raises(ol.DataError, match=r"step \d was drawn again and is not what it was"):
+        with pytest.raises(ol.errors.DataError, match=r"step \d was drawn again and is not what it was"):
             loader.plan(1)

@@ -22,7 +22,7 @@ def host_of(num_threads: int, make=chunk_of, room: int = 3, makes_ahead: bool = 
 
     def opened(name: str) -> Held:
         loader = SourceLoader(name, make, lambda number: SIZE, room * SIZE, threads, makes_ahead=makes_ahead)
-        return Held(loader, BadRowLog(name, ol.BadRows("skip", budget=1)))
+        return Held(loader, BadRowLog(name, ol.policies.BadRows("skip", budget=1)))
 
     return LoaderHost(opened, ("s",), (), threads, own_threads=True)
 
@@ -94,7 +94,7 @@ def test_every_step_before_a_broken_chunk_comes():
 
 
 def test_a_budget_that_was_overrun_ahead_of_time_is_told_of_when_the_chunk_is_needed():
-    log = BadRowLog("s", ol.BadRows("skip", budget=1))
+    log = BadRowLog("s", ol.policies.BadRows("skip", budget=1))
 
     def make(number: int) -> Chunk:
         for row in range(2):
@@ -111,7 +111,7 @@ def test_a_budget_that_was_overrun_ahead_of_time_is_told_of_when_the_chunk_is_ne
 
 
 def test_a_budget_that_was_overrun_does_not_fail_what_was_within_it():
-    log = BadRowLog("s", ol.BadRows("skip", budget=2))
+    log = BadRowLog("s", ol.policies.BadRows("skip", budget=2))
 
     def make(number: int) -> Chunk:
         log.add("file", number, "bad")

@@ -178,7 +178,7 @@ def stream(client: ol.Client, num_steps: int) -> list[list]:
 
 
 def test_resuming_from_a_log_without_saying_where_it_is_says_so():
-    with pytest.raises(ol.SpecError, match="resume='log' goes on from a log: say where it is"):
+    with pytest.raises(ol.errors.SpecError, match="resume='log' goes on from a log: say where it is"):
         ol.start(job_of({"a": A}), resume="log")
 
 

@@ -33,7 +33,7 @@ if child == 0:
     for name, call in calls.items():
         try:
             call()
-        except ol.SharedUseError as error:
+        except ol.errors.SharedUseError as error:
             assert f"{os.getppid()}" in str(error) and f"{os.getpid()}" in str(error), error
         else:
             raise AssertionError(name)
@@ -65,7 +65,7 @@ class Steps(torch.utils.data.IterableDataset):
 with ol.start(job_of({"a": Numbered(first=1)})) as loader:
     try:
         next(iter(torch.utils.data.DataLoader(Steps(loader.client(0)), num_workers=2, multiprocessing_context="fork")))
-    except ol.SharedUseError as error:
+    except ol.errors.SharedUseError as error:
         print("num_workers=0" in str(error), "which was forked from it" in str(error))
 """
 
@@ -87,7 +87,7 @@ def test_no_step_is_handed_to_two_threads(served):
             pass
         for call in (lambda: next(client), lambda: iter(client), client.rejoin):
             with pytest.raises(
-                ol.SharedUseError, match=r"rank 0 is in use in thread 'reader' and was called in thread 'Main"
+                ol.errors.SharedUseError, match=r"rank 0 is in use in thread 'reader' and was called in thread 'Main"
             ):
                 call()
         source.gate.set()
@@ -120,7 +120,7 @@ def test_an_error_leaves_the_client_to_the_next_caller():
     source = Gated(rows=40, first=1)
     with ol.start(job_of({"slow": source})) as loader:
         client = loader.client(0, timeout=0.2)
-        with pytest.raises(ol.WaitTimeoutError):
+        with pytest.raises(ol.errors.WaitTimeoutError):
             next(client)
         source.gate.set()
         client._timeout = 30.0

@@ -80,7 +80,7 @@ def test_what_cannot_be_described_is_told_of_all_the_same(told):
 
 def test_a_service_that_is_not_there_is_waited_for_aloud(told, monkeypatch):
     monkeypatch.setattr(FlightChannel, "tell_after_s", 0.05)
-    with pytest.raises(ol.ServiceError, match="could not reach the service"):
+    with pytest.raises(ol.errors.ServiceError, match="could not reach the service"):
         ol.connect("127.0.0.1:9", rank=3, timeout=1.0)
     assert "rank 3 waits for the service at grpc://127.0.0.1:9: " in told.wait_for(1)[0]
 

@@ -25,7 +25,7 @@ from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_l
 from tests.small_sources import Numbered, job_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-SMALL = ol.ActorOptions(max_concurrency=4)
+SMALL = ol.scaling.ActorOptions(max_concurrency=4)
 
 
 class TwoPartError(Exception):
@@ -52,7 +52,7 @@ def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Ray):
     os.kill(pid, signal.SIGKILL)
     assert counter.ask(Counter.add, 1).result() == 6
     assert counter.ask(Counter.pid).result() != pid
-    with pytest.raises(ol.WaitTimeoutError, match=r"role 'counter' did not answer 'hang' within 0\.5 s"):
+    with pytest.raises(ol.errors.WaitTimeoutError, match=r"role 'counter' did not answer 'hang' within 0\.5 s"):
         hanging.result(0.5)  # it was asked again, of the new one
 
 
@@ -78,7 +78,7 @@ def test_a_role_that_dies_whenever_it_is_asked_is_named_when_patience_ends(ray_c
     engine.open(WorkplaceSize(1, 1))
     try:
         counter = engine.spawn("counter", partial(make_counter, 0))
-        with pytest.raises(ol.WorkerDiedError, match="role 'counter' died and did not come back"):
+        with pytest.raises(ol.errors.WorkerDiedError, match="role 'counter' died and did not come back"):
             counter.ask(Counter.die).result(30)
     finally:
         engine.close()
@@ -119,8 +119,10 @@ def test_an_error_in_making_a_role_is_raised_when_roles_have_started(engine: ol.
 
 
 def test_a_role_that_no_node_has_room_for_is_named_with_what_it_needs(ray_cluster: None):
-    engine = ol.Ray("auto", loaders=ol.ActorOptions(num_cpus=1000), loader_hosts=1, patience_s=1)
-    with pytest.raises(ol.WaitTimeoutError, match=r"role 'loaders/0' did not start .* needs num_cpus=1000, and the cluster"):
+    engine = ol.Ray("auto", loaders=ol.scaling.ActorOptions(num_cpus=1000), loader_hosts=1, patience_s=1)
+    with pytest.raises(
+        ol.errors.WaitTimeoutError, match=r"role 'loaders/0' did not start .* needs num_cpus=1000, and the cluster"
+    ):
         ol.start(job_of({"a": Numbered(first=1)}), engine=engine)
 
 
@@ -143,7 +145,7 @@ def test_closing_wakes_an_ask_that_waits(engine: ol.Ray):
     def wait() -> None:
         try:
             hanging.result()
-        except ol.ClosedError as error:
+        except ol.errors.ClosedError as error:
             raised.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -151,7 +153,7 @@ def test_closing_wakes_an_ask_that_waits(engine: ol.Ray):
     engine.close()
     waiting.join(20)
     assert len(raised) == 1
-    with pytest.raises(ol.ClosedError):
+    with pytest.raises(ol.errors.ClosedError):
         counter.ask(Counter.pid).result()
 
 
@@ -186,14 +188,14 @@ def test_what_is_in_the_object_store_stays_bounded_however_long_a_run_is(ray_clu
         (lambda: ol.Ray(loader_hosts=0), "loader_hosts must be at least 1, got 0"),
         (lambda: ol.Ray(patience_s=0), "patience_s is a positive number"),
         (lambda: ol.Ray(hung_after_s=0), "hung_after_s is a positive number of seconds or None, got 0"),
-        (lambda: ol.ActorOptions(num_cpus=-1), "num_cpus cannot be negative, got -1"),
-        (lambda: ol.ActorOptions(placement="near"), "placement is spread, here or any, not 'near'"),
+        (lambda: ol.scaling.ActorOptions(num_cpus=-1), "num_cpus cannot be negative, got -1"),
+        (lambda: ol.scaling.ActorOptions(placement="near"), "placement is spread, here or any, not 'near'"),
         (lambda: ol.start(job_of({"a": Numbered()}), engine=ol.Ray("10.1.1.1:6379")), "is connected to the Ray cluster at"),
         (lambda: ol.start(job_of({"a": Numbered()}), engine=ol.Ray("auto", near=["nowhere"])), "the node 'nowhere', but"),
     ],
 )
 def test_a_wrong_option_is_refused_and_says_why(make, message):
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         make()
 
 

@@ -231,7 +231,7 @@ REGION = bytes(range(64))
     ids=["none", "empty", "garbage", "deep", "a number", "another struct"],
 )
 def test_what_is_no_service_of_ours_is_said_when_a_client_connects(results):
-    with Foreign({"hello": results}, []) as server, pytest.raises(ol.ServiceError, match=f"127.0.0.1:{server.port}"):
+    with Foreign({"hello": results}, []) as server, pytest.raises(ol.errors.ServiceError, match=f"127.0.0.1:{server.port}"):
         ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout=5)
 
 
@@ -256,7 +256,7 @@ def test_a_damaged_step_is_refused_before_memory_is_taken_for_it(fields):
         client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout=5)
         # Of numbers that no service sends, and of numbers that do not fit to what came with them.
         wrong = f"(step 0 came damaged from .*|.*):{server.port}.* install the same release on both sides"
-        with pytest.raises(ol.ServiceError, match=wrong):
+        with pytest.raises(ol.errors.ServiceError, match=wrong):
             next(client)
         client.close()
 
@@ -265,7 +265,7 @@ def test_another_step_than_was_asked_for_is_refused():
     step = wire.packed(wire.Contents(9, 1, [[wire.Array("tokens", "<i4", (4,), 0, 0)]]))
     with Foreign({"hello": [WELCOME]}, [(batch(REGION), step)]) as server:
         client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout=5)
-        with pytest.raises(ol.ServiceError, match="sent step 9 where step 0 was asked for"):
+        with pytest.raises(ol.errors.ServiceError, match="sent step 9 where step 0 was asked for"):
             next(client)
 
 
@@ -281,9 +281,9 @@ def test_another_step_than_was_asked_for_is_refused():
 def test_what_is_no_service_of_ours_is_said_when_a_run_is_steered(results):
     with Foreign(results, []) as server, Control(f"127.0.0.1:{server.port}", timeout=5) as control:
         wrong = f":{server.port} does not answer as an overlord service of this release does"
-        with pytest.raises(ol.ServiceError, match=wrong):
+        with pytest.raises(ol.errors.ServiceError, match=wrong):
             control.decisions()
-        with pytest.raises(ol.ServiceError, match=wrong):
+        with pytest.raises(ol.errors.ServiceError, match=wrong):
             control.set_weights({"a": 1.0})
 
 
@@ -292,7 +292,7 @@ def test_a_state_of_another_type_is_refused_and_reports_and_waits_go_on_without_
     other = [wire.packed(wire.Value(3))]
     with Foreign({"hello": [WELCOME], "state_before": other, "doing": other, "feedback": other}, []) as server:
         channel = FlightChannel(f"grpc://127.0.0.1:{server.port}", 0, None, None, 5)
-        with pytest.raises(ol.ServiceError, match="does not answer as an overlord service of this release does"):
+        with pytest.raises(ol.errors.ServiceError, match="does not answer as an overlord service of this release does"):
             channel.state_before(0)
         assert channel.status_lines() == []
         (note,) = channel.feedback(StepReport(0, 0, {"a": 1.0}, {"a": 2.0}, (0.5,)), 0)

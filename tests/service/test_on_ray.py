@@ -16,7 +16,7 @@ JOB = two_sources(mesh=ol.Mesh(dp=2, cp=2))
 
 @pytest.fixture
 def loader(ray_cluster: None) -> Iterator[ol.Loader]:
-    with ol.start(JOB, engine=ol.Ray("auto", loader_hosts=1, loaders=ol.ActorOptions())) as loader:
+    with ol.start(JOB, engine=ol.Ray("auto", loader_hosts=1, loaders=ol.scaling.ActorOptions())) as loader:
         yield loader
 
 
@@ -65,13 +65,13 @@ def test_a_state_is_loaded_and_a_mesh_is_changed_through_all_servers(loader):
     state = clients[0].state_dict()
     after = streams(clients, 2)
     clients[0].load_state_dict(state)
-    with pytest.raises(ol.ClosedError, match="call load_state_dict on the client of rank 3 too"):
+    with pytest.raises(ol.errors.ClosedError, match="call load_state_dict on the client of rank 3 too"):
         next(clients[3])
     for client in clients[1:]:
         client.load_state_dict(state)
     assert streams(clients, 2) == after
     assert loader.resize(ol.Mesh(dp=1)) == 4
-    with pytest.raises(ol.ClosedError, match="rejoin if its mesh was changed"):
+    with pytest.raises(ol.errors.ClosedError, match="rejoin if its mesh was changed"):
         next(clients[0])
     clients[0].rejoin()
     assert streams(clients[:1], 3) == [steps[4:] for steps in undisturbed(two_sources(), 7)]

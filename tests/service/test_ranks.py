@@ -50,7 +50,7 @@ def test_what_an_old_client_says_changes_nothing_for_the_new_one():
     ranks.took(0, "session-a", 4)
     assert not ranks.left(0, "session-a")
     assert ranks.reading() == {0: 2}
-    with pytest.raises(ol.ClosedError, match="another client has taken the place"):
+    with pytest.raises(ol.errors.ClosedError, match="another client has taken the place"):
         ranks.heard(0, "session-a")
 
 
@@ -61,7 +61,7 @@ def test_a_rank_belongs_to_the_newest_of_its_clients_and_never_goes_back(asks):
     for name, step in asks:
         session = f"session-{name}"
         if session in order[:-1]:
-            with pytest.raises(ol.ClosedError):
+            with pytest.raises(ol.errors.ClosedError):
                 ranks.asked(0, session, step)
         else:
             order = order if session in order else [*order, session]

@@ -120,7 +120,7 @@ def test_a_service_that_comes_back_with_another_job_is_not_read_on():
         next(client)
     with (
         served(two_sources(seed=1), address=f"127.0.0.1:{port}"),
-        pytest.raises(ol.ServiceError, match=r"runs job .* connect anew"),
+        pytest.raises(ol.errors.ServiceError, match=r"runs job .* connect anew"),
     ):
         next(client)
 
@@ -129,12 +129,14 @@ def test_a_service_that_is_gone_ends_in_an_error_when_the_time_is_up():
     with served(two_sources(), address=f"127.0.0.1:{free_port()}") as (_, address):
         client = ol.connect(address, rank=0, timeout=0.8)
         next(client)
-    with pytest.raises(ol.WaitTimeoutError, match=r"rank 0 waited .* s for step 1: the service went away: grpc://127"):
+    with pytest.raises(
+        ol.errors.WaitTimeoutError, match=r"rank 0 waited .* s for step 1: the service went away: grpc://127"
+    ):
         next(client)
-    with pytest.raises(ol.ServiceError, match=r"rank 0 could not reach the service for .* s.*is it running"):
+    with pytest.raises(ol.errors.ServiceError, match=r"rank 0 could not reach the service for .* s.*is it running"):
         client.state_dict()
     client.close()  # tells nobody, and does not mind
-    with pytest.raises(ol.ServiceError, match="was closed while it waited"):
+    with pytest.raises(ol.errors.ServiceError, match="was closed while it waited"):
         client.state_dict()
 
 

@@ -87,13 +87,15 @@ def test_clients_of_the_old_mesh_are_told_and_may_rejoin():
             next(client)
         assert loader.resize(ol.Mesh(dp=2)) == 1
         for client in old:
-            with pytest.raises(ol.ClosedError, match=f"client of rank {client.rank} too, or rejoin if its mesh was changed"):
+            with pytest.raises(
+                ol.errors.ClosedError, match=f"client of rank {client.rank} too, or rejoin if its mesh was changed"
+            ):
                 next(client)
         for client in old[:2]:
             client.rejoin()
         assert [next(client).number for client in old[:2]] == [1, 1]
         old[2].rejoin()
-        with pytest.raises(ol.SpecError, match="rank must be from 0 to 1, got 2"):
+        with pytest.raises(ol.errors.SpecError, match="rank must be from 0 to 1, got 2"):
             next(old[2])
         assert loader.client(0).step == 1
         assert loader.state_dict()["step"] == 1
@@ -105,7 +107,9 @@ def test_a_rank_that_is_behind_is_named_and_nothing_changes_until_it_has_caught_
     with ol.start(job) as loader:
         ahead, behind = loader.client(0, timeout=20), loader.client(1, timeout=20)
         parts = [[tokens_of(next(ahead)) for _ in range(2)], []]
-        with pytest.raises(ol.WaitTimeoutError, match=r"cannot change at step 2 yet: rank 1 \(at step 0\) did not take"):
+        with pytest.raises(
+            ol.errors.WaitTimeoutError, match=r"cannot change at step 2 yet: rank 1 \(at step 0\) did not take"
+        ):
             loader.resize(ol.Mesh(dp=1))
         assert loader.tree.mesh.dp == 2
         parts[0].append(tokens_of(next(ahead)))  # it goes on as before
@@ -131,7 +135,7 @@ def test_ranks_that_read_in_other_threads_are_waited_for():
                     parts[rank].append((step.number, tokens_of(step)))
                     if step.number == 3:
                         some_read.set()
-            except ol.ClosedError:
+            except ol.errors.ClosedError:
                 pass
 
         threads = [threading.Thread(target=read, args=(rank,)) for rank in range(4)]
@@ -165,7 +169,7 @@ def test_a_step_that_trainers_lost_can_be_handed_out_again_for_the_new_mesh():
 def test_a_mesh_can_change_only_between_the_first_step_of_the_run_and_the_first_untaken(at):
     with ol.start(job_of({"a": A})) as loader:
         taken(loader, 3)
-        with pytest.raises(ol.SpecError, match=rf"from step 0, .* to step 3, .*; at={at} is not between them"):
+        with pytest.raises(ol.errors.SpecError, match=rf"from step 0, .* to step 3, .*; at={at} is not between them"):
             loader.resize(ol.Mesh(dp=2), at=at)
         taken(loader, 2)
 
@@ -267,12 +271,16 @@ def test_a_client_of_a_rank_that_is_gone_can_always_be_closed(connected):
         assert loader.resize(ol.Mesh(dp=1)) == 1
         gone = made[2]
         assert gone.state_dict()["step"] == 1, "a state is that of the run, and the run has it"
-        with pytest.raises(ol.ClosedError, match=r"the run was moved to another state; .*rejoin if its mesh was changed"):
+        with pytest.raises(
+            ol.errors.ClosedError, match=r"the run was moved to another state; .*rejoin if its mesh was changed"
+        ):
             next(gone)
         gone.close()
         gone.close()
         made[0].rejoin()
-        with pytest.raises((ol.ClosedError, ol.SpecError), match=r"rank 2 is closed|rank must be from 0 to 0, got 2"):
+        with pytest.raises(
+            (ol.errors.ClosedError, ol.errors.SpecError), match=r"rank 2 is closed|rank must be from 0 to 0, got 2"
+        ):
             gone.rejoin() or next(gone)
         assert next(made[0]).number == 1
     made[0].close()  # and after the loader
@@ -290,5 +298,5 @@ def test_closing_a_client_of_the_old_mesh_does_not_let_the_new_one_of_its_rank_l
         for client in new:
             next(client)
         old[1].close()
-        with pytest.raises(ol.WaitTimeoutError, match="data-parallel group 1 are still at step"):
+        with pytest.raises(ol.errors.WaitTimeoutError, match="data-parallel group 1 are still at step"):
             list(islice(new[0], 10))

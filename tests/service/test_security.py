@@ -48,9 +48,11 @@ def certificate(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:5000", "trainer-7:5000"])
 def test_off_loopback_a_service_does_not_start_without_a_token(address):
-    with pytest.raises(ol.SpecError, match=r"can be reached from other machines, so it needs a token.*or listen on 127"):
+    with pytest.raises(
+        ol.errors.SpecError, match=r"can be reached from other machines, so it needs a token.*or listen on 127"
+    ):
         Listen(address)
-    with ol.start(two_sources()) as loader, pytest.raises(ol.SpecError, match="needs a token"):
+    with ol.start(two_sources()) as loader, pytest.raises(ol.errors.SpecError, match="needs a token"):
         loader.serve(address)
 
 
@@ -69,7 +71,7 @@ def test_a_call_without_the_token_or_with_a_wrong_one_is_refused_and_logged(capl
     job = two_sources()
     with served(job, token=TOKEN) as (_, address), caplog.at_level(logging.WARNING, "overlord"):
         for token, what in ((None, "no token"), ("wrong", "a wrong token"), (TOKEN + "x", "a wrong token")):
-            with pytest.raises(ol.ServiceError, match=f"the call carried {what}; pass token="):
+            with pytest.raises(ol.errors.ServiceError, match=f"the call carried {what}; pass token="):
                 ol.connect(address, rank=0, token=token, timeout=20)
             with pytest.raises(pa.ArrowException, match="wants its token"):
                 Raw(address, token).get(b"")
@@ -85,9 +87,9 @@ def test_a_token_never_shows_in_the_representation_of_where_a_service_listens():
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "schlüssel"])
 def test_a_token_that_no_header_can_carry_is_refused(token):
-    with pytest.raises(ol.SpecError, match="a token is printable ASCII without spaces"):
+    with pytest.raises(ol.errors.SpecError, match="a token is printable ASCII without spaces"):
         Listen(token=token)
-    with pytest.raises(ol.SpecError, match="a token is printable ASCII without spaces"):
+    with pytest.raises(ol.errors.SpecError, match="a token is printable ASCII without spaces"):
         ol.connect("127.0.0.1:1", rank=0, token=token)
 
 
@@ -109,23 +111,26 @@ def test_an_address_without_a_scheme_means_tls_when_a_root_is_given(certificate)
 def test_a_certificate_that_the_client_does_not_trust_and_a_plain_client_are_refused(certificate):
     with served(two_sources(), tls=certificate) as (_, address):
         for told in (address, address.replace("grpc+tls", "grpc")):
-            with pytest.raises(ol.ServiceError, match="could not reach the service"):
+            with pytest.raises(ol.errors.ServiceError, match="could not reach the service"):
                 ol.connect(told, rank=0, timeout=0.5)
 
 
 def test_a_missing_certificate_file_is_said(tmp_path):
-    with ol.start(two_sources()) as loader, pytest.raises(ol.SpecError, match="the TLS certificate cannot be read from"):
+    with (
+        ol.start(two_sources()) as loader,
+        pytest.raises(ol.errors.SpecError, match="the TLS certificate cannot be read from"),
+    ):
         loader.serve(tls=(tmp_path / "no.pem", tmp_path / "no.key"))
 
 
 @pytest.mark.parametrize("text", ["", "nowhere", "host:port", "http://host:1", "host:99999999", "grpc://h:1/path", ":5"])
 def test_an_address_that_is_none_is_refused(text):
-    with pytest.raises(ol.SpecError, match="an address is host:port, grpc://host:port or grpc"):
+    with pytest.raises(ol.errors.SpecError, match="an address is host:port, grpc://host:port or grpc"):
         Address.parsed(text)
 
 
 def test_tls_asked_for_in_the_address_needs_its_files():
-    with pytest.raises(ol.SpecError, match="give the files too"):
+    with pytest.raises(ol.errors.SpecError, match="give the files too"):
         Listen("grpc+tls://127.0.0.1:0")
     assert str(Listen("127.0.0.1:80", tls=Tls("a", "b")).bound) == "grpc+tls://127.0.0.1:80"
 

@@ -113,6 +113,6 @@ def test_what_cannot_be_is_said_and_nothing_changes(capsys, arguments, message):
 def test_an_address_where_nothing_is_served_is_an_error_that_says_so():
     with (
         Control("127.0.0.1:9", timeout=0.1) as control,
-        pytest.raises(ol.ServiceError, match="is it running, and is the address right"),
+        pytest.raises(ol.errors.ServiceError, match="is it running, and is the address right"),
     ):
         control.decisions()

@@ -73,7 +73,7 @@ def test_states_are_saved_and_loaded_through_any_client():
         assert state == right.state_dict() == loader.state_dict()
         after = streams([left, right], 2)
         left.load_state_dict(state)
-        with pytest.raises(ol.ClosedError, match="call load_state_dict on the client of rank 1 too"):
+        with pytest.raises(ol.errors.ClosedError, match="call load_state_dict on the client of rank 1 too"):
             next(right)
         right.load_state_dict(state)
         assert streams([left, right], 2) == after
@@ -84,7 +84,7 @@ def test_a_closed_client_still_knows_its_state_and_gives_no_more_steps():
         with ol.connect(address, rank=0, timeout=20) as client:
             next(client)
         assert client.state_dict()["step"] == 1
-        with pytest.raises(ol.ClosedError, match="rank 0 is closed"):
+        with pytest.raises(ol.errors.ClosedError, match="rank 0 is closed"):
             next(client)
 
 
@@ -102,7 +102,10 @@ def test_the_state_of_a_served_run_is_that_of_the_slowest_reading_rank():
 
 def test_errors_of_the_run_come_back_as_their_own_types_with_their_notes():
     job = job_of({"a": Numbered(rows=40, first=1, buffer_bytes=100)})
-    with served(job) as (_, address), pytest.raises(ol.BufferTooSmallError, match=r"chunk 0 takes .* raise") as caught:
+    with (
+        served(job) as (_, address),
+        pytest.raises(ol.errors.BufferTooSmallError, match=r"chunk 0 takes .* raise") as caught,
+    ):
         next(ol.connect(address, rank=0, timeout=20))
     assert any("built step 0" in note for note in caught.value.__notes__)
 
@@ -121,9 +124,9 @@ def test_an_error_of_the_users_code_comes_back_with_its_name():
 def test_a_state_of_another_job_and_a_rank_that_is_not_there_are_refused_as_in_one_process():
     with served(two_sources()) as (_, address):
         client = ol.connect(address, rank=0, timeout=20)
-        with pytest.raises(ol.StateError, match="not an Overlord state"):
+        with pytest.raises(ol.errors.StateError, match="not an Overlord state"):
             client.load_state_dict({"nonsense": 1})
-        with pytest.raises(ol.SpecError, match="rank must be from 0 to 0, got 5"):
+        with pytest.raises(ol.errors.SpecError, match="rank must be from 0 to 0, got 5"):
             ol.connect(address, rank=5, timeout=20)
         assert next(client).number == 0
 
@@ -132,7 +135,7 @@ def test_a_timeout_says_what_the_service_is_waiting_for():
     source = Gated(rows=40, first=1)
     with served(job_of({"slow": source})) as (_, address):
         client = ol.connect(address, rank=0, timeout=2.0)
-        with pytest.raises(ol.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step 0: .*'slow'.*making chunk 0"):
+        with pytest.raises(ol.errors.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step 0: .*'slow'.*making chunk 0"):
             next(client)
         source.gate.set()
         assert next(client).number == 0
@@ -250,7 +253,7 @@ def test_a_replaced_client_takes_the_place_of_the_old_one_which_is_told_so():
         expected = streams([other, old], 2)
         new = ol.connect(address, rank=1, timeout=20)
         assert [content(next(new)), content(next(new))] == expected[1]
-        with pytest.raises(ol.ClosedError, match="another client has taken the place of this one for rank 1"):
+        with pytest.raises(ol.errors.ClosedError, match="another client has taken the place of this one for rank 1"):
             next(old)
         old.close()
         streams([other, new], 6)
@@ -273,7 +276,7 @@ def test_a_trainer_that_is_busy_for_long_stays_on_the_roll():
     with served(job, leave_after_s=0.4) as (_, address):
         busy, ahead = ol.connect(address, rank=0, timeout=20), ol.connect(address, rank=1, timeout=1.5)
         next(busy)
-        with pytest.raises(ol.WaitTimeoutError, match="group 0 are still at step"):  # three deadlines long
+        with pytest.raises(ol.errors.WaitTimeoutError, match="group 0 are still at step"):  # three deadlines long
             list(islice(ahead, 10))
 
 
@@ -299,7 +302,7 @@ def test_draining_lets_every_rank_finish_the_step_that_one_has_and_hands_out_no_
         thread.join(20)
         assert drained == [True]
         for client in (left, right):
-            with pytest.raises(ol.WaitTimeoutError, match="the service is stopping and hands out no step after 2"):
+            with pytest.raises(ol.errors.WaitTimeoutError, match="the service is stopping and hands out no step after 2"):
                 next(client)
         assert loader.state_dict()["step"] == 3
 
@@ -315,9 +318,9 @@ def test_draining_does_not_wait_for_ever_for_a_rank_that_does_not_come():
 
 def test_a_loader_serves_once_and_a_taken_port_is_said():
     with served(two_sources()) as (loader, address):
-        with pytest.raises(ol.SpecError, match=f"serves at {address} already"):
+        with pytest.raises(ol.errors.SpecError, match=f"serves at {address} already"):
             loader.serve()
-        with ol.start(two_sources()) as second, pytest.raises(ol.SpecError, match="is the port taken"):
+        with ol.start(two_sources()) as second, pytest.raises(ol.errors.SpecError, match="is the port taken"):
             second.serve(address)
 
 
@@ -326,7 +329,7 @@ def test_a_service_may_hand_out_steps_only_or_answer_questions_only():
         steps = loader.client(0)._channel
         only_steps = Service("job", Listen(), instance="instance", steps=steps)
         asked = ticket({"job": "job", "instance": "instance"})
-        with pytest.raises(ol.ServiceError, match="only hands out steps"):
+        with pytest.raises(ol.errors.ServiceError, match="only hands out steps"):
             Raw(only_steps.address).hello()
         assert isinstance(Raw(only_steps.address).get(asked), wire.Contents)
         front = Service("job", Listen(), instance="instance", run=steps, locate=lambda _: only_steps.address)

@@ -49,7 +49,7 @@ def test_paths_may_be_text_or_path_objects_or_both_and_begin_with_a_tilde(home: 
 @pytest.mark.strangers
 def test_what_is_no_path_is_refused() -> None:
     for given in (b"a.jsonl", [], "", ["a", None], [b"a"]):
-        with pytest.raises(ol.SpecError, match=r"paths must be one or more paths, as text or pathlib\.Path, got"):
+        with pytest.raises(ol.errors.SpecError, match=r"paths must be one or more paths, as text or pathlib\.Path, got"):
             ol.Jsonl(given)
 
 
@@ -68,5 +68,5 @@ def test_a_file_that_is_replaced_after_it_was_listed_is_not_read_on(home: Path, 
     made, units = pickle.loads(pickle.dumps((made, made.units())))  # as loaders in other processes get them
     assert made.read(units[0]).num_rows == 1
     replace(path)
-    with pytest.raises(ol.SourceError, match=rf"0\.{source.__name__} has changed since it was listed"):
+    with pytest.raises(ol.errors.SourceError, match=rf"0\.{source.__name__} has changed since it was listed"):
         made.read(units[0])

@@ -430,7 +430,7 @@ from overlord.sources.jsonl import Jsonl
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     {code}
-except ol.BufferTooSmallError as error:
+except ol.errors.BufferTooSmallError as error:
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, error)
 """
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

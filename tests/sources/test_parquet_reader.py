@@ -123,13 +123,13 @@ def test_a_file_that_was_replaced_or_deleted_is_not_read_on_because_it_is_open(t
     with reader_of(source) as read:
         assert read(units[0]) == [0, 1]
         replace(path)
-        with pytest.raises(ol.SourceError, match=r"a\.parquet has changed since it was listed"):
+        with pytest.raises(ol.errors.SourceError, match=r"a\.parquet has changed since it was listed"):
             read(units[1])
         assert open_files(tmp_path) == 0
         units = source.units()
         assert read(units[0]) == [0, 1]
         path.unlink()
-        with pytest.raises(ol.SourceError, match=r"a\.parquet does not exist .* put the file back"):
+        with pytest.raises(ol.errors.SourceError, match=r"a\.parquet does not exist .* put the file back"):
             read(units[1])
 
 

@@ -324,7 +324,7 @@ import overlord as ol
 
 kind, path = sys.argv[1:]
 if kind == "tar":
-    source = ol.WebDataset(path, tokens=None, decode=ol.DecodeImage("png"), window=2)
+    source = ol.WebDataset(path, tokens=None, decode=ol.vision.DecodeImage("png"), window=2)
 else:
     source = ol.ArrowIpc(path, tokens="tokens")
 job = ol.Job(sources={"cut": source}, batch=ol.Batch(samples=2, sequence_length=100_000), num_workers=0, prefetch=0)
@@ -336,7 +336,7 @@ with ol.start(job) as loader:
     try:
         for _ in range(100):
             next(client)
-    except ol.SourceError as error:
+    except ol.errors.SourceError as error:
         print(error)
 """
 

@@ -18,7 +18,7 @@ C = Numbered(rows=30, unit_rows=3, first=300, longest=5)
 SOURCES = {"a": A, "b": B, "c": C}
 NAMES = tuple(SOURCES)
 STEPS = 30
-FEEDBACK = ol.Feedback(rule=ol.MultiplicativeWeights(rate=1.0, bound=3.0), every=5, lag=4)
+FEEDBACK = ol.policies.Feedback(rule=ol.policies.MultiplicativeWeights(rate=1.0, bound=3.0), every=5, lag=4)
 EQUAL = {"a": 1.0, "b": 1.0, "c": 1.0}
 WEIGHTS_OF_ALL = st.fixed_dictionaries({name: st.floats(0.1, 10) for name in NAMES})
 
@@ -38,7 +38,7 @@ HISTORIES = st.builds(
 )
 
 
-def job_with(batch: ol.Batch | None = None, feedback: ol.Feedback | None = FEEDBACK, **fields: Any) -> ol.Job:
+def job_with(batch: ol.Batch | None = None, feedback: ol.policies.Feedback | None = FEEDBACK, **fields: Any) -> ol.Job:
     return job_of(SOURCES, batch, mixture=ol.Mixture(EQUAL, unit="tokens", feedback=feedback), **fields)
 
 

@@ -55,7 +55,7 @@ def swapped(weights: Mapping[str, float], losses: Mapping[str, float]) -> dict[s
 
 
 def test_a_rule_of_ones_own_is_a_function_of_weights_and_losses():
-    with ol.start(job_with(feedback=ol.Feedback(rule=swapped, every=5, lag=3))) as loader:
+    with ol.start(job_with(feedback=ol.policies.Feedback(rule=swapped, every=5, lag=3))) as loader:
         client = loader.client(0, timeout=60)
         for number in range(20):
             next(client)
@@ -74,7 +74,7 @@ def test_a_rule_of_ones_own_is_a_function_of_weights_and_losses():
     ],
 )
 def test_a_rule_that_goes_wrong_changes_nothing_and_is_told_of(caplog, rule, message):
-    with ol.start(job_with(feedback=ol.Feedback(rule=rule, every=5, lag=3))) as loader:
+    with ol.start(job_with(feedback=ol.policies.Feedback(rule=rule, every=5, lag=3))) as loader:
         client = loader.client(0, timeout=60)
         with caplog.at_level(logging.WARNING, "overlord.steering"):
             found = []
@@ -130,7 +130,7 @@ def test_what_is_not_a_number_is_an_error_at_once():
     with ol.start(job_with()) as loader:
         client = loader.client(0, timeout=60)
         next(client)
-        with pytest.raises(ol.SpecError, match=r"losses\['a'\] must be a number, got 'high'"):
+        with pytest.raises(ol.errors.SpecError, match=r"losses\['a'\] must be a number, got 'high'"):
             client.feedback(losses={"a": "high"})  # type: ignore[dict-item] - that is the point
 
 
@@ -142,18 +142,18 @@ def test_a_run_whose_trainers_never_report_keeps_its_weights_and_says_so_in_its_
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ol.Feedback(every=0), "every is a number of steps"),
-        (lambda: ol.Feedback(lag=0), "lag is a number of steps"),
-        (lambda: ol.Feedback(rule="up"), "a feedback rule is a function"),
-        (lambda: ol.MultiplicativeWeights(rate=-1), "rate is a number >= 0"),
-        (lambda: ol.MultiplicativeWeights(bound=0.5), "bound is the largest factor"),
-        (lambda: ol.MultiplicativeWeights(floor=1.0), "floor is a share"),
-        (lambda: ol.Mixture({0: {"a": 1}, 5: {"b": 1}}, feedback=ol.Feedback()), "by its schedule or by feedback"),
-        (lambda: job_with(feedback=ol.Feedback(lag=2), prefetch=2), "a lag of more than prefetch=2"),
+        (lambda: ol.policies.Feedback(every=0), "every is a number of steps"),
+        (lambda: ol.policies.Feedback(lag=0), "lag is a number of steps"),
+        (lambda: ol.policies.Feedback(rule="up"), "a feedback rule is a function"),
+        (lambda: ol.policies.MultiplicativeWeights(rate=-1), "rate is a number >= 0"),
+        (lambda: ol.policies.MultiplicativeWeights(bound=0.5), "bound is the largest factor"),
+        (lambda: ol.policies.MultiplicativeWeights(floor=1.0), "floor is a share"),
+        (lambda: ol.Mixture({0: {"a": 1}, 5: {"b": 1}}, feedback=ol.policies.Feedback()), "by its schedule or by feedback"),
+        (lambda: job_with(feedback=ol.policies.Feedback(lag=2), prefetch=2), "a lag of more than prefetch=2"),
     ],
 )
 def test_a_feedback_that_cannot_work_is_refused(make, message):
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         make()
 
 
@@ -167,7 +167,7 @@ def test_a_feedback_that_cannot_work_is_refused(make, message):
 def test_multiplicative_weights_are_shares_within_their_bounds(weights, data, rate, bound, floor):
     losses = data.draw(st.dictionaries(st.sampled_from(sorted(weights)), st.floats(-1e6, 1e6)))
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-    found = ol.MultiplicativeWeights(rate=rate, bound=bound, floor=floor)(shares, losses)
+    found = ol.policies.MultiplicativeWeights(rate=rate, bound=bound, floor=floor)(shares, losses)
     assert found.keys() == shares.keys()
     assert sum(found.values()) == pytest.approx(1)
     if losses:

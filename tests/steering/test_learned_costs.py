@@ -170,5 +170,5 @@ def test_modules_have_coefficients_of_their_own():
     ],
 )
 def test_a_learned_cost_that_cannot_work_is_refused(make, message):
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         make()

@@ -130,7 +130,7 @@ def test_a_step_that_is_drawn_cannot_change_and_the_error_says_which_can():
         client = loader.client(0, timeout=60)
         for _ in range(5):
             next(client)
-        with pytest.raises(ol.SpecError, match=r"step 3 is drawn already; weights can change from step (\d+) on"):
+        with pytest.raises(ol.errors.SpecError, match=r"step 3 is drawn already; weights can change from step (\d+) on"):
             loader.set_weights({"a": 1}, from_step=3)
 
 
@@ -146,7 +146,7 @@ def test_a_step_that_is_drawn_cannot_change_and_the_error_says_which_can():
 )
 def test_weights_that_make_no_sense_are_refused_and_nothing_changes(weights, message):
     with ol.start(job_with(feedback=None)) as loader:
-        with pytest.raises(ol.SpecError, match=message):
+        with pytest.raises(ol.errors.SpecError, match=message):
             loader.set_weights(weights)
         assert loader.decisions() == ()
 
@@ -230,10 +230,10 @@ class Cluster(Embedded):
 
 
 def test_where_a_planner_can_be_lost_nothing_is_decided_without_a_log(tmp_path):
-    written = pytest.raises(ol.SpecError, match=r"only if that is written down.*start\(log=...\)")
+    written = pytest.raises(ol.errors.SpecError, match=r"only if that is written down.*start\(log=...\)")
     with ol.start(job_with(feedback=None), engine=Cluster()) as loader, written:
         loader.set_weights({"a": 1})
-    with pytest.raises(ol.SpecError, match=r"feedback.*start\(log=...\)"):
+    with pytest.raises(ol.errors.SpecError, match=r"feedback.*start\(log=...\)"):
         ol.start(job_with(), engine=Cluster())
     with ol.start(job_with(), engine=Cluster(), log=str(tmp_path / "log")) as loader:
         assert loader.set_weights({"a": 1}) == 0

@@ -112,11 +112,11 @@ def test_the_last_token_of_a_part_predicts_the_first_of_the_next():
         ({"document_limits": {0: 6}, "document_multiple": 4}, "multiples of document_multiple"),
         ({"document_limits": {0: 8}, "tokens": None, "samples": 4}, "count steps in tokens"),
         (
-            {"document_limits": {0: 8}, "outliers": ol.OutlierDelay((8,), 2)},
+            {"document_limits": {0: 8}, "outliers": ol.policies.OutlierDelay((8,), 2)},
             "does not go with cut_documents or document_limits",
         ),
     ],
 )
 def test_a_curriculum_that_cannot_work_is_refused(fields, message):
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         ol.Batch(**{"tokens": 64, "sequence_length": 16, **fields})

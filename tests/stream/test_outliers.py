@@ -24,7 +24,7 @@ LONGEST = 20
 ROWS = 4
 
 policies = st.builds(
-    ol.OutlierDelay,
+    ol.policies.OutlierDelay,
     lengths=st.sets(st.integers(8, LONGEST), min_size=1, max_size=3).map(lambda lengths: tuple(sorted(lengths))),
     together=st.integers(1, 6),
     most_steps=st.integers(1, 5),
@@ -83,7 +83,7 @@ def test_no_document_waits_much_longer_than_allowed_and_only_long_ones_wait(stre
 def test_long_documents_come_together_as_many_as_asked_and_steps_are_more_even():
     stream = Stream((500,), (4,), (None,), 20, seed=5)
     tokens = 64 * 20
-    policy = ol.OutlierDelay(lengths=(19,), together=32, most_steps=20)
+    policy = ol.policies.OutlierDelay(lengths=(19,), together=32, most_steps=20)
     plain = steps(stream.drawer(Batch(tokens=tokens, sequence_length=20), _equal(stream)), 40)
     delayed = steps(stream.drawer(Batch(tokens=tokens, sequence_length=20, outliers=policy), _equal(stream)), 40)
 
@@ -97,7 +97,7 @@ def test_long_documents_come_together_as_many_as_asked_and_steps_are_more_even()
 
 def test_what_was_delayed_is_told_by_source_and_in_all():
     stream = Stream((50, 50), (4, 4), (None, None), 20, seed=1)
-    batch = Batch(tokens=200, sequence_length=20, outliers=ol.OutlierDelay(lengths=(18,), together=5, most_steps=4))
+    batch = Batch(tokens=200, sequence_length=20, outliers=ol.policies.OutlierDelay(lengths=(18,), together=5, most_steps=4))
     drawn = steps(stream.drawer(batch, _equal(stream)), 20)
     counts = {name: Counter() for name in stream.names}
     for step in drawn:
@@ -114,10 +114,10 @@ def test_what_was_delayed_is_told_by_source_and_in_all():
 
 @pytest.mark.parametrize("wrong", [{"lengths": ()}, {"lengths": (9, 8)}, {"together": 0}, {"most_steps": 0}])
 def test_a_policy_that_cannot_be_is_refused(wrong):
-    with pytest.raises(ol.SpecError):
-        ol.OutlierDelay(**{"lengths": (8,), "together": 4, **wrong})
+    with pytest.raises(ol.errors.SpecError):
+        ol.policies.OutlierDelay(**{"lengths": (8,), "together": 4, **wrong})
 
 
 def test_documents_that_are_cut_cannot_be_delayed():
-    with pytest.raises(ol.SpecError, match="whole documents"):
-        Batch(tokens=40, sequence_length=20, cut_documents=True, outliers=ol.OutlierDelay((10,), 2))
+    with pytest.raises(ol.errors.SpecError, match="whole documents"):
+        Batch(tokens=40, sequence_length=20, cut_documents=True, outliers=ol.policies.OutlierDelay((10,), 2))

@@ -148,14 +148,14 @@ def test_a_stack_without_blocks_is_refused(capsys):
 def test_a_file_that_holds_no_costs_is_refused(tmp_path, text):
     path = tmp_path / "costs.json"
     path.write_text(text)
-    with pytest.raises(ol.SpecError, match=str(path)):
+    with pytest.raises(ol.errors.SpecError, match=str(path)):
         ol.load_cost(path)
-    with pytest.raises(ol.SpecError, match="cannot be read"):
+    with pytest.raises(ol.errors.SpecError, match="cannot be read"):
         ol.load_cost(tmp_path / "missing")
 
 
 def test_a_block_that_cannot_be_is_refused():
-    with pytest.raises(ol.SpecError, match="heads must divide hidden"):
+    with pytest.raises(ol.errors.SpecError, match="heads must divide hidden"):
         BlockShape(hidden=10, heads=4, kv_heads=2, ffn=8)
     assert TINY.head_size == 16
     assert callable(steps_of(TINY, 1, "cpu"))

@@ -122,7 +122,9 @@ def test_a_state_before_an_earlier_step_is_right_where_a_library_fetches_ahead(t
         torch.save(client.state_dict(before=CUT), tmp_path / "last.ckpt")
         with started(TOKENS, resume=torch.load(tmp_path / "last.ckpt", weights_only=True)) as (_, fresh):
             assert first + read(fresh, STEPS - CUT) == uncut(TOKENS)
-        with pytest.raises(ol.SpecError, match=f"before is a step from 0 to {CUT + 2}, the one that comes next, got 8"):
+        with pytest.raises(
+            ol.errors.SpecError, match=f"before is a step from 0 to {CUT + 2}, the one that comes next, got 8"
+        ):
             client.state_dict(before=CUT + 3)
 
 

@@ -96,10 +96,10 @@ def test_loss_and_gradients_are_those_of_one_process(tmp_path):
 
 
 def test_what_does_not_fit_the_routes_is_refused_before_anything_is_sent(tmp_path):
-    with pytest.raises(ol.SpecError, match="has no exchange"):
+    with pytest.raises(ol.errors.SpecError, match="has no exchange"):
         exchange(torch.zeros(1, 2), {"tokens": np.zeros(1)})
     path = picture_documents(tmp_path / "pictures.parquet", 20)
     with ol.start(picture_job(path, ol.Mesh(), "cp")) as loader:
         micro = next(loader.client(0, timeout=60)).microbatches[0]
-    with pytest.raises(ol.SpecError, match="the encoder gave 1 rows"):
+    with pytest.raises(ol.errors.SpecError, match="the encoder gave 1 rows"):
         exchange(torch.zeros(1, 2), micro)

@@ -93,22 +93,22 @@ def test_one_process_needs_no_service(monkeypatch):
     with attach(job_of({"a": Numbered(first=1)})) as client:
         step = next(client)
         assert all(isinstance(micro["tokens"], torch.Tensor) for micro in step)
-    with pytest.raises(ol.ClosedError):
+    with pytest.raises(ol.errors.ClosedError):
         next(client)
 
 
 def test_a_mesh_of_another_size_and_a_process_outside_any_run_are_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ol.SpecError, match=r"no part of a torch training run.*RANK is None; start it with torchrun"):
+    with pytest.raises(ol.errors.SpecError, match=r"no part of a torch training run.*RANK is None; start it with torchrun"):
         attach(job_of({"a": Numbered(first=1)}))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ol.SpecError, match="has 1 ranks, but the world has 3") as refused:
+    with pytest.raises(ol.errors.SpecError, match="has 1 ranks, but the world has 3") as refused:
         attach(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=1)))
     assert refused.value.__notes__ == [
         "leave dp out of the job's mesh, and attach takes it from the world; or pass device_mesh=..."
     ]
-    with pytest.raises(ol.SpecError, match="attach needs a job to start, or the address="):
+    with pytest.raises(ol.errors.SpecError, match="attach needs a job to start, or the address="):
         attach()
 
 
@@ -122,6 +122,6 @@ def test_a_mesh_without_dp_takes_it_from_the_world(monkeypatch):
     with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(tp=2)), world_size=6) as loader:
         assert loader.tree.mesh == ol.Mesh(dp=3, tp=2)
     with pytest.raises(
-        ol.SpecError, match="takes 2 ranks for each data-parallel group, which does not divide the world of 1"
+        ol.errors.SpecError, match="takes 2 ranks for each data-parallel group, which does not divide the world of 1"
     ):
         attach(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(tp=2)))

@@ -128,12 +128,12 @@ def test_long_documents_are_taken_some_queries_at_a_time_and_low_precision_is_su
 
 
 def test_pieces_that_are_not_those_of_the_cut_and_wrong_shapes_are_refused():
-    with pytest.raises(ol.SpecError, match="do not change its fields"):
+    with pytest.raises(ol.errors.SpecError, match="do not change its fields"):
         Ring.of(_micro([16], 2, 0) | {"piece_offsets": np.array([0, 8])})
-    with pytest.raises(ol.SpecError, match=r"strategies\.hdp"):
+    with pytest.raises(ol.errors.SpecError, match=r"strategies\.hdp"):
         Ring.of({})
     q = torch.zeros(5, 2, 4)
-    with pytest.raises(ol.SpecError, match=r"takes q \[4, heads, dim\]"):
+    with pytest.raises(ol.errors.SpecError, match=r"takes q \[4, heads, dim\]"):
         ring_attention(q, q, q, Ring.of(_micro([4], 1, 0)))
 
 

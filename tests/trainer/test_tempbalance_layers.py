@@ -108,14 +108,14 @@ def test_matrices_with_few_eigenvalues_do_not_count():
 
 def test_too_few_layers_are_refused_with_the_reasons():
     model = nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60))
-    with pytest.raises(ol.SpecError, match=r"at least 2 layers, and PerBlock\(\) finds 0.*use unit=PerLayer\(\)"):
+    with pytest.raises(ol.errors.SpecError, match=r"at least 2 layers, and PerBlock\(\) finds 0.*use unit=PerLayer\(\)"):
         TempBalance(optim.SGD(model.parameters(), lr=0.1), model)
-    with pytest.raises(ol.SpecError, match=r"layers.0.up: no matrix of layers.0 has 50 eigenvalues"):
+    with pytest.raises(ol.errors.SpecError, match=r"layers.0.up: no matrix of layers.0 has 50 eigenvalues"):
         TempBalance(optim.SGD(tiny().parameters(), lr=0.1), tiny())
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
-    with pytest.raises(ol.SpecError, match="trains no parameter of the model's layers"):
+    with pytest.raises(ol.errors.SpecError, match="trains no parameter of the model's layers"):
         TempBalance(optim.SGD(tiny().parameters(), lr=0.1), tiny(), min_eigenvalues=8)
 
 
@@ -130,7 +130,7 @@ def test_an_optimizer_of_other_parameters_is_refused():
 )
 def test_wrong_settings_are_refused(settings, message):
     model = tiny()
-    with pytest.raises(ol.SpecError, match=message):
+    with pytest.raises(ol.errors.SpecError, match=message):
         TempBalance(optim.SGD(model.parameters(), lr=0.1), model, **{"min_eigenvalues": 8, **settings})
 
 

@@ -64,9 +64,9 @@ def test_normalised_factors_have_mean_one(alphas):
 
 
 def test_a_mapping_that_gives_no_rates_is_refused_with_what_it_gave():
-    with pytest.raises(ol.SpecError, match=r"one finite factor >= 0 per alpha"):
+    with pytest.raises(ol.errors.SpecError, match=r"one finite factor >= 0 per alpha"):
         checked_factors(lambda alphas: -alphas, ALPHAS)
-    with pytest.raises(ol.SpecError, match="0 <= low <= high"):
+    with pytest.raises(ol.errors.SpecError, match="0 <= low <= high"):
         Linear(2, 1)
-    with pytest.raises(ol.SpecError, match="positive"):
+    with pytest.raises(ol.errors.SpecError, match="positive"):
         Sigmoid(-1)

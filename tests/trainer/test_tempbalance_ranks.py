@@ -68,7 +68,7 @@ def _sharded() -> dict[str, Any]:
 def _refusal(model: nn.Module) -> str:
     try:
         TempBalance(optim.SGD(model.parameters(), lr=0.1), model, min_eigenvalues=8)
-    except ol.SpecError as error:
+    except ol.errors.SpecError as error:
         return str(error)
     return "was taken"
 
@@ -92,7 +92,7 @@ def _one_rank(rank: int, folder: Path) -> None:
 def _refusal_of_group(group: Any) -> str:
     try:
         _train(tiny(), group)
-    except ol.SpecError as error:
+    except ol.errors.SpecError as error:
         return str(error)
     return "was taken"
 

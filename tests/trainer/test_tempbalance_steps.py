@@ -256,13 +256,13 @@ def test_an_optimizer_that_keeps_rates_in_its_groups_is_refused():
     optimizer = KeepsRates(model.parameters(), lr=0.01)
     balanced(optimizer, model)
     loss_of(model, 0).backward()
-    with pytest.raises(ol.SpecError, match="'lr_max'"):
+    with pytest.raises(ol.errors.SpecError, match="'lr_max'"):
         optimizer.step()
 
 
 def test_lbfgs_is_refused():
     model = tiny()
-    with pytest.raises(ol.SpecError, match="LBFGS takes one step for all parameters"):
+    with pytest.raises(ol.errors.SpecError, match="LBFGS takes one step for all parameters"):
         TempBalance(optim.LBFGS(model.parameters()), model)
 
 
@@ -283,7 +283,7 @@ def test_a_second_one_on_the_same_optimizer_is_refused_until_the_first_is_closed
     optimizer = optim.SGD(model.parameters(), lr=0.01)
     first = balanced(optimizer, model)
     balanced(optimizer, model)
-    with pytest.raises(ol.SpecError, match="takes one TempBalance"):
+    with pytest.raises(ol.errors.SpecError, match="takes one TempBalance"):
         train(model, optimizer, None, range(1))
     first.close()
     train(model, optimizer, None, range(1))
@@ -328,9 +328,9 @@ def test_a_state_of_another_model_or_version_is_refused_with_what_differs():
     balance = balanced(optim.SGD(model.parameters(), lr=0.01), model)
     other = tiny(num_blocks=4)
     state = balanced(optim.SGD(other.parameters(), lr=0.01), other).state_dict()
-    with pytest.raises(ol.StateError, match=r"only in the state: \['layers.3'\]"):
+    with pytest.raises(ol.errors.StateError, match=r"only in the state: \['layers.3'\]"):
         balance.load_state_dict(state)
-    with pytest.raises(ol.StateError, match="version 1 is needed, got 7"):
+    with pytest.raises(ol.errors.StateError, match="version 1 is needed, got 7"):
         balance.load_state_dict({**state, "version": 7})
 
 

@@ -11,16 +11,23 @@ Both are `Balancer`s, and a function of your own with the same signature is one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from overlord.stream.facts import Floats, Ints
+if TYPE_CHECKING:
+    from overlord.stream.facts import Floats, Ints
 
-Balancer = Callable[[Floats, int, Ints, int | None], Ints]
-"""(costs, num_bins, sizes, capacity) to the bin of each item. The sizes in a bin should add up to at most
-`capacity`; where a method sees no way it may go over, and the caller arranges the surplus."""
+
+class Balancer(Protocol):
+    """A function that returns the bin of each item, so that the costliest bin costs as little as possible.
+
+    The sizes of the items in a bin should add up to at most `capacity`. A balancer that finds no such way may go over
+    it, and the caller arranges the surplus.
+    """
+
+    def __call__(self, costs: Floats, num_bins: int, sizes: Ints, capacity: int | None, /) -> Ints: ...
 
 
 def summed(bins: Ints, values: Floats | Ints, num_bins: int) -> Floats:

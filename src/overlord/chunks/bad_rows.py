@@ -81,7 +81,8 @@ class BadRowLog:
             if self._seen[key] > self._policy.budget:
                 raise BadRowError(
                     f"source {self._source!r}: {self._num_dropped} bad rows are more than its budget of "
-                    f"{self._policy.budget}; the last is {self._last_error}. Repair the data or raise BadRows(budget=)"
+                    f"{self._policy.budget}; the last is {self._last_error}. Repair the data or "
+                    "raise ol.policies.BadRows(budget=)"
                 )
 
     def _append(self, entry: dict[str, str | int]) -> None:

@@ -57,7 +57,7 @@ class BadRows:
         if self.budget < 0:
             raise SpecError(f"a bad-row budget cannot be negative, got {self.budget}")
         if self.policy == "quarantine" and not self.path:
-            raise SpecError("quarantine needs a file: BadRows('quarantine', path='bad_rows.jsonl')")
+            raise SpecError("quarantine needs a file: ol.policies.BadRows('quarantine', path='bad_rows.jsonl')")
         if self.path is not None:
             object.__setattr__(self, "path", os.path.expanduser(os.fspath(self.path)))
 
@@ -73,7 +73,7 @@ class Source:
     transform: Callable[..., pa.Table] | Sequence[Callable[..., pa.Table]] = ()
     """Functions over an Arrow table, applied to each chunk in order; see `overlord.chunks.transforms`."""
     decode: Any = None
-    """A deferred transform (`ol.DecodeImage`), run only for rows that a plan asks for."""
+    """A deferred transform (`ol.vision.DecodeImage`), run only for rows that a plan asks for."""
     tokens: str | None = "tokens"
     """The column with the token ids; None for a source without text."""
     loss_mask: str | None = None

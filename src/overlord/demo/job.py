@@ -28,7 +28,7 @@ job = ol.Job(
             f"{HERE}/pictures/*.tar",
             columns={"jpg": pa.binary_view(), "txt": pa.string()},
             transform=caption,
-            decode=ol.DecodeImage("jpg", size=(64, 64)),
+            decode=ol.vision.DecodeImage("jpg", size=(64, 64)),
         ),
     },
     mixture=ol.Mixture({"code": 40, "packages": 30, "docstrings": 15, "manual": 14.5, "pictures": 0.5}, unit="tokens"),

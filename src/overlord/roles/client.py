@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from overlord.batches.tensors import to_torch
 from overlord.checkpoint.form import State, contents_of, sealed
@@ -18,6 +18,8 @@ from overlord.runtime.long_waits import FIRST_S, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from overlord.messages import MicrobatchWithColumns
 
 _WAIT_S = 0.25  # how long one ask waits before the client looks at its own deadline
 _NUMBERS = re.compile(r"[\d.]+")
@@ -131,7 +133,7 @@ class Client:
         microbatches = delivery.microbatches
         if self._torch:
             microbatches = tuple(to_torch(fields, self._pin_memory) for fields in microbatches)
-        return Step(delivery.step, delivery.loss_tokens, microbatches)
+        return Step(delivery.step, delivery.loss_tokens, cast("tuple[MicrobatchWithColumns, ...]", microbatches))
 
     @property
     def step(self) -> int:

@@ -230,7 +230,8 @@ class ObjectStore:
                     raise StorageError(
                         f"{self.root}/{key}: storage did not answer in {attempt} attempts over "
                         f"{self._clock() - began:.1f} s (deadline_s={self._retry.deadline_s:g}); the last error was: "
-                        f"{reason}. Check the endpoint and the network, or give more time: retry=Retry(deadline_s=...)"
+                        f"{reason}. Check the endpoint and the network, or give more time: "
+                        "retry=ol.policies.Retry(deadline_s=...)"
                     ) from error
                 with self._lock:
                     self._num_retries += 1

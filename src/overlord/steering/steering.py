@@ -218,7 +218,7 @@ class Steering:
 
     def _hear_losses(self, report: StepReport) -> list[str]:
         if self._mixture.feedback is None:
-            return ["losses are not used: the job's mixture has no feedback=Feedback(...)"]
+            return ["losses are not used: the job's mixture has no feedback=ol.policies.Feedback(...)"]
         sums, refused = loss_sums(report.losses, report.tokens)
         unknown = [name for name in sums if name not in self._names]
         refused += [f"there is no source {name!r}" for name in unknown]

@@ -49,8 +49,8 @@ def multimodal(
     trainers send what comes out to the rank that needs it (`overlord.trainer.exchange`): samples are placed by their
     cost in the backbone alone, and images evenly over all ranks for every microbatch. That needs `equal_counts`.
 
-    `places_in_text` says that texts have a place for each token of their images, as `ol.PlaceImages` makes them; otherwise
-    the tokens of its images are added to a sample's length. The other options are those of `long_short`.
+    `places_in_text` says that texts have a place for each token of their images, as `ol.vision.PlaceImages` makes them;
+    otherwise the tokens of its images are added to a sample's length. The other options are those of `long_short`.
     """
 
     if exchange is not None and not equal_counts:

@@ -83,6 +83,7 @@ def sizes_of(samples: Samples) -> ImageSizes:
 
 
 def images_of(samples: Samples, grid: PatchGrid) -> Images:
+    """Every image of the samples, with its patches and tokens by the grid."""
     sizes = sizes_of(samples).compact()
     number = np.arange(len(sizes.height)) - np.repeat(sizes.first, sizes.count)
     patches, tokens = (measure(sizes.height, sizes.width) for measure in (grid.patches, grid.tokens))
