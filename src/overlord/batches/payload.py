@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from overlord.records import record
+from overlord.runtime.transport import table_from_stream, table_to_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -156,19 +157,13 @@ def _as_stream(columns: Mapping[str, pa.Array]) -> pa.Buffer:
 
     from overlord.sources.views import compact
 
-    table = compact(pa.table(dict(columns)))
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
+    return table_to_stream(compact(pa.table(dict(columns))))
 
 
 def _from_stream(buffer: pa.Buffer) -> dict[str, pa.Array]:
-    import pyarrow as pa
-
     from overlord.sources.views import joined
 
-    table = pa.ipc.open_stream(buffer).read_all()
+    table = table_from_stream(buffer)
     return {name: joined(table.column(name)) for name in table.column_names}
 
 

@@ -54,6 +54,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.checkpoint.source_code import CodeTexts, Written, digest_of
+from overlord.runtime.transport import table_to_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -709,11 +710,8 @@ def _table_digest(table: Any) -> str:
     """Of a table's rows, however they lie in chunks and buffers."""
     import pyarrow as pa
 
-    sink = pa.BufferOutputStream()
     copied = table.take(pa.array(np.arange(table.num_rows))).combine_chunks()
-    with pa.ipc.new_stream(sink, copied.schema) as writer:
-        writer.write_table(copied)
-    return _bytes_digest(sink.getvalue())
+    return _bytes_digest(table_to_stream(copied))
 
 
 def _torch(value: Any) -> str | None:

@@ -15,6 +15,7 @@ import orjson
 from overlord.cli.files import check_writable, load_job, read_state, read_token, write_state
 from overlord.cli.options import add_job_argument, positive, to_dataclass, zero_or_more
 from overlord.errors import ServiceError, SpecError
+from overlord.runtime.liveness import RANK_SILENT
 from overlord.service.auth import Address
 from overlord.service.run import Loader, start
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--leave-after",
         dest="leave_after_s",
         type=positive,
-        default=60.0,
+        default=RANK_SILENT.after_s,
         metavar="S",
         help="go on without a rank that was silent for S seconds (default: %(default)s)",
     )

@@ -22,6 +22,7 @@ from overlord.loaders.autoscaling import (
     decide,
 )
 from overlord.loaders.model import Budget, weights_ahead
+from overlord.runtime import liveness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("overlord.scaling")
 
-_RETRY_S = 60.0  # after a host could not be started
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscale:
@@ -42,7 +41,7 @@ class Autoscale:
 
     budget: Budget
     policy: ScalingPolicy = field(default_factory=ScalingPolicy)
-    every_s: float = 0.5
+    every_s: float = liveness.STATUS_EVERY_S
 
     def __post_init__(self) -> None:
         if self.every_s <= 0:
@@ -99,7 +98,7 @@ class Autoscaler:
                 decisions = scaling.decisions
             except OverlordError as error:
                 num_hosts = sum(1 for shares in self._fleet.partition.hosts if shares)
-                self._full_until = self._clock() + _RETRY_S, num_hosts
+                self._full_until = self._clock() + liveness.NEXT_START_S, num_hosts
                 why = f"; a host could not be started: {error}"
                 decisions = tuple(replace(d, after=d.before, reason=d.reason + why) for d in scaling.decisions)
         for decision in decisions:

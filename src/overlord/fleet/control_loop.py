@@ -26,6 +26,7 @@ from overlord.loaders.model import Budget, Partition, Profile
 from overlord.roles.data_constructor import DataConstructor, Pace
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import Work
+from overlord.runtime import liveness
 from overlord.steering.decisions import WEIGHTS
 from overlord.stream.weights import mixture_in_force
 
@@ -41,9 +42,7 @@ C = TypeVar("C", bound=DataConstructor)
 
 _log = logging.getLogger("overlord.scaling")
 
-_EVERY_S = 0.5
-_ANSWER_S = 5.0
-_LONGEST_START_S = 30.0
+_ANSWER_S = liveness.ROLE_OF_LOOP.after_s
 _REMEMBERED = 1000
 
 
@@ -76,10 +75,10 @@ class Loaders:
 
     def fleet(self, engine: Engine, job: Job, units: Mapping[str, Sequence[Unit]], partition: Partition) -> Fleet:
         if self.autoscale is None:
-            return Fleet(engine, job, units, partition, longest_start_s=_LONGEST_START_S)
+            return Fleet(engine, job, units, partition, longest_start_s=liveness.HOST_STARTING.after_s)
         num_threads = self.autoscale.budget.workers_per_host
         own_threads = None if engine.num_hosts is None else num_threads
-        return Fleet(engine, job, units, partition, own_threads, num_threads, _LONGEST_START_S)
+        return Fleet(engine, job, units, partition, own_threads, num_threads, liveness.HOST_STARTING.after_s)
 
 
 class Upkeep:
@@ -103,7 +102,7 @@ class Upkeep:
         self._meter = Meter(job, units)
         self._mixture = job.mix
         self._autoscaler = self._shadows = None
-        self._every_s = _EVERY_S
+        self._every_s = liveness.STATUS_EVERY_S
         if loaders.autoscale is not None:
             self._autoscaler = Autoscaler(fleet, loaders.autoscale, job.batch)
             self._every_s = loaders.autoscale.every_s

@@ -20,6 +20,7 @@ from overlord.loaders.routing import RoutingTable
 from overlord.roles.assembly import make_loader_host, publish_units
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.roles.routes import TABLE
+from overlord.runtime import liveness
 from overlord.runtime.engine import Answer, Engine, Handle
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _START_S = 3.0  # of a host on a cluster, before one was started and timed
-_ANSWER_S = 2.0  # who does not answer for so long is asked again at the next look
+_ANSWER_S = liveness.HOST_LOST.after_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from overlord.errors import OverlordError
 from overlord.loaders.model import Budget, chunks_per_step
 from overlord.loaders.shadowing import shadows
 from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.runtime import liveness
 from overlord.runtime.engine import Engine, Handle
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("overlord.scaling")
 
-_SILENT_LOOKS = 2  # one may be chance: a machine that is busy
 _UNWANTED_LOOKS = 60  # what a loss would cost is measured, and wavers
-_RETRY_S = 60.0  # after a shadow could not be started
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class ShadowKeeper:
             standing = hosts.get(host)
             if standing is None:
                 self._silent[host] = self._silent.get(host, 0) + 1
-                is_new, is_lost = False, self._silent[host] >= _SILENT_LOOKS
+                is_new, is_lost = False, self._silent[host] >= liveness.HOST_LOST.misses
             else:
                 self._silent[host] = 0
                 is_lost = is_new = self._instances.setdefault(host, standing.instance) != standing.instance
@@ -124,6 +123,6 @@ class ShadowKeeper:
         try:
             self._fleet.add_shadow(host)
         except OverlordError as error:
-            self._full_until_s = observed.at_s + _RETRY_S
+            self._full_until_s = observed.at_s + liveness.NEXT_START_S
             return ShadowChange(observed.step, host, "no shadow could be started", str(error))
         return ShadowChange(observed.step, host, "shadow added", reason)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from overlord.errors import SpecError
+from overlord.runtime.liveness import LOG_STORAGE
 from overlord.sources.object_store import ObjectStore, Retry, shared_store
 from overlord.sources.storage import is_remote
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 WRITABLE_SCHEMES = ("s3", "gs", "az")
 _NAME = re.compile(r"segment-(\d{8})(?:\.log)?")
-_RETRY = Retry(deadline_s=20.0, request_timeout_s=20.0)
+_RETRY = Retry(deadline_s=LOG_STORAGE.after_s, request_timeout_s=LOG_STORAGE.after_s)
 
 
 class Segment(Protocol):

@@ -15,6 +15,7 @@ import numpy as np
 from overlord.batches.payload import Payload
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
 from overlord.roles.loader_host import LoaderHost
+from overlord.runtime import liveness
 from overlord.runtime.engine import Answer, Engine, Handle
 from overlord.stream.facts import (
     ChunkFacts,
@@ -32,12 +33,12 @@ TABLE = "routing"
 """What the table is published as."""
 
 _TOGETHER_BYTES = 16 << 20  # about as much as is asked for at once
-_DOING_WAIT_S = 1.0  # what somebody is busy with is asked when time is short already
+_DOING_WAIT_S = liveness.ROLE_BUSY.after_s
 _LOOK_S = 0.25  # on a cluster a look costs a millisecond
-_SILENT_S = 0.2  # longer than nearly every answer of a host that is well, shorter than a step
+_SILENT_S = liveness.HOST_SLOW.after_s
 _TURN_S = 0.02
-_SUSPECT_S = 2.0  # longer than it takes until a shadow has taken over the name
-_TRIES = 8
+_SUSPECT_S = liveness.HOST_SUSPECT.after_s
+_TRIES = liveness.REROUTES
 
 
 class Routes:

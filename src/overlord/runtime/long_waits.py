@@ -15,10 +15,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from overlord.runtime.liveness import LONG_WAIT
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FIRST_S = 30.0
+FIRST_S = LONG_WAIT.after_s
 
 _log = logging.getLogger("overlord.waiting")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from overlord.declare.arguments import positive_seconds, whole
 from overlord.errors import ServiceError
+from overlord.runtime.liveness import SERVER_CONTROL, SERVER_PAUSE_S
+from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
 from overlord.service.auth import Address, check_token, read_pem
 from overlord.service.link import Link, Unreachable
@@ -22,8 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ASK_S = 60.0  # the planner may be drawing a step, and ends that first
-_PAUSE_S = 0.2
+_ASK_S = SERVER_CONTROL.after_s
 
 
 class Control:
@@ -59,17 +60,16 @@ class Control:
         self.close()
 
     def _asked(self, action: Action, question: Callable[[str], msgspec.Struct]) -> Any:
-        began = time.monotonic()
-        while True:
-            try:
-                hello = wire.packed(wire.Hello(wire.VERSION, 0))
-                welcome: wire.Welcome = self._link.asked(Action.HELLO, hello, _ASK_S)
-                return self._link.asked(action, wire.packed(question(welcome.job)), _ASK_S)
-            except Unreachable as error:
-                waited = time.monotonic() - began
-                if waited >= self._timeout:
-                    raise ServiceError(
-                        f"the service could not be reached for {waited:.1f} s: {error}; is it running, and is the "
-                        "address right?"
-                    ) from error
-            time.sleep(_PAUSE_S)
+        def attempt() -> Any:
+            hello = wire.packed(wire.Hello(wire.VERSION, 0))
+            welcome: wire.Welcome = self._link.asked(Action.HELLO, hello, _ASK_S)
+            return self._link.asked(action, wire.packed(question(welcome.job)), _ASK_S)
+
+        def note(failed: FailedAttempt[Unreachable]) -> None:
+            if failed.waited_s >= self._timeout:
+                raise ServiceError(
+                    f"the service could not be reached for {failed.waited_s:.1f} s: {failed.error}; is it running, and is "
+                    "the address right?"
+                ) from failed.error
+
+        return retry(attempt, on=Unreachable, pauses=repeat(SERVER_PAUSE_S), on_failure=note)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 import weakref
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -25,7 +25,9 @@ from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later, StepReport
 from overlord.roles.client import Client
 from overlord.runtime.exclusive import OneProcess
+from overlord.runtime.liveness import SERVER_ANSWER, SERVER_PAUSE_S
 from overlord.runtime.long_waits import FIRST_S, waiting
+from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
 from overlord.service.auth import Address, check_token, read_pem
 from overlord.service.link import Link, Unreachable
@@ -42,10 +44,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PAUSE_S = 0.2  # between attempts to reach a server
+_PAUSE_S = SERVER_PAUSE_S  # between attempts to reach a server
 _WAIT_S = 2.0  # how long a fetch waits at the server: a thousand clients that ask anew all the time would be its main work
-_ASK_S = 30.0  # the longest that a server may take to answer a question
-_GRACE_S = 30.0  # what a step may take on the way, beyond the wait that was asked for
+_ASK_S = _GRACE_S = SERVER_ANSWER.after_s  # to answer a question, and for a step beyond the wait that was asked for
 _ARENAS = 8
 _log = logging.getLogger(__name__)
 
@@ -194,20 +195,19 @@ class FlightChannel:
             return self._tried(attempt)
 
     def _tried(self, attempt: Callable[[], T]) -> T:
-        began = time.monotonic()
-        while True:
-            try:
-                return attempt()
-            except Unreachable as error:
-                self._trouble = str(error)
-                waited = time.monotonic() - began
-                if self._timeout is not None and waited >= self._timeout:
-                    raise ServiceError(
-                        f"rank {self._rank} could not reach the service for {waited:.1f} s: {error}; is it running, and is "
-                        "the address right?"
-                    ) from error
-            if self._closed.wait(_PAUSE_S):
+        def note(failed: FailedAttempt[Unreachable]) -> None:
+            self._trouble = str(failed.error)
+            if self._timeout is not None and failed.waited_s >= self._timeout:
+                raise ServiceError(
+                    f"rank {self._rank} could not reach the service for {failed.waited_s:.1f} s: {failed.error}; is it "
+                    "running, and is the address right?"
+                ) from failed.error
+
+        def pause(seconds: float) -> None:
+            if self._closed.wait(seconds):
                 raise ServiceError(f"the client of rank {self._rank} was closed while it waited for the service")
+
+        return retry(attempt, on=Unreachable, pauses=repeat(_PAUSE_S), on_failure=note, sleep=pause)
 
     def _lost(self, reason: str) -> Later:
         """One attempt to find the server again; a client that gets Later asks again."""

@@ -26,12 +26,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from overlord.runtime.liveness import STRANGER
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 STRANGER_BYTES = 32 << 10
 """Ten times what a handshake and the first call take. Compressed messages may unfold to a thousand times as much."""
-STRANGER_S = 30.0
+STRANGER_S = STRANGER.after_s
 MOST_STRANGERS = 1024
 """Connections at once that have not shown the token; the oldest are cut beyond that."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.messages import Delivery, Later, StepReport, WeightChange
 from overlord.roles.data_constructor import DataConstructor
+from overlord.runtime.liveness import ROLE_REPORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=DataConstructor)
 
-_LEAVE_S = 10.0  # a constructor that hangs must not hold up a trainer that ends
+_LEAVE_S = ROLE_REPORT.after_s  # a constructor that hangs must not hold up a trainer that ends
 _log = logging.getLogger(__name__)
 
 

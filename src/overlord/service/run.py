@@ -34,6 +34,7 @@ from overlord.roles.routes import Routes
 from overlord.runtime.embedded import Embedded
 from overlord.runtime.engine import Answer, Engine, Handle, StoreUse, WorkplaceSize
 from overlord.runtime.exclusive import OneProcess
+from overlord.runtime.liveness import RANK_SILENT, ROLE_BUSY, ROLE_REPORT
 from overlord.runtime.long_waits import waiting
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.in_process import InProcess
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_DOING_WAIT_S = 1.0  # asked when somebody has waited too long already
-_STATUS_WAIT_S = 10.0  # for what is answered at once by whoever can answer at all
+_DOING_WAIT_S = ROLE_BUSY.after_s
+_STATUS_WAIT_S = ROLE_REPORT.after_s
 _ONE_PROCESS = (
     "Start it in the process that uses it, or let others read with overlord.connect at the address of Loader.serve(), in "
     "processes that multiprocessing's 'spawn' started"
@@ -186,7 +187,7 @@ class Loader:
         token: str | None = None,
         tls: tuple[str | Path, str | Path] | None = None,
         advertise: str | None = None,
-        leave_after_s: float | None = 60.0,
+        leave_after_s: float | None = RANK_SILENT.after_s,
     ) -> str:
         """Let trainers in other processes read this run with `overlord.connect`; gives the address for them.
 

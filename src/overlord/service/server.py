@@ -25,6 +25,7 @@ import pyarrow.flight as flight
 from overlord.declare.arguments import seconds_or_none
 from overlord.errors import OverlordError, ServiceError, SpecError
 from overlord.messages import Delivery, Later, StepReport, WeightChange
+from overlord.runtime.liveness import RANK_SILENT
 from overlord.service import wire
 from overlord.service.auth import Listen, TokenCheck
 from overlord.service.forking import check_not_forked, hold
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LEAVE_AFTER_S = 60.0
+LEAVE_AFTER_S = RANK_SILENT.after_s
 
 _MOST_WAIT_S = 10.0  # a call holds one of the server's threads
 _SLICE_S = 0.5  # how often a waiting call looks whether it still should
@@ -229,7 +230,7 @@ class Service:
                 "same release of overlord on both sides"
             )
         run = self._of_run()
-        every_s = None if self._leave_after_s is None else self._leave_after_s / 4
+        every_s = None if self._leave_after_s is None else self._leave_after_s / RANK_SILENT.checks
         where = self._locate(hello.rank)
         return wire.Welcome(self.job, self.instance, where, run.start(), run.generation(), every_s)
 
@@ -245,7 +246,7 @@ class Service:
     def _watch(self, leave_after_s: float) -> None:
         steps = self._steps
         assert steps is not None  # only then is this thread started
-        while not self._closing.wait(leave_after_s / 4):
+        while not self._closing.wait(leave_after_s / RANK_SILENT.checks):
             for rank in self.ranks.silent(leave_after_s):
                 if self.ranks.left(rank):
                     _log.warning("rank %d was not heard from for %.0f s: others no longer wait for it", rank, leave_after_s)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from overlord.runtime.liveness import ROLE_REPORT
 from overlord.service.auth import Address, Listen
 from overlord.service.constructor import ServingConstructor
 from overlord.service.server import Service
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from overlord.service.in_process import InProcess
 
 _MOST_AT_ONCE = 32
-_WAIT_S = 10.0  # for what a constructor answers at once if it can answer at all
+_WAIT_S = ROLE_REPORT.after_s
 
 
 class OneServer:

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from overlord.errors import OverlordError
 from overlord.messages import Delivery
+from overlord.runtime.transport import table_to_stream
 from overlord.service.wire import (
     Array,
     Column,
@@ -126,10 +127,7 @@ def _packed(regions: _Regions, name: str, value: Any) -> Field:
 
 def _packed_column(regions: _Regions, name: str, column: pa.Array | pa.ChunkedArray) -> Column:
     table = compact(pa.table({name: column}))
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    stream = regions.add(name, np.frombuffer(memoryview(sink.getvalue()), np.uint8))
+    stream = regions.add(name, np.frombuffer(memoryview(table_to_stream(table)), np.uint8))
     return Column(name, stream, is_view(column.type), isinstance(column, pa.ChunkedArray))
 
 

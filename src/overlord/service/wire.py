@@ -15,8 +15,7 @@ import msgspec
 import orjson
 from msgspec import Meta, Struct
 
-from overlord import errors
-from overlord.errors import OverlordError
+from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,17 +141,12 @@ class Failure(Struct, frozen=True, tag="failure"):
 
     @staticmethod
     def of(error: Exception) -> Failure:
-        return Failure(type(error).__name__, str(error), [str(note) for note in getattr(error, "__notes__", ())])
+        envelope = ErrorEnvelope.of(error)
+        return Failure(envelope.kind, envelope.message, list(envelope.notes))
 
-    def error(self) -> OverlordError:
+    def error(self) -> Exception:
         """The same type where it is one of Overlord's own; a plain OverlordError that names it otherwise."""
-        known = getattr(errors, self.kind, None)
-        if isinstance(known, type) and issubclass(known, OverlordError):
-            error = known(self.message)
-        else:
-            error = OverlordError(f"{self.kind}: {self.message}")
-        for note in self.notes:
-            error.add_note(note)
+        error = ErrorEnvelope(self.kind, self.message, tuple(self.notes)).open()
         error.add_note("raised in the service that this client is connected to")
         return error
 

@@ -22,6 +22,8 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SourceError, SpecError, StorageError
+from overlord.runtime.liveness import STORAGE
+from overlord.runtime.retry import Backoff, FailedAttempt, retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +43,7 @@ _log = logging.getLogger("overlord.storage")
 class Retry:
     """How long to go on asking storage that does not answer."""
 
-    deadline_s: float = 120.0
+    deadline_s: float = STORAGE.after_s
     """No new attempt begins later than this after the first one. 0: a single attempt."""
     first_wait_s: float = 0.1
     factor: float = 2.0
@@ -63,10 +65,7 @@ class Retry:
             raise SpecError(f"request_timeout_s must be positive, got {self.request_timeout_s}")
 
     def waits(self) -> Iterator[float]:
-        wait = self.first_wait_s
-        while True:
-            yield wait
-            wait = min(wait * self.factor, self.max_wait_s)
+        return Backoff(self.first_wait_s, self.max_wait_s, self.factor).pauses()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +212,7 @@ class ObjectStore:
     def _ask(self, key: str, request: Callable[[], T], done: str = "read") -> T:
         from obstore.exceptions import BaseError
 
-        began = self._clock()
-        for attempt, wait in enumerate(self._retry.waits(), 1):
+        def attempt() -> T:
             try:
                 return request()
             except ValueError as error:
@@ -222,6 +220,7 @@ class ObjectStore:
                     f"{self.root}/{key!a} is not a name that can be asked for: {_reason(error)}; names have no line breaks, "
                     "no empty parts as in a//b, and are UTF-8"
                 ) from error
+<<<<<<< HEAD
             except (BaseError, FileNotFoundError) as error:
                 reason = _reason(error)
                 if not _is_passing(error):
@@ -238,6 +237,27 @@ class ObjectStore:
                 _log.warning("%s/%s: attempt %d failed, again in %.1f s: %s", self.root, key, attempt, wait, reason)
                 self._sleep(wait)
         raise AssertionError("waits never end")
+=======
+
+        def note(failed: FailedAttempt[Exception]) -> None:
+            error, reason, wait = failed.error, _reason(failed.error), failed.pause_s or 0.0
+            if not _is_passing(error):
+                raise SourceError(f"{self.root}/{key} {_refusal(error, done)} ({reason})") from error
+            if failed.waited_s + wait > self._retry.deadline_s:
+                raise StorageError(
+                    f"{self.root}/{key}: storage did not answer in {failed.number} attempts over {failed.waited_s:.1f} s "
+                    f"(deadline_s={self._retry.deadline_s:g}); the last error was: {reason}. Check the endpoint and the "
+                    "network, or give more time: retry=Retry(deadline_s=...)"
+                ) from error
+            with self._lock:
+                self._num_retries += 1
+            _log.warning("%s/%s: attempt %d failed, again in %.1f s: %s", self.root, key, failed.number, wait, reason)
+
+        pauses = self._retry.waits()
+        return retry(
+            attempt, on=(BaseError, FileNotFoundError), pauses=pauses, on_failure=note, sleep=self._sleep, clock=self._clock
+        )
+>>>>>>> 2e52cb5 (runtime/liveness: one table of detectors and deadlines, one retry helper, one error envelope, one way to send a table; the page shows the table)
 
 
 _stores: dict[tuple[str, tuple[tuple[str, str], ...], Retry], ObjectStore] = {}

@@ -19,6 +19,7 @@ import queue
 import threading
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import cloudpickle
@@ -40,7 +41,9 @@ from overlord.chunks.workers.worker import (
     NotLoaded,
     RunSlice,
 )
-from overlord.errors import ClosedError, SchemaError, SpecError
+from overlord.errors import ClosedError, DataError, SchemaError, SpecError
+from overlord.runtime.liveness import WORKER_HUNG
+from overlord.runtime.retry import retry
 from overlord.sources.views import compact
 
 if TYPE_CHECKING:
@@ -50,8 +53,6 @@ if TYPE_CHECKING:
 
     from overlord.chunks.transforms.in_processes import InProcesses
     from overlord.stream.facts import Ints
-
-DEATHS_ALLOWED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +257,11 @@ class _Attendant:
 
     def _run(self, piece: _Slice) -> _Part:
         """Run a slice, whatever it does to workers."""
-        death = ""
-        for _ in range(DEATHS_ALLOWED):
-            try:
-                return self._try(piece)
-            except WorkerGoneError as error:
-                death = str(error)
-                self._bury()
+        try:
+            pauses = repeat(0.0, WORKER_HUNG.misses - 1)
+            return retry(lambda: self._try(piece), on=WorkerGoneError, pauses=pauses, on_failure=lambda _: self._bury())
+        except WorkerGoneError as error:
+            death = str(error)
         if piece.table.num_rows > 1:
             return self._one_by_one(piece)
         bad = [(int(row), f"kills its worker process: {death}") for row in piece.origin]
@@ -280,7 +279,7 @@ class _Attendant:
         run = RunSlice(piece.function.load.number, piece.context, piece.origin, piece.stop_at_error)
         answer, table = worker.ask(run, compact(piece.table), piece.timeout_s)
         if isinstance(answer, Failed):
-            error = pickle.loads(answer.pickled)
+            error = answer.error.open(DataError)
             raise error if answer.origin is None else RowError(answer.origin, error)
         assert isinstance(answer, Done)
         return _Part(Outcome(table, answer.origin), answer.bad)

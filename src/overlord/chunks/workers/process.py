@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +21,14 @@ import pyarrow as pa
 
 from overlord.chunks.workers import process as worker_wire
 from overlord.errors import ClosedError, WorkerDiedError
+from overlord.runtime.liveness import WORKER_EXIT, WORKER_STARTING
+from overlord.runtime.retry import retry
+from overlord.runtime.transport import table_from_stream, table_to_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-START_TIMEOUT_S = 120.0
-START_ATTEMPTS = 3
+START_TIMEOUT_S = WORKER_STARTING.after_s
 
 # The worker finds modules where this process finds them, and does not import the user's script.
 _BOOTSTRAP = (
@@ -65,20 +68,24 @@ class WorkerProcess:
     def started(admit: Callable[[WorkerProcess], bool] = lambda _: True) -> WorkerProcess:
         """A worker that answers. Must be called from a thread that outlives it: it dies with its thread. `admit` sees each
         one before it is ready, so that it can be killed; ClosedError when it returns False."""
-        last = ""
-        for _ in range(START_ATTEMPTS):
+
+        def attempt() -> WorkerProcess:
             worker = WorkerProcess()
             if not admit(worker):
                 worker.close()
                 raise ClosedError("the process pool was closed while a worker was starting")
             try:
                 worker._answer(START_TIMEOUT_S)
-            except WorkerGoneError as error:
-                last = str(error)
+            except WorkerGoneError:
                 worker.close()
-            else:
-                return worker
-        raise WorkerDiedError(f"worker processes die before they are ready, {START_ATTEMPTS} in a row: {last}")
+                raise
+            return worker
+
+        tries = WORKER_STARTING.misses
+        try:
+            return retry(attempt, on=WorkerGoneError, pauses=repeat(0.0, tries - 1))
+        except WorkerGoneError as error:
+            raise WorkerDiedError(f"worker processes die before they are ready, {tries} in a row: {error}") from None
 
     @property
     def pid(self) -> int:
@@ -112,7 +119,7 @@ class WorkerProcess:
     def _last_words(self, timeout_s: float | None) -> str:
         try:
             # The connection closes a moment before the process can be waited for.
-            code = self._process.wait(timeout=1)
+            code = self._process.wait(timeout=WORKER_EXIT.after_s)
         except subprocess.TimeoutExpired:
             return f"no answer within {timeout_s} s" if timeout_s is not None else "it closed its connection"
         if code < 0:
@@ -126,7 +133,7 @@ _LENGTHS = struct.Struct("<QQ")
 
 def send(connection: socket.socket, head: Any, table: pa.Table | None = None) -> None:
     packed = pickle.dumps(head)
-    body = b"" if table is None else _as_stream(table)
+    body = b"" if table is None else table_to_stream(table)
     connection.sendall(_LENGTHS.pack(len(packed), len(body)) + packed)
     if table is not None:
         connection.sendall(body)
@@ -138,14 +145,7 @@ def receive(connection: socket.socket) -> tuple[Any, pa.Table | None]:
     head = pickle.loads(_exactly(connection, head_bytes))
     if not body_bytes:
         return head, None
-    return head, pa.ipc.open_stream(pa.py_buffer(_exactly(connection, body_bytes))).read_all()
-
-
-def _as_stream(table: pa.Table) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
+    return head, table_from_stream(pa.py_buffer(_exactly(connection, body_bytes)))
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> memoryview:

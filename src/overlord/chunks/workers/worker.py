@@ -9,23 +9,22 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import cloudpickle
 import numpy as np
 import pyarrow as pa
 
 from overlord.chunks.transforms.invoke import Invoke
 from overlord.chunks.transforms.outcome import Context, RowError, one_line
 from overlord.chunks.workers import process as worker_wire
-from overlord.errors import DataError
+from overlord.runtime.liveness import WORKER_PARENT
+from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
     from overlord.stream.facts import Ints
 
-PARENT_CHECK_S = 1.0
+_PLACE = "in a worker process"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,9 +56,9 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Answer: the pickled exception that the function raised, and the row it is about where that is known."""
+    """Answer: the exception that the function raised, and the row it is about where that is known."""
 
-    pickled: bytes
+    error: ErrorEnvelope
     origin: int | None = None
 
 
@@ -106,25 +105,10 @@ def _run(function: Invoke, ask: RunSlice, table: pa.Table | None) -> tuple[Done 
     try:
         outcome = function.run(table, np.asarray(ask.origin), ask.context, on_bad)
     except RowError as error:
-        return Failed(_portable(error.cause), error.origin), None
+        return Failed(ErrorEnvelope.pickling(error.cause, _PLACE), error.origin), None
     except Exception as error:  # noqa: BLE001 - the user's function may raise anything
-        return Failed(_portable(error)), None
+        return Failed(ErrorEnvelope.pickling(error, _PLACE)), None
     return Done(outcome.origin, bad), outcome.table
-
-
-def _portable(error: Exception) -> bytes:
-    """The exception with its traceback as a note, pickled; a plain one in its place when it cannot travel."""
-    error.add_note("in a worker process:\n" + "".join(traceback.format_exception(error)).rstrip())
-    try:
-        pickled = cloudpickle.dumps(error)
-        if isinstance(pickle.loads(pickled), Exception):
-            return pickled
-    except Exception:  # noqa: BLE001 - an exception's own pickling may raise anything
-        pass
-    plain = DataError(one_line(error))
-    for note in error.__notes__:
-        plain.add_note(note)
-    return pickle.dumps(plain)
 
 
 def _die_with(parent: int) -> None:
@@ -138,5 +122,5 @@ def _watch(parent: int) -> None:
     # Where the system sends no signal, and for a parent that died before we asked for one.
     timer = threading.Event()
     while os.getppid() == parent:
-        timer.wait(PARENT_CHECK_S)
+        timer.wait(WORKER_PARENT.after_s)
     os._exit(1)

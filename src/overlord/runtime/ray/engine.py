@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.runtime import liveness
 from overlord.runtime.engine import Handle, StoreUse, Workplace, WorkplaceSize
 from overlord.runtime.ray.cluster import Cluster
 
@@ -72,7 +73,7 @@ class ActorOptions:
 
 R = TypeVar("R")
 
-_CLOSE_S = 1.0  # how long roles may take to close before they are killed
+_CLOSE_S = liveness.RAY_CLOSING.after_s
 
 LOADERS = ActorOptions(num_cpus=1, placement="spread")
 PLANNER = ActorOptions(placement="here", max_concurrency=256)
@@ -101,8 +102,8 @@ class Ray:
         constructors: ActorOptions = CONSTRUCTORS,
         others: ActorOptions = PLANNER,
         near: Sequence[str] = (),
-        patience_s: float = 60.0,
-        hung_after_s: float | None = 30.0,
+        patience_s: float = liveness.RAY_GONE.after_s,
+        hung_after_s: float | None = liveness.RAY_HUNG.after_s,
         num_cpus: int | None = None,
         object_store_bytes: int | None = None,
         runtime_env: dict[str, Any] | None = None,
@@ -213,7 +214,7 @@ class Ray:
             except ray_errors.RayActorError as error:
                 raise WorkerDiedError(f"role {name!r} ended while it was started; see Ray's logs for why") from error
             if failed is not None:
-                raise failed.error()
+                raise failed.open()
 
     def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> RayAnswer:
         return self._names.ask(name, method, args, kwargs)

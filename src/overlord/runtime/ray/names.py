@@ -18,17 +18,18 @@ import ray
 from ray import exceptions as ray_errors
 
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
-from overlord.runtime.ray.stage import Raised
+from overlord.runtime import liveness
 from overlord.runtime.ray.stored_calls import Table
+from overlord.runtime.retry import Backoff
+from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 T = TypeVar("T")
 
-_CHECK_S = 1.0  # how long an ask waits before it looks whether its name means another actor by now
-_FIRST_PAUSE_S = 0.02
-_LONGEST_PAUSE_S = 0.5
+_CHECK_S = liveness.RAY_REBOUND.after_s
+_BACKOFF = Backoff(first_s=0.02, longest_s=0.5)
 # A role that died, its node, or an answer that was lost with its node. Everything else Ray raises is for the user.
 _GONE = (
     ray_errors.RayActorError,
@@ -114,7 +115,7 @@ class Names:
 class RayAnswer(Generic[T]):
     """What an ask returns. The ask is under way from the beginning."""
 
-    __slots__ = ("_actor", "_call", "_lost_at", "_name", "_names", "_pause_s", "_ref")
+    __slots__ = ("_actor", "_call", "_lost_at", "_name", "_names", "_pauses", "_ref")
 
     def __init__(self, names: Names, name: str, method: str, args: tuple, kwargs: dict) -> None:
         self._names = names
@@ -123,7 +124,7 @@ class RayAnswer(Generic[T]):
         self._actor = ""
         self._ref: Any = None
         self._lost_at: float | None = None
-        self._pause_s = _FIRST_PAUSE_S
+        self._pauses = _BACKOFF.pauses()
         self._send(anew=False)
 
     def result(self, timeout: float | None = None) -> T:
@@ -143,11 +144,10 @@ class RayAnswer(Generic[T]):
                 except _GONE as error:
                     self._note_lost(error)
                 self._check(deadline, timeout)
-                self._names.closed.wait(self._pause_s)
-                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                self._names.closed.wait(next(self._pauses))
                 self._send(anew=True)
-        if isinstance(outcome, Raised):
-            raise outcome.error()
+        if isinstance(outcome, ErrorEnvelope):
+            raise outcome.open()
         return outcome
 
     def _send(self, anew: bool) -> None:

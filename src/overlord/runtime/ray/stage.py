@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
-import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
-from overlord.errors import OverlordError
 from overlord.runtime.engine import Workplace, WorkplaceSize
+from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,37 +16,6 @@ if TYPE_CHECKING:
 _RAISED_IN = "raised in role"
 PULSE = "pulse"
 """The group of asks that are answered beside all others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """An exception on its way to the asker, who gets it as its own type, with its notes and where it was raised."""
-
-    pickled: bytes
-    told: str
-    """What to raise where the exception's type cannot be had."""
-
-    @staticmethod
-    def of(error: Exception, role: str) -> Raised:
-        if not any(note.startswith(_RAISED_IN) for note in getattr(error, "__notes__", ())):
-            # At the first role only: every later one would repeat it.
-            lines = "".join(traceback.format_exception(error)).rstrip()
-            error.add_note(f"{_RAISED_IN} {role!r}:\n{lines}")
-        told = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        try:
-            pickled = cloudpickle.dumps(error)
-            pickle.loads(pickled)
-        except Exception:  # noqa: BLE001 - a user's exception may fail to pickle in any way
-            pickled = b""
-        return Raised(pickled, told)
-
-    def error(self) -> Exception:
-        if self.pickled:
-            try:
-                return pickle.loads(self.pickled)
-            except Exception:  # noqa: BLE001 - its module may be missing in this process
-                pass
-        return OverlordError(self.told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +37,7 @@ class Stage:
 
     def __init__(self, name: str, parcel: Any, size: WorkplaceSize) -> None:
         self._name = name
-        self._failed: Raised | None = None
+        self._failed: ErrorEnvelope | None = None
         self._role: Any = None
         self._workplace: Workplace | None = None
         self._made = threading.Event()
@@ -85,9 +50,9 @@ class Stage:
         try:
             return getattr(self._role, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whoever asks gets it
-            return Raised.of(error, self._name)
+            return ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
 
-    def started(self) -> Raised | None:
+    def started(self) -> ErrorEnvelope | None:
         """Answered once the role is made; what making it raised."""
         self._made.wait()
         return self._failed
@@ -115,7 +80,7 @@ class Stage:
             self._workplace = Workplace(size)
             self._role = make(self._workplace)
         except Exception as error:  # noqa: BLE001 - whoever asks gets it; dying would only say that an actor died
-            self._failed = Raised.of(error, self._name)
+            self._failed = ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
         finally:
             self._made.set()
 

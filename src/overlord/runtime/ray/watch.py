@@ -22,13 +22,13 @@ from ray import exceptions as ray_errors
 from ray._private.state import actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from overlord.runtime import liveness
 from overlord.runtime.ray.stage import PULSE, Pulse, born
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_ROUNDS = 6  # looks at a silent role before it is taken for hung
-_KILL_S = 5.0  # how long a kill on another node may take before Ray is asked to do it
+_KILL_S = liveness.RAY_KILL.after_s
 _log = logging.getLogger("overlord.runtime.engine")
 
 
@@ -51,7 +51,7 @@ class HangWatch:
         self._hung_after_s = hung_after_s
         # One that was never heard may still wait for a node with room, or import what its user's code needs.
         self._unheard_after_s = max(hung_after_s, patience_s)
-        self._period_s = hung_after_s / _ROUNDS
+        self._period_s = hung_after_s / liveness.RAY_HUNG.checks
         self._patients: dict[str, _Patient] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="overlord-watch", daemon=True)

@@ -1,0 +1,268 @@
+"""When is a part considered dead? The one table of detectors and deadlines.
+
+A row says who watches whom, by which sign of life, how long the sign may be missing, and what happens then. Code that
+decides "is it dead?" takes its numbers from here, and docs/operations.md shows the same rows, which a test compares. Being
+wrong about a part is always safe: its replacement computes the same, so a deadline that is too short costs time and never
+changes a step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detector:
+    """One way to notice that a part is dead, hung or out of reach."""
+
+    watched: str
+    watcher: str
+    sign: str
+    """The sign of life that is waited for."""
+    after_s: float
+    """How long the sign may be missing; infinity: for ever, unless `setting` says otherwise."""
+    misses: int = 1
+    """How many deadlines in a row must pass."""
+    checks: int = 1
+    """How many signs of life are requested or sent within one deadline."""
+    setting: str = ""
+    """The public option that replaces `after_s`."""
+    then: str
+
+    @property
+    def every_s(self) -> float:
+        """The time between two signs of life."""
+        return self.after_s / self.checks
+
+
+# Loader hosts, and the roles around them.
+
+HOST_SLOW = Detector(
+    watched="a loader host that has a shadow",
+    watcher="the planner or constructor that calls it",
+    sign="it answers the call",
+    after_s=0.2,  # longer than nearly every answer of a healthy host, shorter than a step
+    then="the same call goes to its shadow too, and the first answer counts (a hedged request)",
+)
+HOST_SUSPECT = Detector(
+    watched="a loader host whose shadow answered first",
+    watcher="the planner or constructor that called it",
+    sign="none is waited for",
+    after_s=2.0,  # longer than it takes until the shadow has taken over the name
+    then="until then calls go to the shadow first, and after that to the host again",
+)
+HOST_LOST = Detector(
+    watched="a loader host that has a shadow",
+    watcher="the loader control loop, in the process that started the run",
+    sign="it answers a status call",
+    after_s=2.0,
+    misses=2,  # one may be chance: a busy machine
+    then="the host is ended, and its shadow takes over its name",
+)
+HOST_STARTING = Detector(
+    watched="a loader host or shadow that is added while a run goes on",
+    watcher="the loader control loop",
+    sign="it has started",
+    after_s=30.0,
+    then="it is stopped, the run goes on without it, and no other is started for 60 s",
+)
+ROLE_OF_LOOP = Detector(
+    watched="the planner and the constructors",
+    watcher="the loader control loop",
+    sign="they answer a status call",
+    after_s=5.0,
+    then="a warning of the logger `overlord.scaling`; this round is left out",
+)
+ROLE_BUSY = Detector(
+    watched="the planner and the loader hosts",
+    watcher="the explanation of a long wait",
+    sign="they say what they are busy with",
+    after_s=1.0,
+    then="the explanation says that they do not answer",
+)
+ROLE_REPORT = Detector(
+    watched="the planner and the constructors",
+    watcher="`loader.report()`, `status()` and a client that is closed",
+    sign="they answer the call",
+    after_s=10.0,
+    then="`WaitTimeoutError`; a client that is closed only logs it",
+)
+
+# Roles on Ray.
+
+RAY_HUNG = Detector(
+    watched="a role on Ray that has answered before",
+    watcher="the engine, in the process that started the run",
+    sign="its actor answers a health check, also while the role is busy",
+    after_s=30.0,
+    checks=6,
+    setting="Ray(hung_after_s=)",
+    then="its process is killed, and Ray starts the role again",
+)
+RAY_STARTING = Detector(
+    watched="a role on Ray that has not answered since it was started",
+    watcher="the engine",
+    sign="it answers a health check, or Ray says that it runs",
+    after_s=60.0,
+    setting="Ray(patience_s=)",
+    then="Ray is told to start it again; at the start of a run: `WaitTimeoutError`",
+)
+RAY_GONE = Detector(
+    watched="a role on Ray that died",
+    watcher="each of its callers",
+    sign="it answers the repeated call",
+    after_s=60.0,
+    setting="Ray(patience_s=)",
+    then="`WorkerDiedError`",
+)
+RAY_REBOUND = Detector(
+    watched="the actor behind the name of a role",
+    watcher="each of its callers",
+    sign="it answers the call",
+    after_s=1.0,
+    then="the name is looked up again; if it now means another actor, the call is repeated there",
+)
+RAY_KILL = Detector(
+    watched="the killing of a hung process on another node",
+    watcher="the engine",
+    sign="that node says that it is done",
+    after_s=5.0,
+    then="Ray is told to kill the actor, which may take it longer",
+)
+RAY_CLOSING = Detector(
+    watched="a role on Ray that is closed",
+    watcher="the engine",
+    sign="its `close` has returned",
+    after_s=1.0,
+    then="its process is killed",
+)
+
+# Worker processes of transforms.
+
+WORKER_STARTING = Detector(
+    watched="a worker process that starts, or loads a function",
+    watcher="its supervisor, a thread of the process that has the pool",
+    sign="it says that it is ready",
+    after_s=120.0,
+    misses=3,
+    then="it is killed and another is started; the last time: `WorkerDiedError`",
+)
+WORKER_HUNG = Detector(
+    watched="a worker process that runs a slice of rows",
+    watcher="its supervisor",
+    sign="it answers with the transformed rows",
+    after_s=math.inf,
+    misses=2,
+    setting="InProcesses(timeout_s=)",
+    then="it is killed, and another gets the slice; then each row alone, and a row that kills again is a bad row",
+)
+WORKER_EXIT = Detector(
+    watched="a worker process that closed its connection",
+    watcher="its supervisor",
+    sign="its exit code can be read",
+    after_s=1.0,
+    then="it is killed all the same; the message cannot name the exit code",
+)
+WORKER_PARENT = Detector(
+    watched="the process that has the pool",
+    watcher="each worker process",
+    sign="it is still the parent (on Linux the kernel also sends a signal)",
+    after_s=1.0,
+    then="the worker exits",
+)
+
+# Trainers and the service.
+
+RANK_SILENT = Detector(
+    watched="a rank that reads over the network, or is expected to",
+    watcher="the service",
+    sign="a heartbeat, or a request for a step",
+    after_s=60.0,
+    checks=4,
+    setting="Loader.serve(leave_after_s=)",
+    then="the others no longer wait for it; if it is heard again, it goes on where it was",
+)
+SERVER_ANSWER = Detector(
+    watched="a server of the service",
+    watcher="a client",
+    sign="it answers a question; a step may take so long beyond the wait that was asked for",
+    after_s=30.0,
+    then="the client looks up at the service's address who serves its rank now, every 0.2 s, until its own `timeout`",
+)
+SERVER_CONTROL = Detector(
+    watched="the service",
+    watcher="`overlord mix`",
+    sign="it answers; the planner ends the step that it draws first",
+    after_s=60.0,
+    then="the question is repeated every 0.2 s, until the command's own time-out",
+)
+STRANGER = Detector(
+    watched="a connection to a service that has a token",
+    watcher="the service",
+    sign="it has shown the token",
+    after_s=30.0,
+    then="the connection is cut",
+)
+
+# Storage, and everything else.
+
+STORAGE = Detector(
+    watched="storage that data is read from",
+    watcher="whatever reads",
+    sign="a request succeeds (one attempt may take 60 s)",
+    after_s=120.0,
+    setting="Retry(deadline_s=)",
+    then="`StorageError`; calling `next` again tries anew",
+)
+LOG_STORAGE = Detector(
+    watched="storage that the plan log is written to",
+    watcher="the planner",
+    sign="a request succeeds",
+    after_s=20.0,
+    then="one warning; the run goes on from memory and tries again with every step",
+)
+LONG_WAIT = Detector(
+    watched="anything that a client waits for",
+    watcher="a thread beside it",
+    sign="the wait is over",
+    after_s=30.0,
+    then="a warning of the logger `overlord.waiting`, which says what is waited for; nothing is considered dead",
+)
+
+DETECTORS = (
+    HOST_SLOW,
+    HOST_SUSPECT,
+    HOST_LOST,
+    HOST_STARTING,
+    ROLE_OF_LOOP,
+    ROLE_BUSY,
+    ROLE_REPORT,
+    RAY_HUNG,
+    RAY_STARTING,
+    RAY_GONE,
+    RAY_REBOUND,
+    RAY_KILL,
+    RAY_CLOSING,
+    WORKER_STARTING,
+    WORKER_HUNG,
+    WORKER_EXIT,
+    WORKER_PARENT,
+    RANK_SILENT,
+    SERVER_ANSWER,
+    SERVER_CONTROL,
+    STRANGER,
+    STORAGE,
+    LOG_STORAGE,
+    LONG_WAIT,
+)
+"""Every detector, in the order of the page."""
+
+STATUS_EVERY_S = 0.5
+"""The time between two rounds of the loader control loop, unless `Autoscale(every_s=)` says otherwise."""
+NEXT_START_S = 60.0
+"""After a loader host or shadow could not be started: the time until the next attempt."""
+SERVER_PAUSE_S = 0.2
+"""Between two attempts to reach a service."""
+REROUTES = 8
+"""How often a call follows a loader host's name to another host before the caller gets ClosedError."""
