@@ -52,4 +52,4 @@ def test_what_the_rows_say_of_pauses_is_what_is_waited():
     assert f"every {liveness.SERVER_PAUSE_S:g} s" in liveness.SERVER_ANSWER.then
     assert f"every {liveness.SERVER_PAUSE_S:g} s" in liveness.SERVER_CONTROL.then
     assert f"for {liveness.NEXT_START_S:g} s" in liveness.HOST_STARTING.then
-    assert f"{ol.Retry().request_timeout_s:g} s" in liveness.STORAGE.sign
+    assert f"{ol.policies.Retry().request_timeout_s:g} s" in liveness.STORAGE.sign

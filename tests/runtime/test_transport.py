@@ -48,7 +48,7 @@ def test_an_exception_that_passes_two_places_of_a_kind_tells_of_the_first():
     assert [note.partition(":")[0] for note in error.__notes__] == ["while looking for it", "raised in role 'loaders/0'"]
 
 
-@pytest.mark.parametrize("otherwise", [ol.OverlordError, ol.DataError])
+@pytest.mark.parametrize("otherwise", [ol.OverlordError, ol.errors.DataError])
 def test_an_exception_that_cannot_travel_is_named_and_keeps_its_notes(otherwise: type[ol.OverlordError]):
     error = travelled(ErrorEnvelope.pickling(raised(TwoPartsError("this", "that")), "in a worker process")).open(otherwise)
     assert type(error) is otherwise
@@ -63,8 +63,8 @@ def test_an_exception_that_cannot_describe_itself_travels_all_the_same():
 
 
 def test_without_pickle_our_own_errors_keep_their_type():
-    error = ErrorEnvelope.of(raised(ol.StateError("seed was 0, is 5"))).open()
-    assert type(error) is ol.StateError
+    error = ErrorEnvelope.of(raised(ol.errors.StateError("seed was 0, is 5"))).open()
+    assert type(error) is ol.errors.StateError
     assert (str(error), error.__notes__) == ("seed was 0, is 5", ["while looking for it"])
     assert ErrorEnvelope.of(raised(KeyError("gone"))).pickled == b""
 

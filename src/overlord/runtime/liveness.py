@@ -212,7 +212,7 @@ STORAGE = Detector(
     watcher="whatever reads",
     sign="a request succeeds (one attempt may take 60 s)",
     after_s=120.0,
-    setting="Retry(deadline_s=)",
+    setting="policies.Retry(deadline_s=)",
     then="`StorageError`; calling `next` again tries anew",
 )
 LOG_STORAGE = Detector(

@@ -220,24 +220,6 @@ class ObjectStore:
                     f"{self.root}/{key!a} is not a name that can be asked for: {_reason(error)}; names have no line breaks, "
                     "no empty parts as in a//b, and are UTF-8"
                 ) from error
-<<<<<<< HEAD
-            except (BaseError, FileNotFoundError) as error:
-                reason = _reason(error)
-                if not _is_passing(error):
-                    raise SourceError(f"{self.root}/{key} {_refusal(error, done)} ({reason})") from error
-                if self._clock() - began + wait > self._retry.deadline_s:
-                    raise StorageError(
-                        f"{self.root}/{key}: storage did not answer in {attempt} attempts over "
-                        f"{self._clock() - began:.1f} s (deadline_s={self._retry.deadline_s:g}); the last error was: "
-                        f"{reason}. Check the endpoint and the network, or give more time: "
-                        "retry=ol.policies.Retry(deadline_s=...)"
-                    ) from error
-                with self._lock:
-                    self._num_retries += 1
-                _log.warning("%s/%s: attempt %d failed, again in %.1f s: %s", self.root, key, attempt, wait, reason)
-                self._sleep(wait)
-        raise AssertionError("waits never end")
-=======
 
         def note(failed: FailedAttempt[Exception]) -> None:
             error, reason, wait = failed.error, _reason(failed.error), failed.pause_s or 0.0
@@ -247,7 +229,7 @@ class ObjectStore:
                 raise StorageError(
                     f"{self.root}/{key}: storage did not answer in {failed.number} attempts over {failed.waited_s:.1f} s "
                     f"(deadline_s={self._retry.deadline_s:g}); the last error was: {reason}. Check the endpoint and the "
-                    "network, or give more time: retry=Retry(deadline_s=...)"
+                    "network, or give more time: retry=ol.policies.Retry(deadline_s=...)"
                 ) from error
             with self._lock:
                 self._num_retries += 1
@@ -257,7 +239,6 @@ class ObjectStore:
         return retry(
             attempt, on=(BaseError, FileNotFoundError), pauses=pauses, on_failure=note, sleep=self._sleep, clock=self._clock
         )
->>>>>>> 2e52cb5 (runtime/liveness: one table of detectors and deadlines, one retry helper, one error envelope, one way to send a table; the page shows the table)
 
 
 _stores: dict[tuple[str, tuple[tuple[str, str], ...], Retry], ObjectStore] = {}
