@@ -74,7 +74,7 @@ def run(autoscale: bool, engine: str) -> tuple[list[Phase], list[str]]:
     scale = ol.scaling.Autoscale(budget=ol.scaling.Budget(cpus=4, memory_bytes=2 << 30, workers_per_host=2), policy=policy)
     where = None if engine == "embedded" else ol.Ray(num_cpus=8, object_store_bytes=300 << 20, loader_hosts=1)
     with ol.start(job(), engine=where, autoscale=scale if autoscale else None) as loader:
-        client = loader.client(0, timeout=120)
+        client = loader.client(0, timeout_s=120)
         next(client)
         phases = [
             _phase(loader, client, name, last)

@@ -133,7 +133,7 @@ def read_as(address: str, ranks: Sequence[int], num_steps: int) -> None:
     def read(rank: int) -> str | None:
         client = None
         try:
-            client = ol.connect(address, rank=rank, timeout=120)
+            client = ol.connect(address, rank=rank, timeout_s=120)
             connected.wait(120)
             numbers = [next(client).number for _ in range(num_steps)]
             return None if numbers == list(range(num_steps)) else f"rank {rank} got steps {numbers}"

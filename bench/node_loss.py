@@ -54,7 +54,7 @@ def _losses(nodes: Nodes, kills: int, folder: str) -> list[Loss]:
     engine = ol.Ray("auto", loader_hosts=2, loaders=ON_OTHERS, planner=ON_OTHERS, constructors=ON_OTHERS)
     found: list[Loss] = []
     with ol.start(job, engine=engine, log=folder) as loader:
-        clients = [loader.client(rank, timeout=120) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=120) for rank in range(2)]
         _longest_wait(clients, _STEPS)
         while len(found) < kills:
             where = pulses(engine)

@@ -71,7 +71,7 @@ def run(shadow: bool, kills: int, step_s: float, chunk_s: float) -> Killed:
     budget = ol.scaling.Budget(cpus=2, memory_bytes=1 << 30) if shadow else None
     engine = ol.Ray(num_cpus=4, object_store_bytes=100 << 20, loader_hosts=1)
     with ol.start(job, engine=engine, shadows=budget) as loader:
-        trainer = _Trainer(loader.client(0, timeout=120), step_s)
+        trainer = _Trainer(loader.client(0, timeout_s=120), step_s)
         trainer.steps(SETTLE_STEPS)
         trainer.waits.clear()
         found = []

@@ -49,7 +49,7 @@ def trace_plain_job(num_workers: int | None) -> Journey:
         batch = ol.Batch(tokens=8192, sequence_length=1024)
         tracer = _Tracer()
         with tracer.installed(), ol.start(ol.Job(sources={"web": source}, batch=batch, num_workers=num_workers)) as loader:
-            client = loader.client(rank=0, timeout=60)
+            client = loader.client(rank=0, timeout_s=60)
             for _ in range(_STEPS_AHEAD):
                 next(client)
             tracer.is_on = True

@@ -66,7 +66,7 @@ def read_all(
     and the state after."""
     with ol.start(job, resume=resume, **start) as loader:
         ranks = _distinct_ranks(loader.tree)
-        clients = [loader.client(rank, timeout=30) for rank in ranks]
+        clients = [loader.client(rank, timeout_s=30) for rank in ranks]
         found = []
         for _ in range(steps):
             parts = [tokens_of(step) for step in (next(client, None) for client in clients) if step is not None]

@@ -329,7 +329,7 @@ def test_a_rank_is_a_whole_number(rank):
     with ol.start(job_of({"a": Numbered(first=1)})) as loader, pytest.raises(ol.errors.SpecError, match=message):
         loader.client(rank)
     with pytest.raises(ol.errors.SpecError, match=message):
-        ol.connect("127.0.0.1:9", rank=rank, timeout=1.0)
+        ol.connect("127.0.0.1:9", rank=rank, timeout_s=1.0)
 
 
 @pytest.mark.strangers
@@ -345,11 +345,14 @@ def test_numpys_whole_numbers_are_ranks_and_sizes():
     ("call", "message"),
     [
         (
-            lambda loader: loader.client(0, timeout="10"),
-            r"timeout is a positive number of seconds or None, got '10' \(str\)",
+            lambda loader: loader.client(0, timeout_s="10"),
+            r"timeout_s is a positive number of seconds or None, got '10' \(str\)",
         ),
-        (lambda loader: loader.client(0, timeout=float("nan")), r"timeout is a positive number of seconds or None, got nan"),
-        (lambda loader: loader.client(0, timeout=True), r"timeout is a positive number .* got True \(bool\)"),
+        (
+            lambda loader: loader.client(0, timeout_s=float("nan")),
+            r"timeout_s is a positive number of seconds or None, got nan",
+        ),
+        (lambda loader: loader.client(0, timeout_s=True), r"timeout_s is a positive number .* got True \(bool\)"),
         (lambda loader: loader.client(0, torch="yes"), r"torch is True or False, got 'yes' \(str\)"),
         (lambda loader: loader.client(0, torch=True, pin_memory=1), r"pin_memory is True or False, got 1"),
         (
@@ -364,13 +367,13 @@ def test_numpys_whole_numbers_are_ranks_and_sizes():
         (lambda loader: loader.drain("1"), r"timeout_s is a number of seconds from 0 on, got '1'"),
         (lambda loader: loader.wait_for_leave(["0"], 1), r"rank must be a whole number, got '0' \(str\)"),
         (lambda loader: loader.resize({"dp": 2}), r"resize takes an overlord.Mesh, got {'dp': 2}"),
-        (lambda loader: loader.resize(ol.Mesh(), timeout="1"), r"timeout is a number of seconds from 0 on, got '1'"),
+        (lambda loader: loader.resize(ol.Mesh(), timeout_s="1"), r"timeout_s is a number of seconds from 0 on, got '1'"),
         (lambda _: ol.Mesh(dp="2"), r"mesh size dp must be a whole number, got '2' \(str\)"),
         (lambda _: ol.Mesh(tp=2.0), r"mesh size tp must be a whole number, got 2.0"),
         (lambda _: ol.Mesh(cp=True), r"mesh size cp must be a whole number, got True \(bool\)"),
         (lambda _: ol.Mesh(order="pdct"), r"mesh order must name pp, dp, cp and tp once each, got pdct"),
         (lambda _: ol.start(job_of({"a": Numbered()}), world_size="1"), r"world_size must be a whole number, got '1'"),
-        (lambda _: ol.connect("127.0.0.1:9", rank=0, timeout="1"), r"timeout is a positive number .* got '1' \(str\)"),
+        (lambda _: ol.connect("127.0.0.1:9", rank=0, timeout_s="1"), r"timeout_s is a positive number .* got '1' \(str\)"),
         (lambda _: ol.connect("127.0.0.1:9", rank=0, torch="no"), r"torch is True or False, got 'no' \(str\)"),
         (lambda _: ol.connect("127.0.0.1", rank=0), r"an address is host:port, .* got '127.0.0.1'"),
         (lambda _: ol.connect(None, rank=0), r"an address is host:port, .* got None"),

@@ -42,7 +42,7 @@ with ol.start(job) as loader:
 """
 
 CONNECTED = """
-client = ol.connect(sys.argv[1], rank=0, torch={torch}, timeout=60)
+client = ol.connect(sys.argv[1], rank=0, torch={torch}, timeout_s=60)
 for step in client:
     tokens = [micro["tokens"] for micro in step]
     if step.number == 3:

@@ -60,7 +60,7 @@ def test_every_row_of_every_picture_reaches_the_ranks_that_train_on_it(mesh, axi
     all_pictures: Counter = Counter()
     moved = 0
     with ol.start(job) as loader:
-        clients = [loader.client(rank, timeout=60) for rank in range(mesh.world_size)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(mesh.world_size)]
         while (steps := [next(client, None) for client in clients])[0] is not None:
             for parts in zip(*steps, strict=True):
                 pictures: dict[int, Counter] = {}
@@ -94,7 +94,7 @@ def _all_pictures(job: ol.Job) -> Counter:
     path = job.sources["pictures"].paths  # type: ignore[attr-defined]
     found: Counter = Counter()
     with ol.start(picture_job(path, ol.Mesh(), None)) as loader:
-        for step in loader.client(0, timeout=60):
+        for step in loader.client(0, timeout_s=60):
             for micro in step:
                 assert "send_rows" not in micro
                 found.update(int(encoded(image)[0, 0]) for image in micro.get("images", ()))
@@ -119,7 +119,7 @@ def test_chunks_are_made_once_whether_images_are_exchanged_or_not(tmp_path):
     made = []
     for exchange in (None, "cp"):
         with ol.start(picture_job(path, ol.Mesh(dp=2), exchange, num_workers=0)) as loader:
-            clients = [loader.client(rank, timeout=60) for rank in range(2)]
+            clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
             while None not in [next(client, None) for client in clients]:
                 pass
             made.append(loader.report().buffers["pictures"].chunks_made)
@@ -131,8 +131,8 @@ def test_the_fields_of_an_exchange_come_through_a_service_as_they_were(tmp_path)
     path = picture_documents(tmp_path / "a.parquet", 40)
     with ol.start(picture_job(path, mesh, "cp")) as here, ol.start(picture_job(path, mesh, "cp")) as there:
         address = there.serve()
-        near = [here.client(rank, timeout=60) for rank in range(2)]
-        far = [ol.connect(address, rank=rank, timeout=60) for rank in range(2)]
+        near = [here.client(rank, timeout_s=60) for rank in range(2)]
+        far = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)]
         while (steps := [next(client, None) for client in near])[0] is not None:
             others = [next(client) for client in far]
             for mine, other in zip(steps, others, strict=True):
@@ -155,4 +155,4 @@ def test_texts_with_other_image_places_than_the_strategy_counts_are_refused(tmp_
     )
     wrong = ol.Job(sources=job.sources, batch=job.batch, strategy=coarse)
     with ol.start(wrong) as loader, pytest.raises(ol.errors.DataError, match="image places"):
-        next(loader.client(0, timeout=60))
+        next(loader.client(0, timeout_s=60))

@@ -24,7 +24,7 @@ def test_the_stream_is_the_same_on_any_mesh_and_resumes_exactly_on_another(tmp_p
 
 def test_a_delay_is_told_and_part_of_the_fingerprint(tmp_path):
     with ol.start(job(tmp_path)) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         for _ in range(6):
             next(client)
         delay, planned = loader.report().delay, loader.plan(5)
@@ -44,10 +44,10 @@ def test_a_delay_is_told_and_part_of_the_fingerprint(tmp_path):
 def test_a_planner_that_is_lost_knows_from_its_log_what_waits(tmp_path):
     log, same_job = tmp_path / "log", job(tmp_path)
     with ol.start(same_job, log=log) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         expected = [[micro["tokens"].tolist() for micro in next(client)] for _ in range(6)]
     with ol.start(same_job, log=log, resume="log") as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         first = client.step
         again = [[micro["tokens"].tolist() for micro in next(client)] for _ in range(6 - first)]
     assert 0 < first < 6

@@ -104,7 +104,7 @@ def _members(job: Job, steps: int, resume: Mapping[str, Any] | None = None) -> l
 
 
 def _read(loader: Loader) -> Iterator[list[Step]]:
-    clients = [loader.client(rank, timeout=120) for rank in range(loader.tree.world_size)]
+    clients = [loader.client(rank, timeout_s=120) for rank in range(loader.tree.world_size)]
     while True:
         steps = [step for client in clients if (step := next(client, None)) is not None]
         if not steps:

@@ -674,7 +674,7 @@ class Hidden:
 def test_what_cannot_be_seen_is_said_once_at_the_first_save(caplog):
     job = job_of({"web": Numbered(transform=(ol.Pick("tokens"), Hidden()))})
     with caplog.at_level(logging.WARNING, "overlord.checkpoint.state"), ol.start(job) as loader:
-        client = loader.client(0, timeout=30)
+        client = loader.client(0, timeout_s=30)
         next(client)
         assert caplog.messages == []
         client.state_dict()

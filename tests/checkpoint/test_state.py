@@ -166,7 +166,7 @@ JOBS = {
 def state_of(job: ol.Job) -> dict:
     """The contents of a state in which as much has happened as may."""
     with ol.start(job) as loader:
-        client = loader.client(0, timeout=30)
+        client = loader.client(0, timeout_s=30)
         loader.set_weights({"a": 3, "b": 1}, from_step=2)
         loader.set_weights({"a": 1, "b": 3}, from_step=20)
         for _ in range(6):
@@ -199,7 +199,7 @@ def test_every_edit_of_what_state_dict_returns_is_refused():
     job = JOBS["packed"]
     state = saved(job)
     with ol.start(job) as loader:
-        client = loader.client(0, timeout=30)
+        client = loader.client(0, timeout_s=30)
         for _, other in edited(state):
             with pytest.raises(ol.errors.StateError):
                 client.load_state_dict(other)
@@ -255,7 +255,7 @@ def test_a_damaged_state_says_what_is_wrong_at_which_key(path, value, message):
 def test_nothing_is_no_state(nothing):
     job = JOBS["packed"]
     with ol.start(job) as loader, served(job) as (_, address), ol.connect(address, rank=0) as remote:
-        client = loader.client(0, timeout=30)
+        client = loader.client(0, timeout_s=30)
         for load in (client.load_state_dict, loader.load_state_dict, remote.load_state_dict):
             with pytest.raises(ol.errors.StateError):
                 load(nothing)

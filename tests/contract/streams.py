@@ -14,7 +14,7 @@ import overlord as ol
 
 def stream(loader: ol.Loader, steps: int) -> list[list[Any]]:
     """Every field of every microbatch of every rank, for up to that many steps; ranks are read in turn."""
-    clients = [loader.client(rank, timeout=60) for rank in range(loader.job.mesh.world_size)]
+    clients = [loader.client(rank, timeout_s=60) for rank in range(loader.job.mesh.world_size)]
     found = []
     for _ in range(steps):
         taken = [next(client, None) for client in clients]

@@ -40,7 +40,7 @@ def test_an_error_in_a_transform_keeps_its_type_and_says_where_it_happened(start
         raise OddDocumentError(7, "is odd")
 
     with start(job_of({"a": Numbered(first=1, transform=picky)})) as loader, pytest.raises(OddDocumentError) as caught:
-        next(loader.client(0, timeout=60))
+        next(loader.client(0, timeout_s=60))
     assert caught.value.document == 7
     notes = notes_of(caught.value)
     assert "picky of source 'a', chunk 0" in notes
@@ -51,7 +51,7 @@ def test_a_missing_column_is_named(start: Start, tmp_path: Path):
     source = ol.Parquet(text_file(tmp_path / "web.parquet", 20, 1), tokens="input_ids")
     message = r"source 'web' has no column 'input_ids'.*it has \['tokens'"
     with start(job_of({"web": source})) as loader, pytest.raises(ol.errors.SchemaError, match=message):
-        next(loader.client(0, timeout=60))
+        next(loader.client(0, timeout_s=60))
 
 
 def test_bad_rows_are_set_aside_counted_and_listed(start: Start, tmp_path: Path):
@@ -65,7 +65,7 @@ def test_bad_rows_are_set_aside_counted_and_listed(start: Start, tmp_path: Path)
 
     policy = ol.policies.BadRows("quarantine", path=str(listing))
     with start(job_of({"a": Numbered(rows=40, first=1, repeat=False, transform=picky, on_bad_row=policy)})) as loader:
-        assert sum(1 for _ in loader.client(0, timeout=60)) > 0
+        assert sum(1 for _ in loader.client(0, timeout_s=60)) > 0
         assert loader.report().bad_rows == {"a": 4}
     assert len(listing.read_text().splitlines()) == 4
 
@@ -77,7 +77,7 @@ def test_a_bad_row_that_must_not_be_stops_the_run_with_file_and_row(start: Start
         start(job_of({"a": ol.Jsonl(str(path))})) as loader,
         pytest.raises(ol.errors.BadRowError, match=r"source 'a': .*documents\.jsonl, row 1: "),
     ):
-        next(loader.client(0, timeout=60))
+        next(loader.client(0, timeout_s=60))
 
 
 def test_a_wait_that_is_too_long_says_what_was_waited_for_and_closing_wakes_whoever_waits(start: Start):
@@ -85,7 +85,7 @@ def test_a_wait_that_is_too_long_says_what_was_waited_for_and_closing_wakes_whoe
     with pytest.raises(
         ol.errors.WaitTimeoutError, match=r"rank 0 waited .* for step 0: (.|\n)*source 'slow' is making chunk 0"
     ):
-        next(loader.client(0, timeout=0.5))
+        next(loader.client(0, timeout_s=0.5))
     client = loader.client(0)
     raised: list[BaseException] = []
 
@@ -115,13 +115,13 @@ def test_a_read_that_times_out_is_an_error_and_not_taken_for_a_step_that_is_late
     with start(job_of({"a": TimesOut(first=1)}, num_workers=num_workers)) as loader:
         for _ in range(2):  # asked again, it is read again
             with pytest.raises(TimeoutError, match="no answer for 60 s"):
-                next(loader.client(0, timeout=20))
+                next(loader.client(0, timeout_s=20))
 
 
 def test_buffers_stay_within_their_bytes_when_one_rank_stops_reading(start: Start):
     source = Numbered(rows=400, unit_rows=10, first=1, longest=16, buffer_bytes=8_000)
     with start(job_of({"a": source}, mesh=ol.Mesh(dp=2), prefetch=2)) as loader:
-        stopped, reading = loader.client(0, timeout=60), loader.client(1, timeout=2)
+        stopped, reading = loader.client(0, timeout_s=60), loader.client(1, timeout_s=2)
         next(stopped)
         with pytest.raises(ol.errors.WaitTimeoutError, match=r"the ranks of data-parallel group 0 are still at step \d"):
             list(islice(reading, 50))

@@ -66,7 +66,7 @@ def microbatches_of(job: ol.Job, steps: int, resume=None):
     with ol.start(job, resume=resume) as loader:
         mesh = job.mesh
         ranks = [loader.tree.rank_of(dp=dp, cp=cp) for dp in range(mesh.dp) for cp in range(mesh.cp)]
-        clients = [loader.client(rank, timeout=30) for rank in ranks]
+        clients = [loader.client(rank, timeout_s=30) for rank in ranks]
         for taken in islice(zip(*clients, strict=True), steps):
             assert len({step.loss_tokens for step in taken}) == 1
             yield taken[0].loss_tokens, [micro for step in taken for micro in step]
@@ -157,7 +157,7 @@ def test_a_weighted_run_is_the_same_over_the_wire():
     batch = ol.Batch(tokens=64, sequence_length=16, special_ids=(IMAGE,))
     job = job_of(sources, batch, mesh=ol.Mesh(dp=2, cp=2))
     with served(job) as (_, address):
-        clients = [ol.connect(address, rank=rank, timeout=20) for rank in range(4)]
+        clients = [ol.connect(address, rank=rank, timeout_s=20) for rank in range(4)]
         assert streams(clients, 4) == undisturbed(job, 4)
 
 

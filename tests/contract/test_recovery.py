@@ -17,7 +17,7 @@ def test_a_resized_run_is_the_same_on_every_engine(start: Start, tmp_path: Path)
     def history(loader: ol.Loader) -> list[list]:
         found = stream(loader, 2)
         for mesh in (ol.Mesh(dp=3), ol.Mesh(dp=1, cp=2)):
-            assert loader.resize(mesh, timeout=20) == len(found)
+            assert loader.resize(mesh, timeout_s=20) == len(found)
             found += stream(loader, 2)
         return found
 
@@ -32,7 +32,7 @@ def test_trainers_do_not_notice_that_the_planner_was_killed(ray_cluster: None, t
     with ol.start(job) as loader:
         expected = stream(loader, 12)
     with on_ray(job, log=str(tmp_path / "log")) as loader:
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = []
         for number in range(12):
             if number % 4 == 3:

@@ -37,7 +37,7 @@ def test_a_run_whose_loaders_change_is_the_same_on_every_engine_and_gives_hosts_
     with ol.start(job) as loader:
         expected = stream(loader, 60)
     with start(job, partition=Partition(ONE)) as loader:
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = _stream(clients, 2)
         repartition(loader, MANY, web=3)
         assert loader.report().loaders == {"web": 3, "code": 1, "chat": 1}
@@ -62,7 +62,7 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
     with on_ray(job, shadows=ol.scaling.Budget(cpus=2, memory_bytes=1 << 30), autoscale=never) as loader:
         fleet, keeper = loader._fleet, loader._upkeep._shadows
         assert keeper is not None
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         monkeypatch.setattr("overlord.fleet.hosts._ANSWER_S", 60.0)  # a busy machine must not look like a lost loader
         host = fleet.names[0]
         shadow = fleet.add_shadow(host)

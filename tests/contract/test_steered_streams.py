@@ -16,7 +16,7 @@ STEPS = 18
 
 
 def lived(loader: ol.Loader, kills: bool) -> list[list]:
-    clients = [loader.client(rank, timeout=60) for rank in range(2)]
+    clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
     found = []
     for number in range(STEPS):
         if number == 3:

@@ -61,7 +61,7 @@ def test_a_run_saved_on_one_engine_goes_on_on_the_other_with_another_mesh(start:
 
 def tokens_of_steps(loader: ol.Loader, steps: int) -> list[list[int]]:
     """The tokens of each step over all data-parallel ranks, sorted."""
-    clients = [loader.client(rank, timeout=60) for rank in range(loader.job.mesh.dp)]
+    clients = [loader.client(rank, timeout_s=60) for rank in range(loader.job.mesh.dp)]
     found = []
     for _ in range(steps):
         tokens = np.sort(np.concatenate([micro["tokens"] for client in clients for micro in next(client)]))
@@ -75,13 +75,13 @@ def test_a_finite_run_ends_on_all_ranks_and_begins_anew(start: Start, tmp_path: 
         expected = stream(loader, 1000)
     with start(job) as loader:
         assert stream(loader, 1000) == expected
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         assert [next(iter(client)).number for client in clients] == [0, 0]
 
 
 def test_a_state_moves_the_run_for_every_client_and_plans_can_be_looked_at(start: Start, tmp_path: Path):
     with start(text_job(tmp_path, mesh=ol.Mesh(dp=2))) as loader:
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         for client in clients:
             next(client)
         state = loader.state_dict()

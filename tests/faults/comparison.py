@@ -57,5 +57,5 @@ def compared(job: ol.Job, lives: Sequence[Sequence[Sequence[Taken]]]) -> Compare
 def undisturbed(job: ol.Job, num_steps: int) -> list[list[str]]:
     """For each step, what each rank gets in one process that nobody disturbs."""
     with ol.start(job) as loader:
-        clients = [loader.client(rank, timeout=60) for rank in range(loader.tree.world_size)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(loader.tree.world_size)]
         return [[digest(next(client)) for client in clients] for _ in range(num_steps)]

@@ -43,7 +43,7 @@ def facts(folder: Path) -> dict:
 
     try:
         with ol.start(job, engine=engine, log=str(folder / "log")) as loader:
-            clients = [loader.client(rank, timeout=90) for rank in range(2)]
+            clients = [loader.client(rank, timeout_s=90) for rank in range(2)]
             got = [[digest(next(client)) for client in clients] for _ in range(STEPS // 2)]
             before = where()
             nodes.lose(doomed)

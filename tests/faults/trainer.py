@@ -68,7 +68,7 @@ def digest(step: ol.Step) -> str:
 
 
 def train(orders: Orders) -> None:
-    client = ol.connect(orders.address, rank=orders.rank, timeout=120)
+    client = ol.connect(orders.address, rank=orders.rank, timeout_s=120)
     if orders.state is not None:
         client.load_state_dict(json.loads(Path(orders.state).read_text()))
     elif orders.at is not None:

@@ -46,10 +46,10 @@ def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(cap
     policy = ol.scaling.ScalingPolicy(calm_s=0.0, settle_s=0.0)
     scale = ol.scaling.Autoscale(budget=BUDGET, policy=policy, every_s=NEVER_S)
     with ol.start(curriculum()) as loader:
-        expected = [bytes_of(step) for step in islice(loader.client(0, timeout=60), 100)]
+        expected = [bytes_of(step) for step in islice(loader.client(0, timeout_s=60), 100)]
     caplog.set_level(logging.INFO, "overlord.scaling")
     with ol.start(curriculum(), autoscale=scale) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         found = [bytes_of(step) for step in islice(client, 10)]
         loader._upkeep.look()  # the far source is not drawn from yet: one chunk of it is made, to see what it costs
         loader._fleet.hosts[0].ask(LoaderHost.describe, "far", 0).result()  # waits until that is done
@@ -76,7 +76,7 @@ def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(cap
 def test_a_budget_alone_turns_it_on(options):
     with ol.start(curriculum(), **options) as loader:
         assert loader._upkeep._thread.is_alive()
-        next(loader.client(0, timeout=60))
+        next(loader.client(0, timeout_s=60))
     assert not loader._upkeep._thread.is_alive()
 
 
@@ -133,7 +133,7 @@ def test_a_meter_knows_nothing_before_a_step_was_taken():
 
 def test_work_is_counted_where_it_is_done():
     with ol.start(curriculum()) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         for _ in range(40):
             next(client)
         work = loader._fleet.hosts[0].ask(LoaderHost.standing).result().work["far"]

@@ -41,7 +41,7 @@ def steps_of(loader: ol.Loader, clients: list[ol.Client], count: int) -> list:
 @pytest.fixture(scope="module")
 def expected() -> list:
     with ol.start(job(mesh=ol.Mesh(dp=2))) as loader:
-        return steps_of(loader, [loader.client(rank, timeout=60) for rank in range(2)], STEPS)
+        return steps_of(loader, [loader.client(rank, timeout_s=60) for rank in range(2)], STEPS)
 
 
 def cursors_of(loader: ol.Loader) -> dict[str, Cursor]:
@@ -108,7 +108,7 @@ def happen(event: Deal | To | str, loader: ol.Loader, engine: Mortal) -> None:
 def test_the_stream_is_the_same_under_any_history_of_its_loaders(expected, events):
     engine = Mortal()
     with ol.start(job(mesh=ol.Mesh(dp=2)), engine=engine) as loader:
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = []
         for event in events:
             happen(event, loader, engine)
@@ -126,7 +126,7 @@ def test_hosts_that_nobody_needs_any_more_are_stopped_and_their_buffers_are_empt
     engine = Mortal()
     with ol.start(job(mesh=ol.Mesh(dp=2)), engine=engine) as loader:
         fleet = loader._fleet
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = steps_of(loader, clients, 2)
         one = fleet.partition
         fleet.repartition(Deal(((0, 1, 2), (0,), (0, 3)), 3).to(fleet), cursors_of(loader), {"a": 3})
@@ -163,7 +163,7 @@ def test_more_loaders_make_more_chunks_side_by_side():
         shares = tuple((Share("a", index, 4),) for index in range(4))
         fleet.repartition(Partition(shares), {"a": Cursor(0, 0, None)}, {"a": 4})
         loader._routes._look()
-        assert sum(1 for _ in loader.client(0, timeout=60)) > 0, "a single loader would wait here for ever"
+        assert sum(1 for _ in loader.client(0, timeout_s=60)) > 0, "a single loader would wait here for ever"
 
 
 class Silent(Mortal):
@@ -192,7 +192,7 @@ class _Never(Given):
 def test_a_host_that_does_not_answer_is_stood_in_for_by_its_shadow(expected):
     engine = Silent()
     with ol.start(job(mesh=ol.Mesh(dp=2)), engine=engine) as loader:
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = steps_of(loader, clients, 2)
         host = loader._fleet.names[0]
         loader._fleet.add_shadow(host)

@@ -41,7 +41,7 @@ _TIMEOUT_S = 15.0
 
 def steps_of(loader: ol.Loader, num_steps: int, load: Any = None) -> list[tuple[int, list[int]]]:
     """(number, the tokens of all ranks) of the next steps, after loading a state where one is given."""
-    clients = [loader.client(rank, timeout=_TIMEOUT_S) for rank in range(loader.tree.mesh.world_size)]
+    clients = [loader.client(rank, timeout_s=_TIMEOUT_S) for rank in range(loader.tree.mesh.world_size)]
     if load is not None:
         for client in clients:
             client.load_state_dict(load)

@@ -77,7 +77,7 @@ def bytes_of(step: ol.Step) -> list[tuple[str, bytes]]:
 
 def stream_of(loader: ol.Loader, num_steps: int) -> list[list[tuple[int, int, list[tuple[str, bytes]]] | None]]:
     """Step by step, what each rank got."""
-    clients = [loader.client(rank, timeout=60) for rank in range(loader.tree.world_size)]
+    clients = [loader.client(rank, timeout_s=60) for rank in range(loader.tree.world_size)]
     taken = [[next(client, None) for client in clients] for _ in range(num_steps)]
     return [[s and (s.number, s.loss_tokens, bytes_of(s)) for s in steps] for steps in taken]
 

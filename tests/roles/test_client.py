@@ -26,7 +26,7 @@ class Gated(Numbered):
 def test_a_timeout_names_the_rank_the_step_and_what_it_waited_for():
     source = Gated(rows=40, first=1)
     with ol.start(job_of({"slow": source})) as loader:
-        client = loader.client(0, timeout=2)
+        client = loader.client(0, timeout_s=2)
         with pytest.raises(ol.errors.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step 0: .*'slow'.*making chunk 0"):
             next(client)
         source.gate.set()
@@ -75,9 +75,9 @@ def test_a_validation_pass_of_a_few_steps_is_the_same_each_time_once_it_is_rewou
     with ol.start(job) as loader:
         if over_the_wire:
             address = loader.serve()
-            clients = [ol.connect(address, rank=rank, timeout=60) for rank in range(4)]
+            clients = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(4)]
         else:
-            clients = [loader.client(rank, timeout=60) for rank in range(4)]
+            clients = [loader.client(rank, timeout_s=60) for rank in range(4)]
         passes = []
         for _ in range(3):
             found: list[list] = [[] for _ in clients]
@@ -98,7 +98,7 @@ def test_a_validation_pass_of_a_few_steps_is_the_same_each_time_once_it_is_rewou
 
 def test_a_closed_client_holds_nobody_back():
     with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=2, cp=2))) as loader:
-        clients = [loader.client(rank, timeout=20) for rank in range(4)]
+        clients = [loader.client(rank, timeout_s=20) for rank in range(4)]
         for client in clients:
             next(client)
         clients[1].close()
@@ -116,7 +116,7 @@ def test_a_rank_opened_late_starts_at_the_beginning_of_the_run():
         early = loader.client(0)
         for _ in range(3):
             next(early)
-        late = loader.client(1, timeout=20)
+        late = loader.client(1, timeout_s=20)
         assert next(late).number == 0
 
 
@@ -189,7 +189,7 @@ def test_torch_tensors_share_memory_with_the_arrays():
     ("rank", "fields", "message"),
     [
         (4, {}, r"rank must be from 0 to 3, got 4"),
-        (0, {"timeout": 0}, r"timeout is a positive number of seconds or None, got 0"),
+        (0, {"timeout_s": 0}, r"timeout_s is a positive number of seconds or None, got 0"),
         (0, {"pin_memory": True}, r"pin_memory needs torch=True"),
     ],
 )

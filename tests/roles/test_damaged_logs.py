@@ -89,7 +89,7 @@ def test_edited_records_of_a_log_are_an_error_that_names_the_file_or_go_on_the_s
     job = job_of({"a": A, "b": A}, ol.Batch(tokens=96, sequence_length=32))
     with ol.start(job, log=log_of(tmp_path)) as loader:
         loader.set_weights({"a": 3, "b": 1}, from_step=2)
-        client = loader.client(0, timeout=30)
+        client = loader.client(0, timeout_s=30)
         for _ in range(4):
             next(client)
     path = segment_of(tmp_path)
@@ -138,7 +138,7 @@ def test_a_full_disk_under_the_log_loses_and_repeats_nothing(tmp_path_factory, u
     folder = tmp_path_factory.mktemp("run")
     engine = Mortal()
     with ol.start(JOBS[0], engine=engine, log=log_of(folder, every=every)) as loader:
-        clients = [loader.client(rank, timeout=30) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=30) for rank in range(2)]
         numbers = [next(client).number for _ in range(before) for client in clients]
         with full_disk(segment_of(folder).stat().st_size + 7):
             numbers += [next(client).number for _ in range(during) for client in clients]
@@ -159,7 +159,7 @@ def test_a_full_disk_under_the_log_loses_and_repeats_nothing(tmp_path_factory, u
 
 def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path, caplog):
     with ol.start(JOBS[0], log=log_of(tmp_path)) as loader, caplog.at_level(logging.WARNING, "overlord.declare.policies"):
-        clients = [loader.client(rank, timeout=30) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=30) for rank in range(2)]
         with full_disk(10):
             for client in clients * 4:
                 next(client)

@@ -24,7 +24,7 @@ def loader():
 
 @pytest.mark.parametrize("step", [FAR, MOST_AHEAD + 100, 2**52])
 def test_a_step_too_far_away_is_refused_wherever_it_is_asked_for(loader, step):
-    client = loader.client(0, timeout=20)
+    client = loader.client(0, timeout_s=20)
     next(client)
     client.rejoin(at=step)
     wrong = (
@@ -48,7 +48,7 @@ def test_a_step_too_far_away_is_refused_wherever_it_is_asked_for(loader, step):
 
 def test_a_service_refuses_a_step_too_far_away_and_serves_on(loader):
     address = loader.serve()
-    client = ol.connect(address, rank=0, timeout=20)
+    client = ol.connect(address, rank=0, timeout_s=20)
     client.rejoin(at=FAR)
     with pytest.raises(ol.errors.SpecError, match="too far away"):
         next(client)
@@ -65,7 +65,7 @@ def test_a_service_refuses_a_step_too_far_away_and_serves_on(loader):
 
 def test_a_wrong_step_does_not_mark_the_steps_before_it_as_taken(tmp_path):
     with ol.start(two_sources(), log=tmp_path / "log") as loader:
-        client = loader.client(0, timeout=20)
+        client = loader.client(0, timeout_s=20)
         next(client)
         client.rejoin(at=FAR)
         with pytest.raises(ol.errors.SpecError):
@@ -84,7 +84,7 @@ def test_readers_are_served_while_somebody_looks_far_ahead():
         looks.start()
         while loader.status().reached < 20:  # it is under way
             pass
-        clients = [loader.client(rank, timeout=60) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = streams(clients, 6)
         assert looks.is_alive(), "what was far away is still being drawn"
         assert loader.report().step <= 6
@@ -114,7 +114,7 @@ def test_several_can_look_far_apart_at_once_and_all_see_the_same_plans():
 
 
 def test_what_is_no_step_is_refused_at_every_door(loader):
-    client = loader.client(0, timeout=20)
+    client = loader.client(0, timeout_s=20)
     doors = [
         loader.plan,
         loader.report,
@@ -135,6 +135,6 @@ def test_what_is_no_step_is_refused_at_every_door(loader):
 def test_numpys_whole_numbers_are_steps(loader):
     assert loader.plan(np.int64(2)) is not None
     assert loader.state_before(np.uint8(2))["step"] == 2
-    client = loader.client(np.int32(0), timeout=20)
+    client = loader.client(np.int32(0), timeout_s=20)
     client.rejoin(at=np.int64(1))
     assert next(client).number == 1

@@ -85,7 +85,7 @@ def test_every_step_before_a_broken_chunk_comes():
         job = job_of({"a": broken, "b": Numbered(first=1000)}, num_workers=num_workers)
         found = []
         with ol.start(job) as loader, pytest.raises(OSError, match="broken"):
-            found.extend(tokens_of(step).tolist() for step in loader.client(0, timeout=30))
+            found.extend(tokens_of(step).tolist() for step in loader.client(0, timeout_s=30))
         return found
 
     ahead, told_late = read_until_broken(0), read_until_broken(1)
@@ -154,7 +154,7 @@ def test_of_a_local_source_chunks_are_made_ahead_and_of_a_remote_one_not(monkeyp
 
         monkeypatch.setattr(SourceLoader, "made_ahead", noted)
         with ol.start(job_of(sources, num_workers=0)) as loader:
-            client = loader.client(0, timeout=30)
+            client = loader.client(0, timeout_s=30)
             for _ in range(20):
                 next(client)
         monkeypatch.undo()

@@ -77,7 +77,7 @@ def test_every_step_that_some_rank_still_needs_can_be_given(tmp_path):
         plain = [key_of(loader.plan(step)) for step in range(8)]
     engine = Mortal()
     with ol.start(job, engine=engine, log=log_of(tmp_path, every=2)) as loader:
-        ahead, behind = loader.client(0, timeout=30), loader.client(1, timeout=30)
+        ahead, behind = loader.client(0, timeout_s=30), loader.client(1, timeout_s=30)
         next(behind)
         for _ in range(5):
             next(ahead)
@@ -224,7 +224,7 @@ def test_a_source_that_fails_while_a_step_is_drawn_loses_nothing(tmp_path_factor
     engine = Failing(failures)
     log = log_of(tmp_path_factory.mktemp("run")) if logged else None
     with ol.start(JOBS[which], engine=engine, log=log) as loader:
-        clients = [loader.client(rank, timeout=30) for rank in range(loader.tree.world_size)]
+        clients = [loader.client(rank, timeout_s=30) for rank in range(loader.tree.world_size)]
         for step in range(STEPS):
             for client, expected in zip(clients, undisturbed[which][step], strict=True):
                 while True:
@@ -268,7 +268,7 @@ def test_looking_at_plans_without_reading_keeps_no_more_than_a_few():
 def test_a_rank_that_leaves_while_a_step_is_planned_for_it_holds_nobody_back(mesh):
     engine = Leaving()
     with ol.start(job_of({"a": A}, mesh=mesh, prefetch=0), engine=engine) as loader:
-        left, right = loader.client(0, timeout=20), loader.client(1, timeout=20)
+        left, right = loader.client(0, timeout_s=20), loader.client(1, timeout_s=20)
         next(left)
         next(right)
         engine.leave_during_plan = right.close

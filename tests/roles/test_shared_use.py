@@ -18,7 +18,7 @@ from tests.service.served import two_sources
 
 loader = ol.start(two_sources(mesh=ol.Mesh(dp=2)), log=sys.argv[1])
 address = loader.serve()
-here, there = loader.client(0, timeout=20), ol.connect(address, rank=1, timeout=20)
+here, there = loader.client(0, timeout_s=20), ol.connect(address, rank=1, timeout_s=20)
 assert next(here).number == next(there).number == 0
 calls = {
     "next": lambda: next(here), "iter": lambda: iter(here), "state_dict": here.state_dict,
@@ -26,7 +26,7 @@ calls = {
     "next, connected": lambda: next(there), "state_dict, connected": there.state_dict,
     "load_state_dict, connected": lambda: there.load_state_dict({}),
     "plan": lambda: loader.plan(0), "report": loader.report, "client": lambda: loader.client(0),
-    "status": loader.status, "serve": loader.serve, "connect": lambda: ol.connect(address, rank=0, timeout=20),
+    "status": loader.status, "serve": loader.serve, "connect": lambda: ol.connect(address, rank=0, timeout_s=20),
 }
 child = os.fork()
 if child == 0:
@@ -79,7 +79,7 @@ def test_workers_of_a_data_loader_are_told_to_leave_it_to_the_main_process():
 def test_no_step_is_handed_to_two_threads(served):
     source = Gated(rows=40, first=1)
     with ol.start(job_of({"slow": source})) as loader:
-        client = ol.connect(loader.serve(), rank=0, timeout=30) if served else loader.client(0, timeout=30)
+        client = ol.connect(loader.serve(), rank=0, timeout_s=30) if served else loader.client(0, timeout_s=30)
         taken: list[int] = []
         reader = threading.Thread(target=lambda: taken.append(next(client).number), name="reader")
         reader.start()
@@ -98,7 +98,7 @@ def test_no_step_is_handed_to_two_threads(served):
 
 def test_a_client_may_be_handed_to_another_thread_and_threads_may_take_turns():
     with ol.start(job_of({"a": Numbered(first=1)})) as loader:
-        client = loader.client(0, timeout=30)
+        client = loader.client(0, timeout_s=30)
         turn, taken = threading.Condition(), []
 
         def read(parity: int) -> None:
@@ -119,7 +119,7 @@ def test_a_client_may_be_handed_to_another_thread_and_threads_may_take_turns():
 def test_an_error_leaves_the_client_to_the_next_caller():
     source = Gated(rows=40, first=1)
     with ol.start(job_of({"slow": source})) as loader:
-        client = loader.client(0, timeout=0.2)
+        client = loader.client(0, timeout_s=0.2)
         with pytest.raises(ol.errors.WaitTimeoutError):
             next(client)
         source.gate.set()

@@ -49,7 +49,7 @@ def told() -> Iterator[Told]:
 def test_a_client_without_a_timeout_says_what_it_waits_for_again_and_again(told, num_workers, connected):
     source = Gated(rows=40, first=1)
     with ol.start(job_of({"slow": source}, num_workers=num_workers)) as loader:
-        made = ol.connect(loader.serve(), rank=0, timeout=None) if connected else loader.client(0)
+        made = ol.connect(loader.serve(), rank=0, timeout_s=None) if connected else loader.client(0)
         client = Client(0, made._channel, tell_after_s=0.05)
         taken: list[int] = []
         reader = threading.Thread(target=lambda: taken.append(next(client).number))
@@ -81,7 +81,7 @@ def test_what_cannot_be_described_is_told_of_all_the_same(told):
 def test_a_service_that_is_not_there_is_waited_for_aloud(told, monkeypatch):
     monkeypatch.setattr(FlightChannel, "tell_after_s", 0.05)
     with pytest.raises(ol.errors.ServiceError, match="could not reach the service"):
-        ol.connect("127.0.0.1:9", rank=3, timeout=1.0)
+        ol.connect("127.0.0.1:9", rank=3, timeout_s=1.0)
     assert "rank 3 waits for the service at grpc://127.0.0.1:9: " in told.wait_for(1)[0]
 
 

@@ -160,7 +160,7 @@ def test_closing_wakes_an_ask_that_waits(engine: ol.Ray):
 def test_many_small_sources_share_a_few_loader_hosts(ray_cluster: None):
     sources = {f"s{i:02}": Numbered(rows=10, first=1 + 10 * i, loaders=3 if i == 0 else 1) for i in range(20)}
     with ol.start(job_of(sources), engine=ol.Ray("auto", loader_hosts=3)) as loader:
-        next(loader.client(0, timeout=60))
+        next(loader.client(0, timeout_s=60))
         assert len(loader._fleet.hosts) == 3
         assert list(loader.report().buffers) == list(sources)
 
@@ -169,7 +169,7 @@ def test_what_is_in_the_object_store_stays_bounded_however_long_a_run_is(ray_clu
     source = Numbered(rows=64, unit_rows=64, first=1, longest=900)
     batch = ol.Batch(tokens=131_072, sequence_length=65_536, micro_tokens=131_072)
     with ol.start(job_of({"a": source}, batch), engine=ol.Ray("auto", loader_hosts=1)) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         step_bytes = sum(field.nbytes for micro in next(client) for field in micro.values() if hasattr(field, "nbytes"))
         assert step_bytes > 1 << 20
         most = 0
@@ -205,7 +205,7 @@ from tests.small_sources import Numbered, job_of
 
 job = job_of({"a": Numbered(first=1)}, num_workers=1)
 with ol.start(job, engine=ol.Ray(num_cpus=2, object_store_bytes=80 << 20, loader_hosts=1)) as loader:
-    for step in loader.client(0, timeout=60):
+    for step in loader.client(0, timeout_s=60):
         print("step", step.number, flush=True)
 """
 
@@ -254,7 +254,7 @@ from tests.small_sources import Numbered, job_of
 
 engine = ol.Ray(num_cpus=2, object_store_bytes=100 << 20, loader_hosts=1)
 with ol.start(job_of({"a": Numbered(first=1)}), engine=engine) as loader:
-    next(loader.client(0, timeout=60))
+    next(loader.client(0, timeout_s=60))
     here = psutil.Process()
     listening = [
         (process.name(), connection.laddr)

@@ -72,7 +72,7 @@ def test_strangers_cannot_fill_the_memory_of_a_service(how):
         for _ in strangers:
             assert "without showing the token" in process.stderr.readline()
         assert most_memory(process.pid) - before < 256 << 20
-        with ol.connect(address, rank=0, token=TOKEN, timeout=30) as client:
+        with ol.connect(address, rank=0, token=TOKEN, timeout_s=30) as client:
             assert next(client).number == 0
     finally:
         for each in (process, *strangers):
@@ -94,7 +94,7 @@ def test_hundreds_of_silent_connections_do_not_keep_trainers_out():
     with served(two_sources(), token=TOKEN) as (_, address):
         port = int(address.rpartition(":")[2])
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
-        with ol.connect(address, rank=0, token=TOKEN, timeout=30) as client:
+        with ol.connect(address, rank=0, token=TOKEN, timeout_s=30) as client:
             assert [next(client).number for _ in range(5)] == list(range(5))
         for stranger in strangers:
             stranger.close()
@@ -232,7 +232,7 @@ REGION = bytes(range(64))
 )
 def test_what_is_no_service_of_ours_is_said_when_a_client_connects(results):
     with Foreign({"hello": results}, []) as server, pytest.raises(ol.errors.ServiceError, match=f"127.0.0.1:{server.port}"):
-        ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout=5)
+        ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout_s=5)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_what_is_no_service_of_ours_is_said_when_a_client_connects(results):
 def test_a_damaged_step_is_refused_before_memory_is_taken_for_it(fields):
     step = wire.packed(wire.Contents(0, 1, [fields]))
     with Foreign({"hello": [WELCOME], "leave": [wire.packed(wire.Value(None))]}, [(batch(REGION), step)]) as server:
-        client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout=5)
+        client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout_s=5)
         # Of numbers that no service sends, and of numbers that do not fit to what came with them.
         wrong = f"(step 0 came damaged from .*|.*):{server.port}.* install the same release on both sides"
         with pytest.raises(ol.errors.ServiceError, match=wrong):
@@ -264,7 +264,7 @@ def test_a_damaged_step_is_refused_before_memory_is_taken_for_it(fields):
 def test_another_step_than_was_asked_for_is_refused():
     step = wire.packed(wire.Contents(9, 1, [[wire.Array("tokens", "<i4", (4,), 0, 0)]]))
     with Foreign({"hello": [WELCOME]}, [(batch(REGION), step)]) as server:
-        client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout=5)
+        client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout_s=5)
         with pytest.raises(ol.errors.ServiceError, match="sent step 9 where step 0 was asked for"):
             next(client)
 
@@ -279,7 +279,7 @@ def test_another_step_than_was_asked_for_is_refused():
     ids=["greeting", "values"],
 )
 def test_what_is_no_service_of_ours_is_said_when_a_run_is_steered(results):
-    with Foreign(results, []) as server, Control(f"127.0.0.1:{server.port}", timeout=5) as control:
+    with Foreign(results, []) as server, Control(f"127.0.0.1:{server.port}", timeout_s=5) as control:
         wrong = f":{server.port} does not answer as an overlord service of this release does"
         with pytest.raises(ol.errors.ServiceError, match=wrong):
             control.decisions()
@@ -311,5 +311,5 @@ def test_deeply_nested_requests_are_refused_and_the_service_goes_on(caplog):
         with pytest.raises(ServiceError, match="there is no action 'nonsense'"):
             link.asked("nonsense", b"", 20.0)
         link.close()
-        with ol.connect(address, rank=0, timeout=30) as client:
+        with ol.connect(address, rank=0, timeout_s=30) as client:
             assert next(client).number == 0

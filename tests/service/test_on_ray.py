@@ -35,7 +35,7 @@ def test_each_group_is_served_by_its_own_constructor_and_the_stream_is_that_of_o
     homes = [Raw(front).hello(rank)["address"] for rank in range(4)]
     assert homes[0] == homes[1] != homes[2] == homes[3]
     assert len({os.getpid(), *map(listener, homes)}) == 3, "in processes of their own"
-    clients = [ol.connect(front, rank=rank, timeout=60) for rank in range(4)]
+    clients = [ol.connect(front, rank=rank, timeout_s=60) for rank in range(4)]
     assert streams(clients, 5) == undisturbed(JOB, 5)
     assert clients[0].state_dict() == loader.state_dict()
     assert loader.drain(10)
@@ -47,7 +47,7 @@ def test_each_group_is_served_by_its_own_constructor_and_the_stream_is_that_of_o
 @pytest.mark.second_try(reason="Ray must replace a killed actor within a client's 60 s")
 def test_trainers_go_on_when_their_constructor_is_killed(loader):
     front = loader.serve(token="hard-to-guess")
-    clients = [ol.connect(front, rank=rank, token="hard-to-guess", timeout=60) for rank in range(4)]
+    clients = [ol.connect(front, rank=rank, token="hard-to-guess", timeout_s=60) for rank in range(4)]
     found = streams(clients, 2)
     raw = Raw(front, "hard-to-guess")
     killed = listener(raw.hello(3)["address"])
@@ -60,7 +60,7 @@ def test_trainers_go_on_when_their_constructor_is_killed(loader):
 
 def test_a_state_is_loaded_and_a_mesh_is_changed_through_all_servers(loader):
     front = loader.serve()
-    clients = [ol.connect(front, rank=rank, timeout=60) for rank in range(4)]
+    clients = [ol.connect(front, rank=rank, timeout_s=60) for rank in range(4)]
     streams(clients, 2)
     state = clients[0].state_dict()
     after = streams(clients, 2)
@@ -88,7 +88,7 @@ def test_a_rank_that_is_late_after_two_restarts_from_the_log_still_gets_its_step
 
     def reads(address: str, ranks: range, step: int) -> None:
         for rank in ranks:
-            client = ol.connect(address, rank=rank, timeout=60)
+            client = ol.connect(address, rank=rank, timeout_s=60)
             client.rejoin(at=step)
             assert next(client).number == step
 

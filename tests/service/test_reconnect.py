@@ -60,7 +60,7 @@ def test_a_service_that_is_killed_or_hangs_and_comes_back_is_not_noticed_in_the_
     port = free_port()
     process = server_process(port)
     try:
-        clients = [ol.connect(f"127.0.0.1:{port}", rank=rank, timeout=60) for rank in range(2)]
+        clients = [ol.connect(f"127.0.0.1:{port}", rank=rank, timeout_s=60) for rank in range(2)]
         before = streams(clients, 3)
         os.kill(process.pid, how)
         if how == signal.SIGSTOP:
@@ -84,7 +84,7 @@ def test_a_restarted_service_is_brought_back_to_the_state_that_clients_had_loade
     expected = [steps[2:] for steps in undisturbed(job, 7)]
     port = free_port()
     with served(job, address=f"127.0.0.1:{port}") as (_, address):
-        clients = [ol.connect(address, rank=rank, timeout=30) for rank in range(2)]
+        clients = [ol.connect(address, rank=rank, timeout_s=30) for rank in range(2)]
         for client in clients:
             client.load_state_dict(state)
         before = streams(clients, 2)
@@ -100,9 +100,9 @@ def test_a_restarted_service_is_brought_back_to_the_state_that_clients_had_loade
 def test_a_service_resumed_later_than_a_client_stands_says_so():
     job, port = two_sources(), free_port()
     with served(job, address=f"127.0.0.1:{port}") as (_, address):
-        client = ol.connect(address, rank=0, timeout=20)
+        client = ol.connect(address, rank=0, timeout_s=20)
         next(client)
-        state = ol.connect(address, rank=0, timeout=20)
+        state = ol.connect(address, rank=0, timeout_s=20)
         steps = [next(state) for _ in range(4)]
         assert steps[-1].number == 3
         later = state.state_dict()
@@ -116,7 +116,7 @@ def test_a_service_resumed_later_than_a_client_stands_says_so():
 def test_a_service_that_comes_back_with_another_job_is_not_read_on():
     port = free_port()
     with served(two_sources(), address=f"127.0.0.1:{port}") as (_, address):
-        client = ol.connect(address, rank=0, timeout=20)
+        client = ol.connect(address, rank=0, timeout_s=20)
         next(client)
     with (
         served(two_sources(seed=1), address=f"127.0.0.1:{port}"),
@@ -127,7 +127,7 @@ def test_a_service_that_comes_back_with_another_job_is_not_read_on():
 
 def test_a_service_that_is_gone_ends_in_an_error_when_the_time_is_up():
     with served(two_sources(), address=f"127.0.0.1:{free_port()}") as (_, address):
-        client = ol.connect(address, rank=0, timeout=0.8)
+        client = ol.connect(address, rank=0, timeout_s=0.8)
         next(client)
     with pytest.raises(
         ol.errors.WaitTimeoutError, match=r"rank 0 waited .* s for step 1: the service went away: grpc://127"
@@ -145,7 +145,7 @@ def test_connecting_waits_for_a_service_that_is_still_starting():
     found: list[int] = []
 
     def read() -> None:
-        with ol.connect(f"127.0.0.1:{port}", rank=0, timeout=30) as client:
+        with ol.connect(f"127.0.0.1:{port}", rank=0, timeout_s=30) as client:
             found.append(next(client).number)
 
     reader = threading.Thread(target=read)
@@ -163,7 +163,7 @@ def test_a_rank_whose_constructor_moves_follows_it_through_the_address_book():
         name = {"job": "job", "listen": Listen(), "instance": "instance"}
         homes = [Service(**name, steps=channel, serves=lambda _, i=i: here[i]) for i in range(2)]
         front = Service(**name, run=channel, locate=lambda _: homes[here.index(True)].address)
-        client = ol.connect(front.address, rank=0, timeout=20)
+        client = ol.connect(front.address, rank=0, timeout_s=20)
         found = [content(next(client)) for _ in range(2)]
         here.reverse()  # told that it is elsewhere now
         found += [content(next(client)) for _ in range(2)]
@@ -195,7 +195,7 @@ def test_a_rank_that_is_late_after_two_crashes_still_gets_its_step(tmp_path, lat
     port = free_port()
     process = server_process(port, LOGGED, str(tmp_path))
     try:
-        clients = [ol.connect(f"127.0.0.1:{port}", rank=rank, timeout=60) for rank in range(4)]
+        clients = [ol.connect(f"127.0.0.1:{port}", rank=rank, timeout_s=60) for rank in range(4)]
         found = streams(clients, 5)
         others = [rank for rank in range(4) if rank != late]
         for _ in range(3):  # each time all others go on by a step, and the service dies before the late one is heard

@@ -35,7 +35,7 @@ BATCHES = st.sampled_from(
 def taken(loader: ol.Loader, num_steps: int) -> list[np.ndarray]:
     """The sorted tokens of steps, read on every rank; loss tokens must be those that the ranks hold together."""
     tree = loader.tree
-    clients = [loader.client(rank, timeout=30) for rank in range(tree.world_size)]
+    clients = [loader.client(rank, timeout_s=30) for rank in range(tree.world_size)]
     distinct = [tree.rank_of(dp=dp, cp=cp) for dp in range(tree.mesh.dp) for cp in range(tree.mesh.cp)]
     found = []
     for _ in range(num_steps):
@@ -82,7 +82,7 @@ def test_a_resized_run_is_arranged_as_one_that_was_started_so():
 
 def test_clients_of_the_old_mesh_are_told_and_may_rejoin():
     with ol.start(job_of({"a": A, "b": B}, mesh=ol.Mesh(dp=3))) as loader:
-        old = [loader.client(rank, timeout=20) for rank in range(3)]
+        old = [loader.client(rank, timeout_s=20) for rank in range(3)]
         for client in old:
             next(client)
         assert loader.resize(ol.Mesh(dp=2)) == 1
@@ -105,7 +105,7 @@ def test_a_rank_that_is_behind_is_named_and_nothing_changes_until_it_has_caught_
     job = job_of({"a": A, "b": B}, mesh=ol.Mesh(dp=2))
     uncut, _ = read_all(job, 6)
     with ol.start(job) as loader:
-        ahead, behind = loader.client(0, timeout=20), loader.client(1, timeout=20)
+        ahead, behind = loader.client(0, timeout_s=20), loader.client(1, timeout_s=20)
         parts = [[tokens_of(next(ahead)) for _ in range(2)], []]
         with pytest.raises(
             ol.errors.WaitTimeoutError, match=r"cannot change at step 2 yet: rank 1 \(at step 0\) did not take"
@@ -125,7 +125,7 @@ def test_ranks_that_read_in_other_threads_are_waited_for():
     uncut, _ = read_all(job, 200)
     with ol.start(job) as loader:
         parts: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(4)]
-        clients = [loader.client(rank, timeout=30) for rank in range(4)]
+        clients = [loader.client(rank, timeout_s=30) for rank in range(4)]
         some_read = threading.Event()
 
         def read(rank: int) -> None:
@@ -142,7 +142,7 @@ def test_ranks_that_read_in_other_threads_are_waited_for():
         for thread in threads:
             thread.start()
         assert some_read.wait(30)
-        step = loader.resize(ol.Mesh(dp=2, cp=2), timeout=30)
+        step = loader.resize(ol.Mesh(dp=2, cp=2), timeout_s=30)
         for thread in threads:
             thread.join(30)
         assert step >= 4
@@ -187,7 +187,7 @@ def test_a_closed_client_is_not_waited_for():
 def test_after_all_clients_were_closed_the_run_goes_on_behind_the_furthest_of_them():
     with ol.start(job_of({"a": A}, mesh=ol.Mesh(dp=2))) as loader:
         for rank in range(2):
-            with loader.client(rank, timeout=20) as client:
+            with loader.client(rank, timeout_s=20) as client:
                 list(islice(client, 3))
         assert loader.resize(ol.Mesh(dp=1)) == 3
 
@@ -205,7 +205,7 @@ def test_a_mesh_that_cannot_be_leaves_the_run_as_it_was():
     job = job_of({"a": A, "b": B}, mesh=ol.Mesh(dp=2), strategy=only_two)
     uncut, _ = read_all(job, 6)
     with ol.start(job, engine=Full()) as loader:
-        clients = [loader.client(rank, timeout=20) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=20) for rank in range(2)]
         steps = [[tokens_of(next(client)) for client in clients] for _ in range(3)]
         with pytest.raises(ol.OverlordError, match="the cluster is full"):
             loader.resize(ol.Mesh(dp=3))
@@ -265,7 +265,7 @@ def test_resizing_again_and_again_leaves_no_old_clients_behind():
 def test_a_client_of_a_rank_that_is_gone_can_always_be_closed(connected):
     with ol.start(job_of({"a": A}, mesh=ol.Mesh(dp=3))) as loader:
         address = loader.serve()
-        made = [ol.connect(address, rank=r, timeout=30) if connected else loader.client(r, timeout=30) for r in range(3)]
+        made = [ol.connect(address, rank=r, timeout_s=30) if connected else loader.client(r, timeout_s=30) for r in range(3)]
         for client in made:
             next(client)
         assert loader.resize(ol.Mesh(dp=1)) == 1
@@ -290,11 +290,11 @@ def test_a_client_of_a_rank_that_is_gone_can_always_be_closed(connected):
 @pytest.mark.strangers
 def test_closing_a_client_of_the_old_mesh_does_not_let_the_new_one_of_its_rank_leave():
     with ol.start(job_of({"a": A}, mesh=ol.Mesh(dp=2), prefetch=0)) as loader:
-        old = [loader.client(rank, timeout=30) for rank in range(2)]
+        old = [loader.client(rank, timeout_s=30) for rank in range(2)]
         for client in old:
             next(client)
         loader.resize(ol.Mesh(dp=2))
-        new = [loader.client(rank, timeout=0.5) for rank in range(2)]
+        new = [loader.client(rank, timeout_s=0.5) for rank in range(2)]
         for client in new:
             next(client)
         old[1].close()

@@ -72,12 +72,12 @@ def test_a_call_without_the_token_or_with_a_wrong_one_is_refused_and_logged(capl
     with served(job, token=TOKEN) as (_, address), caplog.at_level(logging.WARNING, "overlord"):
         for token, what in ((None, "no token"), ("wrong", "a wrong token"), (TOKEN + "x", "a wrong token")):
             with pytest.raises(ol.errors.ServiceError, match=f"the call carried {what}; pass token="):
-                ol.connect(address, rank=0, token=token, timeout=20)
+                ol.connect(address, rank=0, token=token, timeout_s=20)
             with pytest.raises(pa.ArrowException, match="wants its token"):
                 Raw(address, token).get(b"")
         assert sum("refused a call" in record.message for record in caplog.records) == 6
         assert TOKEN not in caplog.text
-        client = ol.connect(address, rank=0, token=TOKEN, timeout=20)
+        client = ol.connect(address, rank=0, token=TOKEN, timeout_s=20)
         assert streams([client], 3) == undisturbed(job, 3)
 
 
@@ -98,13 +98,13 @@ def test_tls_carries_the_same_stream_with_and_without_a_token(certificate):
     for token in (None, TOKEN):
         with served(job, tls=certificate, token=token) as (_, address):
             assert address.startswith("grpc+tls://127.0.0.1:")
-            client = ol.connect(address, rank=0, tls_root=certificate[0], token=token, timeout=20)
+            client = ol.connect(address, rank=0, tls_root=certificate[0], token=token, timeout_s=20)
             assert streams([client], 3) == undisturbed(job, 3)
 
 
 def test_an_address_without_a_scheme_means_tls_when_a_root_is_given(certificate):
     with served(two_sources(), tls=certificate) as (_, address):
-        client = ol.connect(address.removeprefix("grpc+tls://"), rank=0, tls_root=certificate[0], timeout=20)
+        client = ol.connect(address.removeprefix("grpc+tls://"), rank=0, tls_root=certificate[0], timeout_s=20)
         assert next(client).number == 0
 
 
@@ -112,7 +112,7 @@ def test_a_certificate_that_the_client_does_not_trust_and_a_plain_client_are_ref
     with served(two_sources(), tls=certificate) as (_, address):
         for told in (address, address.replace("grpc+tls", "grpc")):
             with pytest.raises(ol.errors.ServiceError, match="could not reach the service"):
-                ol.connect(told, rank=0, timeout=0.5)
+                ol.connect(told, rank=0, timeout_s=0.5)
 
 
 def test_a_missing_certificate_file_is_said(tmp_path):

@@ -61,7 +61,7 @@ def test_it_stops_at_a_signal_keeps_the_state_and_goes_on_from_it_for_the_same_c
         assert first.told["ranks"] == 2
         assert first.told["step"] == 0
         address = first.told["address"]
-        clients = [ol.connect(address, rank=rank, timeout=60) for rank in range(2)]
+        clients = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)]
         before = streams(clients, 3)
         told = first.stopped_by(number)
     assert f"stopped before step 3; state saved to {state}" in told
@@ -76,7 +76,7 @@ def test_it_stops_at_a_signal_keeps_the_state_and_goes_on_from_it_for_the_same_c
 def test_when_stopped_every_rank_still_gets_the_step_that_one_has(job_file, tmp_path):
     state = tmp_path / "state.json"
     with Serving(job_file, "--state", state) as serving:
-        left, right = (ol.connect(serving.told["address"], rank=rank, timeout=60) for rank in range(2))
+        left, right = (ol.connect(serving.told["address"], rank=rank, timeout_s=60) for rank in range(2))
         streams([left, right], 1)
         expected = next(left).loss_tokens
         serving.process.send_signal(signal.SIGTERM)
@@ -93,8 +93,8 @@ def test_the_token_is_read_from_its_file(job_file, tmp_path):
     token.write_text("hard-to-guess\n")
     with Serving(job_file, "--token-file", token) as serving:
         with pytest.raises(ol.errors.ServiceError, match="wants its token"):
-            ol.connect(serving.told["address"], rank=0, timeout=20)
-        client = ol.connect(serving.told["address"], rank=0, token="hard-to-guess", timeout=20)
+            ol.connect(serving.told["address"], rank=0, timeout_s=20)
+        client = ol.connect(serving.told["address"], rank=0, token="hard-to-guess", timeout_s=20)
         assert content(next(client)) == undisturbed(two_sources(mesh=ol.Mesh(dp=2)), 1)[0][0]
 
 
@@ -122,7 +122,7 @@ def test_what_cannot_work_is_said_before_anything_is_served(job_file, arguments,
 def test_on_a_ray_of_its_own_it_serves_the_same_and_drains_all_the_same(job_file, tmp_path):
     job, state = two_sources(mesh=ol.Mesh(dp=2)), tmp_path / "state.json"
     with Serving(job_file, "--ray", "--state", state) as serving:
-        clients = [ol.connect(serving.told["address"], rank=rank, timeout=60) for rank in range(2)]
+        clients = [ol.connect(serving.told["address"], rank=rank, timeout_s=60) for rank in range(2)]
         assert streams(clients, 2) == undisturbed(job, 2)
         serving.stopped_by(signal.SIGTERM)  # Ray has a handler of its own for it
     assert json.loads(state.read_text())["step"] == 2

@@ -25,17 +25,17 @@ def test_connected_trainers_report_and_the_stream_is_that_of_trainers_beside_the
         return found
 
     with ol.start(job_with(mesh=ol.Mesh(dp=2))) as loader:
-        here = trained([loader.client(rank, timeout=60) for rank in range(2)])
+        here = trained([loader.client(rank, timeout_s=60) for rank in range(2)])
         decided = loader.decisions()
     with served(job_with(mesh=ol.Mesh(dp=2))) as (loader, address):
-        there = trained([ol.connect(address, rank=rank, timeout=60) for rank in range(2)])
+        there = trained([ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)])
         assert loader.decisions() == decided
     assert there == here
     assert len(decided) >= 3
 
 
 def test_what_is_wrong_with_a_report_is_told_where_it_was_made(caplog):
-    with served(job_with()) as (_, address), ol.connect(address, rank=0, timeout=60) as client:
+    with served(job_with()) as (_, address), ol.connect(address, rank=0, timeout_s=60) as client:
         next(client)
         with caplog.at_level(logging.WARNING, "overlord.roles.client"):
             client.feedback(losses={"a": float("nan"), "z": 1.0})
@@ -48,7 +48,7 @@ def test_what_is_wrong_with_a_report_is_told_where_it_was_made(caplog):
 
 def test_a_report_to_a_service_that_has_gone_is_left_out_and_training_goes_on(caplog):
     with served(job_with()) as (loader, address):
-        client = ol.connect(address, rank=0, timeout=60)
+        client = ol.connect(address, rank=0, timeout_s=60)
         next(client)
         loader.close()
         with caplog.at_level(logging.WARNING, "overlord.roles.client"):
@@ -62,7 +62,7 @@ def test_weights_are_changed_from_the_command_line_and_every_rank_sees_the_same(
         return capsys.readouterr().out
 
     with served(job_of(SOURCES, mesh=ol.Mesh(dp=2))) as (loader, address):
-        clients = [ol.connect(address, rank=rank, timeout=60) for rank in range(2)]
+        clients = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)]
         streams(clients, 2)
         assert "nothing was changed" in told()
         answer = json.loads(told("a=1", "c=3", "--json"))
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_said_and_nothing_changes(capsys, arguments, message):
 
 def test_an_address_where_nothing_is_served_is_an_error_that_says_so():
     with (
-        Control("127.0.0.1:9", timeout=0.1) as control,
+        Control("127.0.0.1:9", timeout_s=0.1) as control,
         pytest.raises(ol.errors.ServiceError, match="is it running, and is the address right"),
     ):
         control.decisions()

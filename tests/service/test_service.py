@@ -38,20 +38,20 @@ REFUSED = (pa.ArrowException, ol.OverlordError)
 )
 def test_every_rank_gets_over_the_wire_what_it_gets_in_one_process(job):
     with served(job) as (_, address):
-        clients = [ol.connect(address, rank=rank, timeout=20) for rank in range(job.mesh.world_size)]
+        clients = [ol.connect(address, rank=rank, timeout_s=20) for rank in range(job.mesh.world_size)]
         assert streams(clients, 6) == undisturbed(job, 6)
 
 
 def test_clients_of_both_kinds_read_one_run_together():
     job = two_sources(mesh=ol.Mesh(dp=2))
     with served(job) as (loader, address):
-        assert streams([loader.client(0), ol.connect(address, rank=1, timeout=20)], 5) == undisturbed(job, 5)
+        assert streams([loader.client(0), ol.connect(address, rank=1, timeout_s=20)], 5) == undisturbed(job, 5)
 
 
 def test_a_finite_run_ends_for_every_client_and_can_be_read_again():
     job = job_of({"a": Numbered(rows=12, first=1, repeat=False)}, mesh=ol.Mesh(dp=2))
     with served(job) as (_, address):
-        clients = [ol.connect(address, rank=rank, timeout=20) for rank in range(2)]
+        clients = [ol.connect(address, rank=rank, timeout_s=20) for rank in range(2)]
         rounds = []
         for _ in range(2):
             for client in clients:
@@ -67,7 +67,7 @@ def test_a_finite_run_ends_for_every_client_and_can_be_read_again():
 def test_states_are_saved_and_loaded_through_any_client():
     job = two_sources(mesh=ol.Mesh(dp=2))
     with served(job) as (loader, address):
-        left, right = (ol.connect(address, rank=rank, timeout=20) for rank in range(2))
+        left, right = (ol.connect(address, rank=rank, timeout_s=20) for rank in range(2))
         streams([left, right], 2)
         state = left.state_dict()
         assert state == right.state_dict() == loader.state_dict()
@@ -81,7 +81,7 @@ def test_states_are_saved_and_loaded_through_any_client():
 
 def test_a_closed_client_still_knows_its_state_and_gives_no_more_steps():
     with served(two_sources()) as (_, address):
-        with ol.connect(address, rank=0, timeout=20) as client:
+        with ol.connect(address, rank=0, timeout_s=20) as client:
             next(client)
         assert client.state_dict()["step"] == 1
         with pytest.raises(ol.errors.ClosedError, match="rank 0 is closed"):
@@ -90,7 +90,7 @@ def test_a_closed_client_still_knows_its_state_and_gives_no_more_steps():
 
 def test_the_state_of_a_served_run_is_that_of_the_slowest_reading_rank():
     with served(two_sources(mesh=ol.Mesh(dp=2))) as (loader, address):
-        left, right = (ol.connect(address, rank=rank, timeout=20) for rank in range(2))
+        left, right = (ol.connect(address, rank=rank, timeout_s=20) for rank in range(2))
         streams([left, right], 3)
         next(left)
         assert loader.state_dict()["step"] == 3
@@ -106,7 +106,7 @@ def test_errors_of_the_run_come_back_as_their_own_types_with_their_notes():
         served(job) as (_, address),
         pytest.raises(ol.errors.BufferTooSmallError, match=r"chunk 0 takes .* raise") as caught,
     ):
-        next(ol.connect(address, rank=0, timeout=20))
+        next(ol.connect(address, rank=0, timeout_s=20))
     assert any("built step 0" in note for note in caught.value.__notes__)
 
 
@@ -118,23 +118,23 @@ def test_an_error_of_the_users_code_comes_back_with_its_name():
         served(two_sources(strategy=strategy)) as (_, address),
         pytest.raises(ol.OverlordError, match="ZeroDivisionError: too clever"),
     ):
-        next(ol.connect(address, rank=0, timeout=20))
+        next(ol.connect(address, rank=0, timeout_s=20))
 
 
 def test_a_state_of_another_job_and_a_rank_that_is_not_there_are_refused_as_in_one_process():
     with served(two_sources()) as (_, address):
-        client = ol.connect(address, rank=0, timeout=20)
+        client = ol.connect(address, rank=0, timeout_s=20)
         with pytest.raises(ol.errors.StateError, match="not an Overlord state"):
             client.load_state_dict({"nonsense": 1})
         with pytest.raises(ol.errors.SpecError, match="rank must be from 0 to 0, got 5"):
-            ol.connect(address, rank=5, timeout=20)
+            ol.connect(address, rank=5, timeout_s=20)
         assert next(client).number == 0
 
 
 def test_a_timeout_says_what_the_service_is_waiting_for():
     source = Gated(rows=40, first=1)
     with served(job_of({"slow": source})) as (_, address):
-        client = ol.connect(address, rank=0, timeout=2.0)
+        client = ol.connect(address, rank=0, timeout_s=2.0)
         with pytest.raises(ol.errors.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step 0: .*'slow'.*making chunk 0"):
             next(client)
         source.gate.set()
@@ -214,7 +214,7 @@ def test_no_random_bytes_harm_the_service():
                 raw.act(action, body)
 
         poke()
-        assert streams([ol.connect(address, rank=0, timeout=20)], 4) == undisturbed(job, 4)
+        assert streams([ol.connect(address, rank=0, timeout_s=20)], 4) == undisturbed(job, 4)
 
 
 def test_nothing_of_the_transport_can_pickle():
@@ -236,7 +236,7 @@ class NoRay:
             raise ImportError("there is no ray here")
 sys.meta_path.insert(0, NoRay())
 import overlord as ol
-client = ol.connect(sys.argv[1], rank=0, timeout=20)
+client = ol.connect(sys.argv[1], rank=0, timeout_s=20)
 print([next(client).number for _ in range(3)], "ray" in sys.modules)
 client.close()
 """
@@ -248,10 +248,10 @@ client.close()
 def test_a_replaced_client_takes_the_place_of_the_old_one_which_is_told_so():
     job = two_sources(mesh=ol.Mesh(dp=2))
     with served(job) as (_, address):
-        other = ol.connect(address, rank=0, timeout=20)
-        old = ol.connect(address, rank=1, timeout=20)
+        other = ol.connect(address, rank=0, timeout_s=20)
+        old = ol.connect(address, rank=1, timeout_s=20)
         expected = streams([other, old], 2)
-        new = ol.connect(address, rank=1, timeout=20)
+        new = ol.connect(address, rank=1, timeout_s=20)
         assert [content(next(new)), content(next(new))] == expected[1]
         with pytest.raises(ol.errors.ClosedError, match="another client has taken the place of this one for rank 1"):
             next(old)
@@ -264,17 +264,17 @@ def test_a_rank_that_vanishes_holds_the_others_back_only_until_the_deadline(capl
     with served(job, leave_after_s=0.5) as (_, address):
         raw = Raw(address)
         assert isinstance(raw.get(ticket(raw.hello(1), rank=1)), wire.Contents)  # and is never heard of again
-        reading = ol.connect(address, rank=0, timeout=20)
+        reading = ol.connect(address, rank=0, timeout_s=20)
         assert [next(reading).number for _ in range(12)] == list(range(12))
         assert any("rank 1 was not heard from" in record.message for record in caplog.records)
-        back = ol.connect(address, rank=1, timeout=20)
+        back = ol.connect(address, rank=1, timeout_s=20)
         assert content(next(back)) == undisturbed(job, 1)[1][0]
 
 
 def test_a_trainer_that_is_busy_for_long_stays_on_the_roll():
     job = two_sources(mesh=ol.Mesh(dp=2), prefetch=1)
     with served(job, leave_after_s=0.4) as (_, address):
-        busy, ahead = ol.connect(address, rank=0, timeout=20), ol.connect(address, rank=1, timeout=1.5)
+        busy, ahead = ol.connect(address, rank=0, timeout_s=20), ol.connect(address, rank=1, timeout_s=1.5)
         next(busy)
         with pytest.raises(ol.errors.WaitTimeoutError, match="group 0 are still at step"):  # three deadlines long
             list(islice(ahead, 10))
@@ -283,7 +283,7 @@ def test_a_trainer_that_is_busy_for_long_stays_on_the_roll():
 def test_a_client_that_is_dropped_without_a_word_falls_silent():
     job = two_sources(mesh=ol.Mesh(dp=2), prefetch=1)
     with served(job, leave_after_s=0.4) as (_, address):
-        dropped, ahead = ol.connect(address, rank=0, timeout=20), ol.connect(address, rank=1, timeout=20)
+        dropped, ahead = ol.connect(address, rank=0, timeout_s=20), ol.connect(address, rank=1, timeout_s=20)
         next(dropped)
         del dropped
         assert [next(ahead).number for _ in range(8)] == list(range(8))
@@ -292,7 +292,7 @@ def test_a_client_that_is_dropped_without_a_word_falls_silent():
 def test_draining_lets_every_rank_finish_the_step_that_one_has_and_hands_out_no_more():
     job = two_sources(mesh=ol.Mesh(dp=2))
     with served(job) as (loader, address):
-        left, right = (ol.connect(address, rank=rank, timeout=3.0) for rank in range(2))
+        left, right = (ol.connect(address, rank=rank, timeout_s=3.0) for rank in range(2))
         streams([left, right], 2)
         next(left)
         drained = []
@@ -309,7 +309,7 @@ def test_draining_lets_every_rank_finish_the_step_that_one_has_and_hands_out_no_
 
 def test_draining_does_not_wait_for_ever_for_a_rank_that_does_not_come():
     with served(two_sources(mesh=ol.Mesh(dp=2))) as (loader, address):
-        left, right = (ol.connect(address, rank=rank, timeout=5) for rank in range(2))
+        left, right = (ol.connect(address, rank=rank, timeout_s=5) for rank in range(2))
         streams([left, right], 1)
         next(left)
         assert not loader.drain(timeout_s=0.1)
@@ -335,7 +335,7 @@ def test_a_service_may_hand_out_steps_only_or_answer_questions_only():
         front = Service("job", Listen(), instance="instance", run=steps, locate=lambda _: only_steps.address)
         with pytest.raises(pa.ArrowException, match="hands out no steps"):
             Raw(front.address).get(asked)
-        client = ol.connect(front.address, rank=0, timeout=10)
+        client = ol.connect(front.address, rank=0, timeout_s=10)
         assert [next(client).number for _ in range(3)] == [0, 1, 2]
         assert client.state_dict()["step"] == 3
         for service in (front, only_steps):
@@ -349,14 +349,14 @@ def test_a_service_may_hand_out_steps_only_or_answer_questions_only():
 def test_a_rank_that_has_not_come_yet_keeps_its_steps_until_it_is_given_up(tmp_path):
     job = two_sources(mesh=ol.Mesh(dp=2))
     with ol.start(job, log=tmp_path / "log") as loader:
-        client = ol.connect(loader.serve(leave_after_s=None), rank=0, timeout=20)
+        client = ol.connect(loader.serve(leave_after_s=None), rank=0, timeout_s=20)
         for _ in range(6):
             next(client)
         assert loader.status().taken_to == 0
         assert loader.state_dict()["step"] == 0, "the state that loses nothing"
     with ol.start(job, log=tmp_path / "log", resume="log") as loader:
         assert loader.start_step == 0
-        client = ol.connect(loader.serve(leave_after_s=0.4), rank=0, timeout=20)
+        client = ol.connect(loader.serve(leave_after_s=0.4), rank=0, timeout_s=20)
         client.rejoin(at=6)
         while loader.status().taken_to < 7:  # until the other rank is given up
             next(client)
@@ -368,9 +368,9 @@ def test_a_rank_that_has_not_come_yet_keeps_its_steps_until_it_is_given_up(tmp_p
 def test_a_rank_that_leaves_without_having_read_is_waited_for_no_longer(tmp_path):
     with ol.start(two_sources(mesh=ol.Mesh(dp=2)), log=tmp_path / "log") as loader:
         address = loader.serve(leave_after_s=None)
-        client = ol.connect(address, rank=0, timeout=20)
+        client = ol.connect(address, rank=0, timeout_s=20)
         next(client)
-        ol.connect(address, rank=1, timeout=20).close()
+        ol.connect(address, rank=1, timeout_s=20).close()
         for _ in range(5):
             next(client)
         assert loader.status().taken_to >= 3

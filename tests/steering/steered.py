@@ -45,7 +45,7 @@ def job_with(batch: ol.Batch | None = None, feedback: ol.policies.Feedback | Non
 def lived(loader: ol.Loader, history: History, until: int, made: dict[int, int]) -> list[np.ndarray]:
     """Read up to a step on two ranks while a history happens. `made` has the changes that were made before, with the step
     that each took effect at: they are not made again."""
-    clients = [loader.client(rank, timeout=60) for rank in range(loader.tree.world_size)]
+    clients = [loader.client(rank, timeout_s=60) for rank in range(loader.tree.world_size)]
     found = []
     for number in range(clients[0].step, until):
         if number in history.changes and number not in made:

@@ -18,7 +18,7 @@ from tests.steering.steered import FEEDBACK, job_with
 def test_reports_of_all_ranks_make_one_decision_whatever_their_order():
     def decided(order: Sequence[int]) -> list[Any]:
         with ol.start(job_with(mesh=ol.Mesh(dp=4))) as loader:
-            clients = [loader.client(rank, timeout=60) for rank in range(4)]
+            clients = [loader.client(rank, timeout_s=60) for rank in range(4)]
             for _ in range(12):
                 for client in clients:
                     next(client)
@@ -37,7 +37,7 @@ def test_reports_of_all_ranks_make_one_decision_whatever_their_order():
 
 def test_losses_move_the_weights_towards_what_is_hard():
     with ol.start(job_with()) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         for _ in range(30):
             next(client)
             client.feedback(losses={"a": 1.0, "b": 2.0, "c": 3.0})
@@ -56,7 +56,7 @@ def swapped(weights: Mapping[str, float], losses: Mapping[str, float]) -> dict[s
 
 def test_a_rule_of_ones_own_is_a_function_of_weights_and_losses():
     with ol.start(job_with(feedback=ol.policies.Feedback(rule=swapped, every=5, lag=3))) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         for number in range(20):
             next(client)
             client.feedback(losses={"a": 1.0, "b": 9.0 if number < 5 else 0.0, "c": 2.0})
@@ -75,7 +75,7 @@ def test_a_rule_of_ones_own_is_a_function_of_weights_and_losses():
 )
 def test_a_rule_that_goes_wrong_changes_nothing_and_is_told_of(caplog, rule, message):
     with ol.start(job_with(feedback=ol.policies.Feedback(rule=rule, every=5, lag=3))) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         with caplog.at_level(logging.WARNING, "overlord.steering"):
             found = []
             for _ in range(12):
@@ -99,7 +99,7 @@ def test_reports_that_make_no_sense_are_told_once_and_break_nothing(caplog):
         {},
     ]
     with ol.start(job_with()) as loader, caplog.at_level(logging.WARNING, "overlord.roles.client"):
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         found = []
         for _ in range(14):
             found.append(np.sort(tokens_of(next(client))))
@@ -113,7 +113,7 @@ def test_reports_that_make_no_sense_are_told_once_and_break_nothing(caplog):
 
 def test_a_report_that_comes_twice_or_late_is_counted_once_or_not(caplog):
     with ol.start(job_with()) as loader, caplog.at_level(logging.WARNING, "overlord.roles.client"):
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         for _ in range(14):
             next(client)
             client.feedback(losses={"a": 1.0, "b": 2.0})
@@ -128,7 +128,7 @@ def test_a_report_that_comes_twice_or_late_is_counted_once_or_not(caplog):
 
 def test_what_is_not_a_number_is_an_error_at_once():
     with ol.start(job_with()) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         next(client)
         with pytest.raises(ol.errors.SpecError, match=r"losses\['a'\] must be a number, got 'high'"):
             client.feedback(losses={"a": "high"})  # type: ignore[dict-item] - that is the point

@@ -41,7 +41,7 @@ def seconds_of(step: ol.Step, slow: float = 1.0) -> list[float]:
 
 def trained(loader: ol.Loader, steps: int, slow: dict[int, float], whole: bool = False) -> list[np.ndarray]:
     """Read and report. Gives the tokens of each step."""
-    clients = [loader.client(rank, timeout=60) for rank in range(DP)]
+    clients = [loader.client(rank, timeout_s=60) for rank in range(DP)]
     found = []
     for _ in range(steps):
         parts = [next(client) for client in clients]
@@ -142,7 +142,7 @@ NONSENSE = st.one_of(
 @given(st.lists(st.tuples(NONSENSE, st.integers(-5, 60)), min_size=20, max_size=60))
 def test_no_report_however_wrong_breaks_a_run_or_changes_a_step(reports):
     with ol.start(job_with(learned(every=2))) as loader:
-        clients = [loader.client(rank, timeout=60) for rank in range(DP)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(DP)]
         found = []
         for number in range(8):
             found.append(np.sort(np.concatenate([tokens_of(next(client)) for client in clients])))

@@ -79,7 +79,7 @@ def test_a_steered_run_is_the_same_after_a_resize(history, at, mesh):
         found = lived(loader, history, at, made)
         loader.resize(mesh)
         taken: list[np.ndarray] = []
-        clients = [loader.client(rank, timeout=60) for rank in range(loader.tree.world_size)]
+        clients = [loader.client(rank, timeout_s=60) for rank in range(loader.tree.world_size)]
         distinct = [loader.tree.rank_of(dp=dp, cp=cp) for dp in range(mesh.dp) for cp in range(mesh.cp)]
         for number in range(at, STEPS):
             if number in history.changes and number not in made:
@@ -97,7 +97,7 @@ def test_a_steered_run_is_the_same_after_a_resize(history, at, mesh):
 
 def test_weights_hold_from_the_step_that_is_told_and_are_seen_in_the_report_and_in_plans():
     with ol.start(job_with(feedback=None)) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         next(client)
         step = loader.set_weights({"a": 1, "c": 3})
         assert step > 1
@@ -116,7 +116,7 @@ def test_weights_hold_from_the_step_that_is_told_and_are_seen_in_the_report_and_
 def test_steps_before_a_change_are_those_of_a_run_that_never_changed():
     uncut, _ = read_all(job_with(feedback=None), 12)
     with ol.start(job_with(feedback=None)) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         found = [np.sort(tokens_of(next(client))) for _ in range(2)]
         step = loader.set_weights({"c": 1}, from_step=9)
         found += [np.sort(tokens_of(next(client))) for _ in range(10)]
@@ -127,7 +127,7 @@ def test_steps_before_a_change_are_those_of_a_run_that_never_changed():
 
 def test_a_step_that_is_drawn_cannot_change_and_the_error_says_which_can():
     with ol.start(job_with(feedback=None)) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         for _ in range(5):
             next(client)
         with pytest.raises(ol.errors.SpecError, match=r"step 3 is drawn already; weights can change from step (\d+) on"):
@@ -164,7 +164,7 @@ def test_a_change_that_is_asked_for_twice_is_made_once():
     change = WeightChange({"a": 1}, None, "x" * 8)
     with ol.start(job_with(feedback=None)) as loader:
         first = loader.change_weights(change)
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         for _ in range(8):
             next(client)
         assert loader.change_weights(change) == first
@@ -175,7 +175,7 @@ def test_a_change_that_cannot_be_written_down_is_refused_and_never_followed(tmp_
     uncut, _ = read_all(job_with(feedback=None), 12)
     engine = Mortal()
     with ol.start(job_with(feedback=None), engine=engine, log=str(tmp_path / "log")) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         found = [np.sort(tokens_of(next(client))) for _ in range(3)]
         with full_disk(10), pytest.raises(StorageError, match="cannot be written"):
             loader.set_weights({"a": 1})
@@ -188,7 +188,7 @@ def test_a_change_that_cannot_be_written_down_is_refused_and_never_followed(tmp_
 
 def test_a_state_from_before_a_change_is_followed_by_it_when_the_run_goes_back():
     with ol.start(job_with(feedback=None)) as loader:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         next(client)
         state = client.state_dict()
         loader.set_weights({"c": 1}, from_step=9)
@@ -199,7 +199,7 @@ def test_a_state_from_before_a_change_is_followed_by_it_when_the_run_goes_back()
 
 def test_a_run_that_begins_again_with_its_log_follows_what_was_decided_even_for_its_first_step(tmp_path):
     def begun() -> list[np.ndarray]:
-        client = loader.client(0, timeout=60)
+        client = loader.client(0, timeout_s=60)
         return [np.sort(tokens_of(next(client))) for _ in range(5)]
 
     with ol.start(job_with(feedback=None), log=str(tmp_path)) as loader:

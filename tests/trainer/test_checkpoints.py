@@ -39,7 +39,7 @@ STEPS, CUT = 9, 5
 @contextmanager
 def started(job: ol.Job, **options: Any) -> Iterator[tuple[ol.Loader, ol.Client]]:
     with ol.start(job, **options) as loader:
-        yield loader, loader.client(0, timeout=30)
+        yield loader, loader.client(0, timeout_s=30)
 
 
 def read(client: ol.Client, steps: int) -> list[list[int]]:
@@ -131,8 +131,8 @@ def test_a_state_before_an_earlier_step_is_right_where_a_library_fetches_ahead(t
 def test_a_loader_goes_on_from_a_checkpoint_with_all_of_its_clients(tmp_path):
     job = replace(TOKENS, mesh=ol.Mesh(dp=2))
     with ol.start(job) as loader, ol.start(job) as other:
-        clients = [loader.client(rank, timeout=30) for rank in range(2)]
-        others = [other.client(rank, timeout=30) for rank in range(2)]
+        clients = [loader.client(rank, timeout_s=30) for rank in range(2)]
+        others = [other.client(rank, timeout_s=30) for rank in range(2)]
         for client in (*clients, *clients, *others):
             next(client)
         through_dcp(loader, other, tmp_path)
@@ -184,7 +184,7 @@ def _rank(rank: int, size: int, folder: Path, load: Path | None, save: Path, ste
     torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)
     join_world(rank, size, folder)
-    with attach(replace(TOKENS, mesh=ol.Mesh(dp=size)), timeout=60) as client:
+    with attach(replace(TOKENS, mesh=ol.Mesh(dp=size)), timeout_s=60) as client:
         if load is not None:
             dcp.load({"data": client}, checkpoint_id=load)
         first = client.step

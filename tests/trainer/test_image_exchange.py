@@ -76,7 +76,7 @@ def _trained(client: ol.Client, together: bool) -> dict[str, Any]:
 def _one_rank(rank: int, address: str, folder: Path) -> None:
     torch.set_num_threads(1)
     join_world(rank, _RANKS, folder)
-    with ol.connect(address, rank=rank, timeout=60, torch=True) as client:
+    with ol.connect(address, rank=rank, timeout_s=60, torch=True) as client:
         torch.save(_trained(client, together=True), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -84,7 +84,7 @@ def _one_rank(rank: int, address: str, folder: Path) -> None:
 def test_loss_and_gradients_are_those_of_one_process(tmp_path):
     path = picture_documents(tmp_path / "pictures.parquet", 80)
     with ol.start(picture_job(path, ol.Mesh(), None)) as loader:
-        alone = _trained(loader.client(0, timeout=60, torch=True), together=False)
+        alone = _trained(loader.client(0, timeout_s=60, torch=True), together=False)
     with ol.start(picture_job(path, ol.Mesh(dp=_RANKS), "cp")) as loader:
         run_ranks(_one_rank, _RANKS, loader.serve(), tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(_RANKS)]
@@ -100,6 +100,6 @@ def test_what_does_not_fit_the_routes_is_refused_before_anything_is_sent(tmp_pat
         exchange(torch.zeros(1, 2), {"tokens": np.zeros(1)})
     path = picture_documents(tmp_path / "pictures.parquet", 20)
     with ol.start(picture_job(path, ol.Mesh(), "cp")) as loader:
-        micro = next(loader.client(0, timeout=60)).microbatches[0]
+        micro = next(loader.client(0, timeout_s=60)).microbatches[0]
     with pytest.raises(ol.errors.SpecError, match="the encoder gave 1 rows"):
         exchange(torch.zeros(1, 2), micro)

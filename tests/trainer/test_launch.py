@@ -25,7 +25,7 @@ SIZES = {"dp": 2, "cp": 2}
 
 def _read(folder: Path, name: str, rank: int, job: ol.Job | None, **options: Any) -> None:
     """Read the whole run and write down what was in it."""
-    with attach(job, timeout=60, **options) as client:
+    with attach(job, timeout_s=60, **options) as client:
         steps = [[micro["tokens"].tolist() for micro in step] for step in client]
     (folder / f"{name}-{rank}.json").write_text(json.dumps(steps))
 
@@ -43,7 +43,7 @@ def _rank(rank: int, size: int, folder: Path, store: int, address: str) -> None:
     _read(folder, "address", rank, None, address=address)
     broken = job_of({"a": Numbered(rows=0, first=1)}, mesh=ol.Mesh(dp=2, cp=2))
     try:
-        attach(broken, timeout=30)
+        attach(broken, timeout_s=30)
     except ol.OverlordError as error:
         (folder / f"broken-{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
     dist.destroy_process_group()

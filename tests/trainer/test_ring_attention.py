@@ -185,7 +185,7 @@ def _one_rank(rank: int, folder: Path) -> None:
     join_world(rank, _RANKS, folder)
     job = _job(mesh=ol.Mesh(dp=2, cp=2), strategy=ol.strategies.hdp(_COST, capacity=72))
     model, found = Model(), []
-    with attach(job, timeout=60) as client:
+    with attach(job, timeout_s=60) as client:
         for step, _ in zip(client, range(_STEPS), strict=False):
             model.zero_grad()
             total, sizes = torch.zeros((), dtype=torch.float64), []
@@ -213,7 +213,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
 def _alone() -> list[dict[str, Any]]:
     """The same steps in one process, whole documents and torch's own attention."""
     model, found = Model(), []
-    with ol.start(_job()) as loader, loader.client(0, torch=True, timeout=60) as client:
+    with ol.start(_job()) as loader, loader.client(0, torch=True, timeout_s=60) as client:
         for step, _ in zip(client, range(_STEPS), strict=False):
             model.zero_grad()
             total = 0.0

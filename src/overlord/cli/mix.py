@@ -66,7 +66,7 @@ def mix(given: Sequence[str], options: MixOptions, as_json: bool) -> int:
     if options.from_step is not None and not (weights or options.declared):
         raise SpecError("--from-step says from when on weights hold: give some, such as web=6 code=4")
     token = options.token if options.token_file is None else read_token(options.token_file)
-    with Control(options.address, token=token, tls_root=options.tls_root, timeout=options.timeout_s) as control:
+    with Control(options.address, token=token, tls_root=options.tls_root, timeout_s=options.timeout_s) as control:
         if not weights and not options.declared:
             return _show([d for d in control.decisions() if d.name == WEIGHTS], as_json)
         step = control.set_weights(weights or None, options.from_step)

@@ -83,7 +83,7 @@ class Client:
         channel: Channel,
         torch: bool = False,
         pin_memory: bool = False,
-        timeout: float | None = None,
+        timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         tell_after_s: float = FIRST_S,
     ) -> None:
@@ -91,7 +91,7 @@ class Client:
         self._channel = channel
         self._torch = switch(torch, "torch")
         self._pin_memory = switch(pin_memory, "pin_memory")
-        self._timeout = seconds_or_none(timeout, "timeout")
+        self._timeout_s = seconds_or_none(timeout_s, "timeout_s")
         if pin_memory and not torch:
             raise SpecError("pin_memory needs torch=True: only torch tensors can be pinned")
         self._clock = clock
@@ -249,7 +249,7 @@ class Client:
                     f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too, or "
                     "rejoin if its mesh was changed"
                 )
-            left = _WAIT_S if self._timeout is None else min(_WAIT_S, self._timeout)
+            left = _WAIT_S if self._timeout_s is None else min(_WAIT_S, self._timeout_s)
             answer = self._channel.fetch(self._next, self.rank, left)
             if self.is_stale:
                 continue  # what came may be of another run than was asked
@@ -257,14 +257,14 @@ class Client:
                 return answer
             self._reason = answer.reason
             waited = self._clock() - began
-            if self._timeout is not None and waited >= self._timeout:
+            if self._timeout_s is not None and waited >= self._timeout_s:
                 raise WaitTimeoutError(
                     f"rank {self.rank} waited {waited:.1f} s for step {self._next}: {answer.reason}{self._busy_lines()}"
                 )
             self._closed.wait(_PAUSE_S)
 
     def _wait_in_words(self) -> str:
-        limit = "it has no timeout" if self._timeout is None else f"its timeout is {self._timeout:g} s"
+        limit = "it has no timeout" if self._timeout_s is None else f"its timeout is {self._timeout_s:g} s"
         reason = self._reason or "nothing has been said of it yet"
         return f"rank {self.rank} waits for step {self._next} ({limit}): {reason}{self._busy_lines()}"
 

@@ -28,15 +28,15 @@ _ASK_S = SERVER_CONTROL.after_s
 
 
 class Control:
-    """Asks the service at an address; a service that cannot be reached is asked again for up to `timeout` seconds."""
+    """Asks the service at an address; a service that cannot be reached is asked again for up to `timeout_s` seconds."""
 
     def __init__(
-        self, address: str, *, token: str | None = None, tls_root: str | Path | None = None, timeout: float = 30.0
+        self, address: str, *, token: str | None = None, tls_root: str | Path | None = None, timeout_s: float = 30.0
     ) -> None:
-        timeout = positive_seconds(timeout, "timeout")
+        timeout_s = positive_seconds(timeout_s, "timeout_s")
         check_token(token)
         root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
-        self._timeout = timeout
+        self._timeout_s = timeout_s
         self._link = Link(str(Address.parsed(address, "grpc" if root is None else "grpc+tls")), token, root)
 
     def set_weights(self, weights: Mapping[str, float] | None, from_step: int | None = None) -> int:
@@ -66,7 +66,7 @@ class Control:
             return self._link.asked(action, wire.packed(question(welcome.job)), _ASK_S)
 
         def note(failed: FailedAttempt[Unreachable]) -> None:
-            if failed.waited_s >= self._timeout:
+            if failed.waited_s >= self._timeout_s:
                 raise ServiceError(
                     f"the service could not be reached for {failed.waited_s:.1f} s: {failed.error}; is it running, and is "
                     "the address right?"

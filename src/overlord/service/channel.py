@@ -2,7 +2,7 @@
 
 It survives its server. When a server cannot be reached, the channel asks the address that it was made with where the
 rank is served now, again and again. `fetch` meanwhile answers Later, so that the client's own timeout ends the wait; other
-questions wait for at most `timeout` and then raise ServiceError.
+questions wait for at most `timeout_s` and then raise ServiceError.
 
 A run that was restarted has forgotten which state its clients had loaded; the channel loads it again. Its clients see no
 other generation for that: generations are counted here, and what the server calls each of them is kept beside.
@@ -57,12 +57,12 @@ class FlightChannel:
     tell_after_s = FIRST_S
     """When a wait for the service is first told of."""
 
-    def __init__(self, address: str, rank: int, token: str | None, root: str | None, timeout: float | None) -> None:
+    def __init__(self, address: str, rank: int, token: str | None, root: str | None, timeout_s: float | None) -> None:
         self._rank = rank
         self._token = token
         self._root = root
-        self._timeout = timeout
-        self._wait_s = _WAIT_S if timeout is None else min(_WAIT_S, timeout)
+        self._timeout_s = timeout_s
+        self._wait_s = _WAIT_S if timeout_s is None else min(_WAIT_S, timeout_s)
         self._home = OneProcess(f"the connection of rank {rank}", "Call overlord.connect in the process that reads")
         self._session = secrets.token_hex(8)
         self._arenas = Arenas(_ARENAS)
@@ -197,7 +197,7 @@ class FlightChannel:
     def _tried(self, attempt: Callable[[], T]) -> T:
         def note(failed: FailedAttempt[Unreachable]) -> None:
             self._trouble = str(failed.error)
-            if self._timeout is not None and failed.waited_s >= self._timeout:
+            if self._timeout_s is not None and failed.waited_s >= self._timeout_s:
                 raise ServiceError(
                     f"rank {self._rank} could not reach the service for {failed.waited_s:.1f} s: {failed.error}; is it "
                     "running, and is the address right?"
@@ -293,21 +293,21 @@ def connect(
     rank: int,
     token: str | None = None,
     tls_root: str | Path | None = None,
-    timeout: float | None = 300.0,
+    timeout_s: float | None = 300.0,
     torch: bool = False,
     pin_memory: bool = False,
 ) -> Client:
     """The iterator of one rank of a run that `Loader.serve` or `overlord serve` offers at an address.
 
-    `timeout` is the longest wait in seconds, for the service to be there and for each step; None waits for ever. `tls_root`
+    `timeout_s` is the longest wait for the service to be there and for each step; None waits for ever. `tls_root`
     is a PEM file with the certificate that the service's own must lead to; without one the system's are trusted.
     """
     rank = whole(rank, "rank")
-    timeout = seconds_or_none(timeout, "timeout")
+    timeout_s = seconds_or_none(timeout_s, "timeout_s")
     torch, pin_memory = switch(torch, "torch"), switch(pin_memory, "pin_memory")  # before anything is waited for
     check_token(token)
     root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
-    channel = FlightChannel(address, rank, token, root, timeout)
-    client = Client(rank, channel, torch, pin_memory, timeout)
+    channel = FlightChannel(address, rank, token, root, timeout_s)
+    client = Client(rank, channel, torch, pin_memory, timeout_s)
     client.at_close(channel.close)
     return client

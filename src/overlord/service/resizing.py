@@ -24,7 +24,7 @@ def agreed_step(
     start: int,
     taken_to: int,
     at: int | None,
-    timeout: float,
+    timeout_s: float,
 ) -> int:
     """Freeze all constructors at the first step that no rank has taken (or at `at`), and wait for ranks that are behind it.
 
@@ -43,7 +43,7 @@ def agreed_step(
     began = time.monotonic()
     while behind := {rank: step for rank, step in at_step.items() if step < at}:
         waited = time.monotonic() - began
-        if waited >= timeout:
+        if waited >= timeout_s:
             listed = ", ".join(f"rank {rank} (at step {step})" for rank, step in sorted(behind.items()))
             raise WaitTimeoutError(
                 f"the mesh cannot change at step {at} yet: {listed} did not take all steps before it in {waited:.1f} s; let "

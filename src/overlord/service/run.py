@@ -168,13 +168,13 @@ class Loader:
         *,
         torch: bool = False,
         pin_memory: bool = False,
-        timeout: float | None = None,
+        timeout_s: float | None = None,
     ) -> Client:
-        """The iterator of one rank, from the step the run started at. `timeout` is the longest wait for one step."""
+        """The iterator of one rank, from the step the run started at. `timeout_s` is the longest wait for one step."""
         self._home.check()
         rank = whole(rank, "rank", least=None)
         self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
-        client = Client(rank, InProcess(self, self._constructor_of), torch, pin_memory, timeout)
+        client = Client(rank, InProcess(self, self._constructor_of), torch, pin_memory, timeout_s)
         with self._lock:
             self._clients = [other for other in self._clients if other.is_reading or other.is_stale]
             self._clients.append(client)
@@ -361,22 +361,22 @@ class Loader:
                 self._expect_trainers()
             return self._generation
 
-    def resize(self, mesh: Mesh, *, at: int | None = None, timeout: float = 0.0) -> int:
+    def resize(self, mesh: Mesh, *, at: int | None = None, timeout_s: float = 0.0) -> int:
         """Let the run go on for another mesh; gives the step from which plans are for it. What is in a step stays the same.
 
         That is the first step that no rank has taken, and every rank that reads must have taken all before it: others are
-        waited for up to `timeout` seconds. Where trainers lost a step (a rank died in it), give it as `at`, and it is handed
+        waited for up to `timeout_s`. Where trainers lost a step (a rank died in it), give it as `at`, and it is handed
         out again, for the new mesh. Clients of the old mesh end with ClosedError: ask for new ones, or call `rejoin`.
         """
         self._home.check()
         if not isinstance(mesh, Mesh):
             raise SpecError(f"resize takes an overlord.Mesh, got {mesh!r}")
-        timeout = seconds_to_wait(timeout, "timeout")
+        timeout_s = seconds_to_wait(timeout_s, "timeout_s")
         at = None if at is None else whole(at, "at", least=None)
         with self._move_lock:
             try:
                 taken_to = self._planner.ask(Planner.status).result().taken_to
-                step = agreed_step(self._constructors, self._waiting, self._start.step, taken_to, at, timeout)
+                step = agreed_step(self._constructors, self._waiting, self._start.step, taken_to, at, timeout_s)
                 progress, self._steered = self._planner.ask(Planner.checkpoint, step).result()
                 self._move_to_mesh(replace(self.job, mesh=mesh), progress)
             except BaseException:

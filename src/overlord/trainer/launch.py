@@ -78,7 +78,7 @@ def attach(
     engine: Engine | None = None,
     resume: Mapping[str, Any] | None = None,
     accept_changes: Collection[str] | bool = (),
-    timeout: float | None = 300.0,
+    timeout_s: float | None = 300.0,
     torch: bool = True,
     pin_memory: bool = False,
     linger_s: float = 60.0,
@@ -92,7 +92,7 @@ def attach(
     to the service that runs there, with its `token` and `tls_root`.
     """
     world = World.found()
-    options: dict[str, Any] = {"timeout": timeout, "torch": torch, "pin_memory": pin_memory}
+    options: dict[str, Any] = {"timeout_s": timeout_s, "torch": torch, "pin_memory": pin_memory}
     if address is not None:
         return _until_exit(connect(address, rank=world.rank, token=token, tls_root=tls_root, **options))
     if job is None:
