@@ -77,7 +77,7 @@ def test_a_payload_is_cut_into_the_payloads_it_was_asked_for_as():
         columns={"title": pa.array(list("abcde"))},
         ignored=frozenset({1, 3}),
     )
-    first, empty, rest = payload.parts([2, 0, 3])
+    first, empty, rest = payload.split([2, 0, 3])
     assert [tokens.tolist() for tokens in first.tokens] == [[0], [1]]
     assert (first.ignored, empty.ignored, rest.ignored) == ({1}, set(), {1})
     assert len(empty.tokens) == 0

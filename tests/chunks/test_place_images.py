@@ -12,7 +12,7 @@ from PIL import Image
 
 import overlord as ol
 from overlord.chunks.transforms import Context
-from overlord.chunks.transforms.invoke import Invoke
+from overlord.chunks.transforms.invoke import TransformCall
 
 GRID = ol.vision.PatchGrid(patch=10, merge=2)
 DECODE = ol.vision.DecodeImage("pictures", size=None)
@@ -88,7 +88,7 @@ def test_what_is_wrong_with_one_row_is_put_down_to_that_row(bad, message):
             "loss_mask": pa.array(masks, pa.list_(pa.int8())),
         }
     )
-    place, found = Invoke(ol.vision.PlaceImages(DECODE, GRID, PLACE, marker=MARKER)), []
+    place, found = TransformCall(ol.vision.PlaceImages(DECODE, GRID, PLACE, marker=MARKER)), []
     outcome = place.run(table, np.array([10, 11, 12]), Context("web", 0, 0), lambda *row: found.append(row))
     assert outcome.table is not None
     assert outcome.table["tokens"].to_pylist() == [[1], [2]]

@@ -23,7 +23,7 @@ from overlord.chunks.transforms import (
     Tokenize,
     tokenize,
 )
-from overlord.chunks.transforms.invoke import Invoke
+from overlord.chunks.transforms.invoke import TransformCall
 from overlord.chunks.workers.pool import ProcessPool
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -223,7 +223,7 @@ def test_an_id_that_int32_cannot_hold_is_one_bad_row(ids):
         Tokenize(encoding=ids)(table)
     assert caught.value.__notes__ == ["in row 2 of the table"]
     bad: list[tuple[int, str]] = []
-    outcome = Invoke(Tokenize(encoding=ids)).run(
+    outcome = TransformCall(Tokenize(encoding=ids)).run(
         table, np.arange(10, 14), Context("web", 0, 0), lambda *row: bad.append(row)
     )
     assert outcome.table is not None

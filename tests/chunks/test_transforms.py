@@ -31,7 +31,7 @@ from overlord.chunks.transforms.apply import Reporter, Transforms
 from overlord.chunks.transforms.outcome import ORIGIN
 from overlord.declare.source import BadRows
 from overlord.errors import BadRowError, DataError, SchemaError, SpecError
-from overlord.sources.column_types import has_null
+from overlord.sources.column_types import has_null_type
 from overlord.stream.facts import Ints
 
 CONTEXT = Context("web", 3, 17)
@@ -212,7 +212,7 @@ def test_chunks_hold_the_same_values_whichever_is_made_first(values: list[Any]) 
     for n in range(4):
         assert len({str(_without_nulls(tables[n]["v"].to_pylist())) for tables in made}) == 1
         own = pa.array([values[n]]).type
-        if not has_null(own):
+        if not has_null_type(own):
             assert {str(tables[n].schema.field("v").type) for tables in made} == {str(own)}
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import BadRowError, BufferTooSmallError, SchemaError, SourceError
 from overlord.sources.arrow_ipc import ArrowIpc
-from overlord.sources.reading import held_bytes
+from overlord.sources.reading import table_bytes
 from tests.sources.damage import rewrite
 
 
@@ -75,7 +75,7 @@ def test_of_the_columns_of_a_local_file_only_the_wanted_ones_are_held(tmp_path: 
                 source = ArrowIpc(path, columns)
                 result = source.read_rows(source.units()[0])
                 assert result.table.equals(table.select(columns))
-            assert held_bytes(ArrowIpc(path, ["x"]).read_rows(source.units()[0]).table) < 3_000_000
+            assert table_bytes(ArrowIpc(path, ["x"]).read_rows(source.units()[0]).table) < 3_000_000
 
 
 def test_a_batch_too_large_for_the_buffer_is_mapped_and_not_held(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_batch_too_large_for_the_buffer_is_mapped_and_not_held(tmp_path: Path)
         before = pa.total_allocated_bytes()
         result = source.read_rows(source.units()[0])
         assert pa.total_allocated_bytes() == before
-        assert held_bytes(result.table, result.mapped) == 0
+        assert table_bytes(result.table, result.mapped) == 0
         assert result.table["x"].to_pylist() == list(range(100_000))
 
 

@@ -37,7 +37,7 @@ def test_zeros_are_found_where_they_are(runs: list[tuple[int, int, bool]], dropp
     data, plain = encoded(runs, 1)
     dropped = dropped if runs and runs[-1][2] else 0  # only a group may be longer than what is needed
     plain = plain[: len(plain) - dropped]
-    assert levels.zeros(data, len(plain), first) == [first + i for i, level in enumerate(plain) if level == 0]
+    assert levels.zero_levels(data, len(plain), first) == [first + i for i, level in enumerate(plain) if level == 0]
 
 
 @given(RUNS, st.integers(0, 7), st.sampled_from([1, 3]))
@@ -45,22 +45,22 @@ def test_others_are_all_but_the_usual(runs: list[tuple[int, int, bool]], dropped
     data, plain = encoded(runs, usual.bit_length())
     dropped = dropped if runs and runs[-1][2] else 0
     plain = plain[: len(plain) - dropped]
-    assert levels.others(data, len(plain), usual) == [(i, level) for i, level in enumerate(plain) if level != usual]
+    assert levels.other_levels(data, len(plain), usual) == [(i, level) for i, level in enumerate(plain) if level != usual]
 
 
 @given(st.binary(max_size=40), st.integers(0, 10_000))
 def test_any_bytes_end_in_an_answer_or_an_error(data: bytes, num_values: int) -> None:
-    for read in (lambda: levels.zeros(data, num_values), lambda: levels.others(data, num_values, 3)):
+    for read in (lambda: levels.zero_levels(data, num_values), lambda: levels.other_levels(data, num_values, 3)):
         with contextlib.suppress(ValueError, IndexError):
             assert len(read()) <= num_values
 
 
 def test_too_few_levels_are_an_error() -> None:
     with pytest.raises(ValueError, match="16 levels for 30 values"):
-        levels.zeros(varint(16 << 1) + b"\1", 30)
+        levels.zero_levels(varint(16 << 1) + b"\1", 30)
 
 
 @pytest.mark.strangers
 def test_a_level_that_cannot_be_is_an_error() -> None:
     with pytest.raises(ValueError, match="a level of 3, where the most is 1"):
-        levels.zeros(varint(16 << 1) + b"\3", 16)
+        levels.zero_levels(varint(16 << 1) + b"\3", 16)

@@ -27,7 +27,7 @@ from overlord.sources import object_store
 from overlord.sources.arrow_ipc import ArrowIpc
 from overlord.sources.jsonl import Jsonl
 from overlord.sources.object_store import (
-    Listed,
+    ListedObject,
     ObjectStore,
     Retry,
     num_retries,
@@ -37,7 +37,7 @@ from overlord.sources.storage import Storage
 from overlord.sources.webdataset import WebDataset
 
 CREDENTIALS = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1"}
-BIG = Listed("t/big", 256 * 1024, "")
+BIG = ListedObject("t/big", 256 * 1024, "")
 QUICK = Retry(deadline_s=20, first_wait_s=0.01, max_wait_s=0.05, request_timeout_s=10)
 
 
@@ -157,7 +157,7 @@ def objects() -> dict[str, bytes]:
 
 
 def names(proxy: Proxy, *patterns: str) -> list[str]:
-    files = Storage(tuple(proxy.options.items()), QUICK).files([f"s3://corpus/{pattern}" for pattern in patterns])
+    files = Storage(tuple(proxy.options.items()), QUICK).list_files([f"s3://corpus/{pattern}" for pattern in patterns])
     return [file.path.removeprefix("s3://corpus/") for file in files]
 
 
@@ -258,7 +258,7 @@ def test_storage_that_stays_silent_is_a_storage_error_for_every_format(proxy: Pr
     proxy.faults.append(503)
     with pytest.raises(StorageError, match="s3://corpus/t: storage did not answer"):
         listed.units()
-    (file,) = listed.files()
+    (file,) = listed.list_files()
     proxy.faults.append("list passes")
     proxy.faults.extend([503] * 10)
     with pytest.raises(StorageError, match="s3://corpus/t/big: storage did not answer"):
@@ -331,7 +331,7 @@ def test_large_objects_come_in_parts_and_a_fault_repeats_only_its_parts(
 
 
 def test_an_object_that_shrank_since_it_was_listed_is_an_error(proxy: Proxy) -> None:
-    longer = Listed("t/big", 999_999, "")
+    longer = ListedObject("t/big", 999_999, "")
     store = ObjectStore("s3://corpus", proxy.options, QUICK)
     with pytest.raises(
         SourceError, match=r"t/big has changed since it was listed: it has 262,144 bytes .* had 999,999 bytes"
@@ -373,7 +373,7 @@ def test_parts_of_two_versions_of_an_object_are_never_mixed(
     monkeypatch.setattr(object_store, "PART_BYTES", 10_000)
     put(server, "new/big", b"a" * 55_000)
     store = ObjectStore("s3://corpus", proxy.options, QUICK)
-    listed = store.head("new/big") if is_listed else Listed("new/big", 55_000, "")
+    listed = store.head("new/big") if is_listed else ListedObject("new/big", 55_000, "")
     proxy.faults.extend(["pass", "pass", lambda: put(server, "new/big", b"b" * 55_000)])
     with pytest.raises(SourceError, match=r"s3://corpus/new/big has changed since it was listed"):
         store.read(listed, 0, 55_000)
@@ -406,12 +406,12 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SpecError, match=r"s3://other needs the extra 'object-stores': pip install 'overlord-dataloader\[object-stores\]'"
     ):
-        Storage().files(["s3://other/x"])
+        Storage().list_files(["s3://other/x"])
 
 
 def test_options_that_are_not_understood_are_refused() -> None:
     with pytest.raises(SpecError, match=r"storage_options for s3://corpus are not understood: .*nonsense"):
-        Storage((("nonsense", "1"),)).files(["s3://corpus/x"])
+        Storage((("nonsense", "1"),)).list_files(["s3://corpus/x"])
 
 
 def test_plain_http_servers_can_be_read() -> None:

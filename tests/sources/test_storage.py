@@ -23,13 +23,13 @@ from overlord.sources.storage import (
     Storage,
     StoredFile,
     map_threads,
-    mapped_at,
+    mapped_file_at,
 )
 from tests.sources.damage import replace
 
 
 def names(root: Path, *patterns: str) -> list[str]:
-    return [os.path.relpath(file.path, root) for file in Storage().files([f"{root}/{p}" for p in patterns])]
+    return [os.path.relpath(file.path, root) for file in Storage().list_files([f"{root}/{p}" for p in patterns])]
 
 
 def write(root: Path, *files: str) -> Path:
@@ -47,7 +47,7 @@ def test_the_matches_of_a_glob_are_sorted_and_patterns_keep_their_order(tmp_path
 
 def test_a_listed_file_has_its_size(tmp_path: Path) -> None:
     write(tmp_path, "long-name")
-    assert Storage().files([f"file://{tmp_path}/long-name"])[0].num_bytes == 9
+    assert Storage().list_files([f"file://{tmp_path}/long-name"])[0].num_bytes == 9
 
 
 def test_braces_and_globs_go_together(tmp_path: Path) -> None:
@@ -98,17 +98,17 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 def test_unknown_schemes_and_listing_over_http_are_refused() -> None:
     with pytest.raises(SpecError, match="ftp:// is not a known scheme"):
-        Storage().files(["ftp://host/file"])
+        Storage().list_files(["ftp://host/file"])
     with pytest.raises(SpecError, match=r"http servers cannot be listed .*name each file"):
-        Storage().files(["https://host/*.parquet"])
+        Storage().list_files(["https://host/*.parquet"])
     with pytest.raises(SpecError, match="names no object: write s3://bucket/name"):
-        Storage().files(["s3://bucket"])
+        Storage().list_files(["s3://bucket"])
 
 
 def listed(path: Path, content: bytes | None = None) -> StoredFile:
     if content is not None:
         path.write_bytes(content)
-    return Storage().files([str(path)])[0]
+    return Storage().list_files([str(path)])[0]
 
 
 def test_ranges_streams_and_mappings_give_the_same_bytes(tmp_path: Path) -> None:
@@ -175,13 +175,13 @@ def test_a_mapped_file_does_not_keep_it_open(tmp_path: Path) -> None:
 def test_an_address_leads_to_the_file_that_is_mapped_there_as_long_as_it_is(tmp_path: Path) -> None:
     files = [MappedFile(listed(tmp_path / str(i), bytes(10))) for i in range(5)]
     for mapped in files:
-        assert mapped_at(mapped.start) is mapped
-        assert mapped_at(mapped.stop - 1) is mapped
-        assert mapped_at(mapped.stop) is not mapped
+        assert mapped_file_at(mapped.start) is mapped
+        assert mapped_file_at(mapped.stop - 1) is mapped
+        assert mapped_file_at(mapped.stop) is not mapped
     address = files[2].start
     del mapped, files[2]
-    assert mapped_at(address) is None
-    assert mapped_at(files[2].start) is files[2]
+    assert mapped_file_at(address) is None
+    assert mapped_file_at(files[2].start) is files[2]
 
 
 @pytest.mark.strangers
@@ -251,7 +251,7 @@ def test_a_file_that_may_not_be_read_is_named_when_it_is_listed() -> None:
         "import os, sys\n"
         "from overlord.sources.storage import Storage\n"
         "if os.geteuid() == 0: os.seteuid(65534)  # root may read everything\n"
-        "Storage().files([sys.argv[1]])"
+        "Storage().list_files([sys.argv[1]])"
     )
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -293,7 +293,10 @@ def test_names_with_line_breaks_and_the_like_are_read(tmp_path: Path) -> None:
 def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "data/a.txt", "data/b.txt")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert [file.path for file in Storage().files(["~/data/*.txt"])] == [f"{tmp_path}/data/a.txt", f"{tmp_path}/data/b.txt"]
+    assert [file.path for file in Storage().list_files(["~/data/*.txt"])] == [
+        f"{tmp_path}/data/a.txt",
+        f"{tmp_path}/data/b.txt",
+    ]
 
 
 def test_a_retry_policy_checks_itself_and_its_waits_grow_to_a_limit() -> None:

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.sources import views
-from overlord.sources.reading import held_bytes
+from overlord.sources.reading import table_bytes
 from overlord.sources.storage import MappedFile, Storage
 from overlord.sources.views import (
+    combine_chunks,
     compact,
-    copied_out,
-    joined,
-    stored_value,
+    materialize,
+    read_value,
     take_rows,
     views_into,
     views_into_file,
@@ -44,13 +44,13 @@ def test_views_are_valid_arrow_and_show_what_they_point_to(rows: list[tuple[int,
 @given(places, st.data())
 def test_taking_slicing_and_joining_rows_agree_with_lists(rows: list[tuple[int, int]], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(rows)))
-    joined = pa.concat_tables([pa.table({"v": column(rows), "n": range(len(rows))})] * 2).slice(start)
+    combine_chunks = pa.concat_tables([pa.table({"v": column(rows), "n": range(len(rows))})] * 2).slice(start)
     want = [*expected(rows), *expected(rows)][start:]
     order = data.draw(st.lists(st.integers(0, len(want) - 1), max_size=10) if want else st.just([]))
-    taken = take_rows(joined, np.array(order, np.int64))
+    taken = take_rows(combine_chunks, np.array(order, np.int64))
     taken.validate(full=True)
     assert taken["v"].to_pylist() == [want[i] for i in order]
-    assert taken["n"].to_pylist() == [joined["n"][i].as_py() for i in order]
+    assert taken["n"].to_pylist() == [combine_chunks["n"][i].as_py() for i in order]
 
 
 @given(places)
@@ -75,14 +75,14 @@ def test_files_beyond_the_reach_of_an_offset_are_seen_in_overlapping_pieces(
 def mapped(tmp_path_factory: pytest.TempPathFactory) -> MappedFile:
     path = tmp_path_factory.mktemp("views") / "data"
     path.write_bytes(DATA)
-    return MappedFile(Storage().files([str(path)])[0])
+    return MappedFile(Storage().list_files([str(path)])[0])
 
 
 def test_mapped_pages_are_not_held_memory(mapped: MappedFile) -> None:
     array = views_into_file(mapped, np.array([0, 100]), np.array([50, 50]), [DATA[:12], DATA[100:112]])
     table = pa.table({"a": array, "b": array, "n": pa.array([1, 2], pa.int64())})
-    assert held_bytes(table, [mapped]) == 2 * 16 + 16
-    assert held_bytes(table) == 2 * 16 + 16 + len(DATA)
+    assert table_bytes(table, [mapped]) == 2 * 16 + 16
+    assert table_bytes(table) == 2 * 16 + 16 + len(DATA)
 
 
 @given(places, st.data())
@@ -93,13 +93,13 @@ def test_values_in_a_file_are_copied_out_as_those_in_memory(
     first = [DATA[offset : offset + min(max(length, 0), 12)] for offset, length in rows]
     array = views_into_file(mapped, pairs[:, 0], pairs[:, 1], first)
     array.validate(full=True)
-    both = joined(pa.chunked_array([array, column(rows)], pa.binary_view()))
+    both = combine_chunks(pa.chunked_array([array, column(rows)], pa.binary_view()))
     start = data.draw(st.integers(0, len(both)))
-    copied = copied_out(both.slice(start))
+    copied = materialize(both.slice(start))
     copied.validate(full=True)
     want = [*expected(rows), *expected(rows)]
     assert copied.to_pylist() == want[start:]
     for row, value in enumerate(want):
-        found = stored_value(both, row)
+        found = read_value(both, row)
         assert (found is not None) == (row < len(rows) and value is not None and len(value) > 12)
         assert found is None or found.to_pybytes() == value

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.errors import BadRowError, SchemaError, SourceError, SpecError
-from overlord.sources.reading import held_bytes
-from overlord.sources.tar_index import members
+from overlord.sources.reading import table_bytes
+from overlord.sources.tar_index import read_members
 from overlord.sources.webdataset import WebDataset
 
 
@@ -79,7 +79,7 @@ def test_large_members_stay_in_the_mapped_shard(tmp_path: Path) -> None:
     unit = source.units()[0]
     result = source.read_rows(unit)
     assert [str(t) for t in result.table.schema.types] == ["string", "binary_view", "binary"]
-    assert held_bytes(result.table, result.mapped) < 50 * 60
+    assert table_bytes(result.table, result.mapped) < 50 * 60
     assert result.table["jpg"][7].as_py() == bytes([7]) * 40_000
 
 
@@ -116,7 +116,7 @@ def test_the_index_agrees_with_the_standard_library(files: dict[str, bytes], for
         data = tar(files, form)
     except ValueError:
         return  # ustar cannot hold such a name
-    found = members("x.tar", pa.py_buffer(data))
+    found = read_members("x.tar", pa.py_buffer(data))
     assert {m.name: data[m.offset : m.offset + m.num_bytes] for m in found} == files
     assert [m.name for m in found] == list(files)
 
@@ -126,10 +126,10 @@ def test_a_cut_archive_is_an_error_unless_it_ends_between_members(size: int) -> 
     whole = tar({f"{i}.bin": bytes([i + 1]) * 700 for i in range(3)}, tarfile.USTAR_FORMAT)
     data = pa.py_buffer(whole[:size])
     if size % 1536 == 0 or (size > 3 * 1536 and size % 512 == 0):
-        assert len(members("x.tar", data)) == min(size // 1536, 3)
+        assert len(read_members("x.tar", data)) == min(size // 1536, 3)
     else:
         with pytest.raises(SourceError, match=r"x\.tar is cut off.* at byte [\d,]+: copy or write the archive again"):
-            members("x.tar", data)
+            read_members("x.tar", data)
 
 
 def test_a_cut_shard_names_the_member_when_read(tmp_path: Path) -> None:
@@ -147,12 +147,12 @@ def test_any_changed_byte_in_a_header_is_noticed(place: int, change: int, member
     if 148 <= place < 156:
         return  # the checksum itself may be written in several ways
     with pytest.raises(SourceError, match=rf"at byte {member * 1536:,}"):
-        members("x.tar", pa.py_buffer(bytes(data)))
+        read_members("x.tar", pa.py_buffer(bytes(data)))
 
 
 def test_archives_joined_one_behind_the_other_are_all_read() -> None:
     data = tar({"0.txt": b"a"}) + tar({"1.txt": b"b"})
-    assert [m.name for m in members("x.tar", pa.py_buffer(data))] == ["0.txt", "1.txt"]
+    assert [m.name for m in read_members("x.tar", pa.py_buffer(data))] == ["0.txt", "1.txt"]
 
 
 def entry(name: str, kind: bytes = tarfile.REGTYPE, data: bytes = b"", target: str = "", **pax: str) -> bytes:
@@ -224,22 +224,22 @@ def test_a_hole_of_zeros_is_an_error_and_not_the_end(hole: tuple[int, int]) -> N
     start, stop = (1024 * i for i in hole)
     data[start:stop] = bytes(stop - start)
     with pytest.raises(SourceError, match=rf"{stop - start:,} bytes of zeros at byte {start:,} with more data after them"):
-        members("x.tar", pa.py_buffer(bytes(data)))
+        read_members("x.tar", pa.py_buffer(bytes(data)))
 
 
 @pytest.mark.strangers
 def test_a_download_that_was_not_finished_is_no_long_end() -> None:
     data = tar({f"{i}.txt": b"x" * 500 for i in range(30)})
-    assert len(members("x.tar", pa.py_buffer(data + bytes(1 << 19)))) == 30
+    assert len(read_members("x.tar", pa.py_buffer(data + bytes(1 << 19)))) == 30
     with pytest.raises(SourceError, match="nothing but zeros in its last 1,999,872 bytes"):
-        members("x.tar", pa.py_buffer(data[:10_240] + bytes(2_000_000 // 512 * 512)))
+        read_members("x.tar", pa.py_buffer(data[:10_240] + bytes(2_000_000 // 512 * 512)))
 
 
 @pytest.mark.strangers
 def test_a_lone_block_of_zeros_between_members_is_an_error() -> None:
     data = entry("0.txt", data=b"a") + bytes(512) + entry("1.txt", data=b"b") + END
     with pytest.raises(SourceError, match="512 bytes of zeros at byte 1,024 with more data after them"):
-        members("x.tar", pa.py_buffer(data))
+        read_members("x.tar", pa.py_buffer(data))
 
 
 @pytest.mark.strangers
@@ -258,7 +258,7 @@ def test_a_size_that_no_file_has_is_an_error(size: bytes, message: str) -> None:
     data[124:136] = size
     data[148:156] = b"%06o\0 " % (sum(data[:148]) + sum(data[156:512]) + 256)
     with pytest.raises(SourceError, match=rf"x\.tar {message}, at byte 0"):
-        members("x.tar", pa.py_buffer(bytes(data)))
+        read_members("x.tar", pa.py_buffer(bytes(data)))
 
 
 @pytest.mark.strangers
@@ -279,7 +279,7 @@ def test_a_size_that_no_file_has_is_an_error(size: bytes, message: str) -> None:
 def test_a_damaged_pax_header_is_an_error_with_its_place(record: bytes) -> None:
     data = entry("pax", tarfile.XHDTYPE, record) + entry("0.txt", data=b"a") + END
     with pytest.raises(SourceError, match=r"x\.tar has a damaged pax header, at byte 0"):
-        members("x.tar", pa.py_buffer(data))
+        read_members("x.tar", pa.py_buffer(data))
 
 
 PAX, LONG, FILE = (
@@ -308,9 +308,9 @@ PAX, LONG, FILE = (
 )
 def test_extended_headers_that_do_not_give_one_member_one_name_are_errors(data: bytes, message: str) -> None:
     for head in (PAX, LONG):
-        assert [m.name for m in members("x.tar", pa.py_buffer(head + FILE + END))] == ["0.txt"]
+        assert [m.name for m in read_members("x.tar", pa.py_buffer(head + FILE + END))] == ["0.txt"]
     with pytest.raises(SourceError, match=rf"x\.tar has {message}"):
-        members("x.tar", pa.py_buffer(data))
+        read_members("x.tar", pa.py_buffer(data))
 
 
 @pytest.mark.strangers
@@ -333,10 +333,10 @@ def test_a_damaged_compressed_shard_that_is_tried_again_and_again_takes_no_memor
 def test_a_global_pax_header_may_comment_but_not_rename() -> None:
     comment, rename = b"13 comment=a\n", b"10 path=a\n"
     data = entry("pax", tarfile.XGLTYPE, comment) + entry("0.txt", data=b"a") + END
-    assert [m.name for m in members("x.tar", pa.py_buffer(data))] == ["0.txt"]
+    assert [m.name for m in read_members("x.tar", pa.py_buffer(data))] == ["0.txt"]
     data = entry("pax", tarfile.XGLTYPE, rename) + entry("0.txt", data=b"a") + END
     with pytest.raises(SourceError, match=r"x\.tar has at byte 0 a global pax header that sets 'path' for all members"):
-        members("x.tar", pa.py_buffer(data))
+        read_members("x.tar", pa.py_buffer(data))
 
 
 @pytest.mark.strangers
@@ -361,7 +361,7 @@ def test_damage_gives_an_error_or_what_the_standard_library_reads(draw: st.DataO
     )
     data[start : start + length] = filler
     try:
-        found = [(m.name, m.offset, m.num_bytes) for m in members("x.tar", pa.py_buffer(bytes(data)))]
+        found = [(m.name, m.offset, m.num_bytes) for m in read_members("x.tar", pa.py_buffer(bytes(data)))]
     except SourceError:
         return
     with tarfile.open(fileobj=io.BytesIO(bytes(data))) as archive:
@@ -373,7 +373,7 @@ def test_sizes_beyond_eight_gibibytes_are_understood() -> None:
     info.size = 9 << 30
     for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         head = info.tobuf(form)
-        found = members("x.tar", pa.py_buffer(head), len(head) + (9 << 30) + 1024)
+        found = read_members("x.tar", pa.py_buffer(head), len(head) + (9 << 30) + 1024)
         assert [(m.name, m.num_bytes) for m in found] == [("big.bin", 9 << 30)]
 
 

@@ -92,7 +92,7 @@ class _Layout:
         """The length of each segment."""
         return self.lengths if self.order is None else np.diff(self.bounds)
 
-    def uncovered(self) -> Iterator[slice]:
+    def padding_slices(self) -> Iterator[slice]:
         """The stretches of places that no document covers."""
         if self.gaps is not None:
             for begin, gap in zip([0, *self.ends.tolist()], self.gaps.tolist(), strict=True):
@@ -133,7 +133,7 @@ def collate(
         fields["loss_weights"] = loss_weights
     if batch.image_token is not None:
         fields["image_row"] = _image_rows(tokens, layout, batch.image_token)
-    fields |= _cu_seqlens(layout, bounds, batch.document_multiple) if packed else _folded(layout, fields, micro.row)
+    fields |= _cu_seqlens(layout, bounds, batch.document_multiple) if packed else _fold(layout, fields, micro.row)
     if payload.images is not None:
         fields |= _images(payload.images)
     if not payload.columns:
@@ -180,7 +180,7 @@ def _packed_layout(micro: MicroPlan, multiple: int) -> _Layout:
     total = num_rows * row_tokens if row_tokens else int(used[0])
     order = order[lengths[order] > 0]
     bounds = _bounds(starts[order], row_starts + used, row_tokens, total, multiple)
-    return _laid_out(starts, lengths, order, bounds, total)
+    return _layout_with_gaps(starts, lengths, order, bounds, total)
 
 
 def _full_layout(micro: MicroPlan) -> _Layout | None:
@@ -201,7 +201,7 @@ def _full_layout(micro: MicroPlan) -> _Layout | None:
     return _Layout(starts, lengths, None, bounds, ends, gaps=None)
 
 
-def _laid_out(starts: Ints, lengths: Ints, order: Ints, bounds: Ints, total: int) -> _Layout:
+def _layout_with_gaps(starts: Ints, lengths: Ints, order: Ints, bounds: Ints, total: int) -> _Layout:
     ends = starts[order] + lengths[order]
     gaps = np.append(starts[order], total)
     gaps[1:] -= ends
@@ -242,7 +242,7 @@ def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
     starts = rows * width
     order = np.argsort(rows, kind="stable")
     order = order[lengths[order] > 0]
-    return _laid_out(starts, lengths, order, np.arange(micro.num_rows + 1) * width, micro.num_rows * width)
+    return _layout_with_gaps(starts, lengths, order, np.arange(micro.num_rows + 1) * width, micro.num_rows * width)
 
 
 def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], fill: int) -> Sequence[NDArray[Any]]:
@@ -288,10 +288,10 @@ def _fill_labels(
         loss_mask.fill(True)  # only the last place of a document may lack a label
         loss_mask[last] = goes_on
         return
-    for places in layout.uncovered():
+    for places in layout.padding_slices():
         labels[places] = NO_LOSS
     if payload.loss_masks is not None:
-        np.copyto(labels, NO_LOSS, where=np.concatenate(_shifted(layout, payload.loss_masks)) == 0)
+        np.copyto(labels, NO_LOSS, where=np.concatenate(_shift_masks(layout, payload.loss_masks)) == 0)
     for i in payload.ignored:
         labels[layout.starts[i] : layout.starts[i] + layout.lengths[i]] = NO_LOSS
     np.not_equal(labels, NO_LOSS, out=loss_mask)
@@ -302,11 +302,11 @@ def _fill_weights(weights: NDArray[np.float32], loss_mask: NDArray[np.bool_], la
     if payload.loss_masks is None:
         np.copyto(weights, loss_mask)
         return
-    np.concatenate(_shifted(layout, payload.loss_masks), out=weights, casting="same_kind")
+    np.concatenate(_shift_masks(layout, payload.loss_masks), out=weights, casting="same_kind")
     np.copyto(weights, 0, where=~loss_mask)
 
 
-def _shifted(layout: _Layout, masks: Sequence[NDArray[np.generic] | None]) -> Sequence[NDArray[np.generic]]:
+def _shift_masks(layout: _Layout, masks: Sequence[NDArray[np.generic] | None]) -> Sequence[NDArray[np.generic]]:
     """Loss masks, or weights, at the places that they are about: entry t of a mask is about predicting token t, so about
     place t - 1. There is 1 on padding."""
     ones = np.ones(layout.lengths.max(initial=0) + 1, np.bool_)
@@ -351,7 +351,7 @@ def _cu_seqlens(layout: _Layout, bounds: NDArray[np.int32], multiple: int) -> Fi
     return {"cu_seqlens": np.cumsum(real, dtype=np.int32), "cu_seqlens_padded": bounds}
 
 
-def _folded(layout: _Layout, fields: Fields, rows: Ints) -> Fields:
+def _fold(layout: _Layout, fields: Fields, rows: Ints) -> Fields:
     num_rows = len(layout.bounds) - 1
     width = layout.num_tokens // num_rows
     lengths = np.zeros((num_rows, 1), np.int32)
@@ -370,6 +370,6 @@ def _images(images: Sequence[Sequence[NDArray[np.uint8]]]) -> Fields:
 def _image_rows(tokens: NDArray[np.int32], layout: _Layout, image_token: int) -> NDArray[np.int32]:
     """Image places numbered in the order they come; padding has none, whatever the pad token is."""
     places = tokens == image_token
-    for gap in layout.uncovered():
+    for gap in layout.padding_slices():
         places[gap] = False
     return np.where(places, np.cumsum(places) - 1, -1).astype(np.int32)

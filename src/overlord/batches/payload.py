@@ -48,10 +48,10 @@ class Payload:
         masks = None if self.loss_masks is None else FlatArrays.of(self.loss_masks)
         images = None if self.images is None else FlatArrays.of([image for images in self.images for image in images])
         counts = None if self.images is None else [len(images) for images in self.images]
-        columns = _as_stream(self.columns) if self.columns else None
-        return _unpacked, (FlatArrays.of(self.tokens), self.following, masks, images, counts, columns, self.ignored)
+        columns = _write_stream(self.columns) if self.columns else None
+        return _unflatten, (FlatArrays.of(self.tokens), self.following, masks, images, counts, columns, self.ignored)
 
-    def parts(self, counts: Iterable[int]) -> Iterator[Payload]:
+    def split(self, counts: Iterable[int]) -> Iterator[Payload]:
         """The payload cut into payloads of that many samples each: what none of its samples has, a part does not have."""
         begin = 0
         for count in counts:
@@ -69,7 +69,7 @@ class Payload:
             begin = end
 
     @staticmethod
-    def merged(parts: Sequence[Payload], places: Sequence[NDArray[np.integer]], owners: Sequence[str] = ()) -> Payload:
+    def merge(parts: Sequence[Payload], places: Sequence[NDArray[np.integer]], owners: Sequence[str] = ()) -> Payload:
         """One payload from several, where sample j of part i belongs at `places[i][j]`. `owners` says, for errors, whose
         each part is."""
         n = sum(len(where) for where in places)
@@ -87,7 +87,7 @@ class Payload:
             following=np.concatenate([part.following for part in parts])[order] if n else np.zeros(0, np.int64),
             loss_masks=ordered([part.loss_masks or [None] * len(part.tokens) for part in parts]) if some_masks else None,
             images=ordered([part.images or [()] * len(part.tokens) for part in parts]) if some_images else None,
-            columns=_merged_columns(parts, order, owners or [f"part {i}" for i in range(len(parts))]),
+            columns=_merge_columns(parts, order, owners or [f"part {i}" for i in range(len(parts))]),
             ignored=frozenset(int(where[i]) for part, where in zip(parts, places, strict=True) for i in part.ignored),
         )
 
@@ -131,7 +131,7 @@ class FlatArrays:
         return found
 
 
-def _unpacked(
+def _unflatten(
     tokens: FlatArrays,
     following: NDArray[np.integer],
     masks: FlatArrays | None,
@@ -146,12 +146,12 @@ def _unpacked(
         following=following,
         loss_masks=None if masks is None else masks.views(),
         images=None if image_counts is None else [list(islice(all_images, count)) for count in image_counts],
-        columns={} if columns is None else _from_stream(columns),
+        columns={} if columns is None else _read_stream(columns),
         ignored=ignored,
     )
 
 
-def _as_stream(columns: Mapping[str, pa.Array]) -> pa.Buffer:
+def _write_stream(columns: Mapping[str, pa.Array]) -> pa.Buffer:
     """The columns as one Arrow stream: unlike their own pickled form it has only the rows that they show."""
     import pyarrow as pa
 
@@ -160,20 +160,20 @@ def _as_stream(columns: Mapping[str, pa.Array]) -> pa.Buffer:
     return table_to_stream(compact(pa.table(dict(columns))))
 
 
-def _from_stream(buffer: pa.Buffer) -> dict[str, pa.Array]:
-    from overlord.sources.views import joined
+def _read_stream(buffer: pa.Buffer) -> dict[str, pa.Array]:
+    from overlord.sources.views import combine_chunks
 
     table = table_from_stream(buffer)
-    return {name: joined(table.column(name)) for name in table.column_names}
+    return {name: combine_chunks(table.column(name)) for name in table.column_names}
 
 
-def _merged_columns(parts: Sequence[Payload], order: NDArray[np.int64], owners: Sequence[str]) -> dict[str, pa.Array]:
+def _merge_columns(parts: Sequence[Payload], order: NDArray[np.int64], owners: Sequence[str]) -> dict[str, pa.Array]:
     import pyarrow as pa
 
-    from overlord.sources.column_types import joined_arrays
+    from overlord.sources.column_types import merge_arrays
 
     merged = {}
     for name in dict.fromkeys(name for part in parts for name in part.columns):
         arrays = [part.columns[name] if name in part.columns else pa.nulls(len(part.tokens)) for part in parts]
-        merged[name] = joined_arrays(name, arrays, owners).take(order)
+        merged[name] = merge_arrays(name, arrays, owners).take(order)
     return merged

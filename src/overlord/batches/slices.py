@@ -45,13 +45,13 @@ LAST_STAGE = frozenset({"labels", "loss_mask", "loss_weights"})
 def cp_slices(batch: Fields, cp: int) -> list[Fields]:
     """The slice of every context-parallel rank, in their order."""
     _check_cp(cp, 0)
-    return [batch] if cp == 1 else [_sliced(batch, places) for places in _places(batch, cp, range(cp))]
+    return [batch] if cp == 1 else [_take_places(batch, places) for places in _places(batch, cp, range(cp))]
 
 
 def cp_slice(batch: Fields, cp: int, index: int) -> Fields:
     """The slice of context-parallel rank `index` of `cp`; all of them together are cheaper by `cp_slices`."""
     _check_cp(cp, index)
-    return batch if cp == 1 else _sliced(batch, _places(batch, cp, [index])[0])
+    return batch if cp == 1 else _take_places(batch, _places(batch, cp, [index])[0])
 
 
 def join_cp(slices: Sequence[Fields]) -> Fields:
@@ -99,7 +99,7 @@ def receive_only(batch: Fields) -> Fields:
     """
     large = {name: batch[name] for name in (*PER_PLACE, "images") if name in batch}
     kept = {name: value for name, value in batch.items() if name not in large}
-    return kept | {"broadcast": {name: _described(value) for name, value in large.items()}}
+    return kept | {"broadcast": {name: _shape_and_dtype(value) for name, value in large.items()}}
 
 
 def _check_cp(cp: int, index: int) -> None:
@@ -113,7 +113,7 @@ def _per_place(batch: Fields) -> list[str]:
     return [name for name in PER_PLACE if name in batch]
 
 
-def _sliced(batch: Fields, places: Ints) -> Fields:
+def _take_places(batch: Fields, places: Ints) -> Fields:
     fields = {name: batch[name].take(places, axis=-1) for name in _per_place(batch)}
     num_tokens = len(places) if _is_packed(batch) else len(places) * batch["num_rows"]
     return batch | fields | {"num_tokens": num_tokens}
@@ -144,7 +144,7 @@ def _is_column(value: object) -> bool:
     return isinstance(value, (pa.Array, pa.ChunkedArray))
 
 
-def _described(value: NDArray[Any] | list[NDArray[Any]]) -> Any:
+def _shape_and_dtype(value: NDArray[Any] | list[NDArray[Any]]) -> Any:
     if isinstance(value, list):
-        return [_described(image) for image in value]
+        return [_shape_and_dtype(image) for image in value]
     return value.shape, value.dtype.name

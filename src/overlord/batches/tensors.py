@@ -25,7 +25,7 @@ def to_torch(batch: Fields, pin_memory: bool = False) -> Fields:
     torch = _torch()
     if pin_memory and not torch.cuda.is_available():
         raise SpecError("pin_memory=True needs a CUDA device, and torch sees none in this process; leave it out on CPU")
-    return {name: _converted(value, pin_memory) for name, value in batch.items()}
+    return {name: _convert(value, pin_memory) for name, value in batch.items()}
 
 
 def _torch() -> Any:
@@ -36,12 +36,12 @@ def _torch() -> Any:
     return torch
 
 
-def _converted(value: Any, pin_memory: bool) -> Any:
+def _convert(value: Any, pin_memory: bool) -> Any:
     if isinstance(value, np.ndarray):
         tensor = _tensor(value)
         return tensor.pin_memory() if pin_memory else tensor
     if isinstance(value, list):
-        return [_converted(entry, pin_memory) for entry in value]
+        return [_convert(entry, pin_memory) for entry in value]
     return value
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.sources.reading import held_bytes
+from overlord.sources.reading import table_bytes
 from overlord.stream.facts import (
     WEIGHT_BITS,
     ChunkFacts,
@@ -72,7 +72,7 @@ class Chunk:
         own_mask = self.mask.nbytes if self.mask is not None and self.mask.flags.owndata else 0  # else it is in the table
         per_row = self.table_row.nbytes + self.origin.nbytes + self.begin.nbytes * 3 + self.facts.tokens.nbytes * 2
         sizes = sum(column.nbytes for column in self.facts.sizes.values())
-        return held_bytes(self.table, self.lineage.mapped) + per_row + sizes + own_mask
+        return table_bytes(self.table, self.lineage.mapped) + per_row + sizes + own_mask
 
     def where(self, table_row: int) -> tuple[str, int]:
         """The unit and the row in it that a row of the table was read from."""
@@ -121,7 +121,7 @@ def rows_of(documents: Documents, policy: str, most: int) -> Rows:
     index = np.flatnonzero(lengths > 0)
     counts = {"empty": len(lengths) - len(index)}
     if num_long == 0:
-        return _whole(documents, index, counts)
+        return _whole_documents(documents, index, counts)
     if policy == "split":
         counts["split"] = num_long
         pieces = -(-lengths[index] // most)
@@ -135,10 +135,10 @@ def rows_of(documents: Documents, policy: str, most: int) -> Rows:
         ends = offsets[index] + np.minimum(lengths[index], most)
         return Rows(index, offsets[index], ends, ends, counts)
     counts["dropped"] = num_long
-    return _whole(documents, index[lengths[index] <= most], counts)
+    return _whole_documents(documents, index[lengths[index] <= most], counts)
 
 
-def _whole(documents: Documents, index: Ints, counts: Mapping[str, int]) -> Rows:
+def _whole_documents(documents: Documents, index: Ints, counts: Mapping[str, int]) -> Rows:
     ends = documents.offsets[index] + documents.lengths[index]
     return Rows(index, documents.offsets[index], ends, ends, counts)
 

@@ -22,9 +22,9 @@ from overlord.chunks.chunk import (
 from overlord.chunks.transforms.apply import Reporter, Transforms
 from overlord.chunks.transforms.outcome import Context
 from overlord.errors import DataError, SchemaError
-from overlord.sources.column_types import under_schema, wider, wider_schema
+from overlord.sources.column_types import cast_table, wider_schema, wider_type
 from overlord.sources.files import open_reader
-from overlord.sources.views import joined, take_rows
+from overlord.sources.views import combine_chunks, take_rows
 from overlord.stream.chunk_order import row_order, units_of_chunk
 from overlord.stream.facts import LOSS_EXTRA, ChunkFacts, Ints
 
@@ -96,7 +96,7 @@ class ChunkMaker:
             table, origin = self._transforms.run(table, context, origin, Reporter(self._bad_rows, lineage.where))
         return self._chunk(number, table, origin, lineage)
 
-    def bad_decode(self, chunk: Chunk, table_row: int, error: str) -> None:
+    def report_bad_decode(self, chunk: Chunk, table_row: int, error: str) -> None:
         """Note a row whose deferred decode failed."""
         file, row = chunk.where(table_row)
         self._bad_rows.add(file, row, error)
@@ -111,14 +111,14 @@ class ChunkMaker:
         results = [self._read_unit(unit) for unit in units]
         tables = [result.table for result in results]
         if any(not table.schema.equals(tables[0].schema) for table in tables[1:]):
-            tables = self._under_one_schema(units, tables)
+            tables = self._merge_schemas(units, tables)
         sizes = [table.num_rows for table in tables[:-1]]
         first = np.cumsum([0, *sizes], dtype=np.int64) if sizes else _FIRST_OF_ONE
         mapped = tuple(data for result in results for data in result.mapped)
         lineage = Lineage(tuple(units), first, tuple(result.row_numbers for result in results), mapped)
         return tables[0] if len(tables) == 1 else pa.concat_tables(tables), lineage
 
-    def _under_one_schema(self, units: Sequence[Unit], tables: Sequence[pa.Table]) -> list[pa.Table]:
+    def _merge_schemas(self, units: Sequence[Unit], tables: Sequence[pa.Table]) -> list[pa.Table]:
         """The tables of units whose types differ, each column under the type that holds them all: what is inferred from the
         rows of one unit (nulls, empty lists, whole numbers) may be narrower than what another needs."""
         schema = tables[0].schema.remove_metadata()
@@ -131,7 +131,7 @@ class ChunkMaker:
                 )
             merged = wider_schema(schema, table.schema)
             if merged is None:
-                name = next(f.name for f in table.schema if wider(f.type, schema.field(f.name).type) is None)
+                name = next(f.name for f in table.schema if wider_type(f.type, schema.field(f.name).type) is None)
                 raise SchemaError(
                     f"source {self._name!r}: {unit} has the column {name!r} as {table.schema.field(name).type}, but "
                     f"{units[0]} has it as {schema.field(name).type}; give it one type, or leave it out if it is not "
@@ -139,7 +139,7 @@ class ChunkMaker:
                 )
             schema = merged
         try:
-            return [under_schema(table, schema) for table in tables]
+            return [cast_table(table, schema) for table in tables]
         except pa.ArrowInvalid as error:
             raise SchemaError(
                 f"source {self._name!r}: {', '.join(map(str, units))} have columns of different types, and not all values "
@@ -160,7 +160,7 @@ class ChunkMaker:
         if table.num_rows == 0:  # whatever columns it has, and of whatever types
             return _empty_chunk(table, lineage, has_text=self._source.tokens is not None)
         self._check_columns(table)
-        table, origin, images = self._with_sizes(table, origin, lineage)
+        table, origin, images = self._add_image_facts(table, origin, lineage)
         source, batch = self._source, self._batch
         if source.tokens is None:
             order = self._order(number, table.num_rows)
@@ -170,11 +170,11 @@ class ChunkMaker:
             return Chunk(facts, table, order, origin, lineage)
         text = self._text(table, origin, lineage)
         if text.bad:
-            table, origin, images = self._without(text.bad, table, origin, lineage, images)
+            table, origin, images = self._drop_bad(text.bad, table, origin, lineage, images)
             text = self._text(table, origin, lineage)
         documents, mask = text.documents, text.mask
         if batch.long_documents == "fail":
-            self._refuse_long(documents, origin, lineage)
+            self._check_lengths(documents, origin, lineage)
         rows = rows_of(documents, batch.long_documents, batch.sequence_length)
         return self._with_text(number, table, origin, lineage, images, documents, mask, rows)
 
@@ -205,7 +205,7 @@ class ChunkMaker:
             counts=counts,
             images=None if found is None else found.images,
         )
-        kept = self._kept_columns(table)
+        kept = self._select_columns(table)
         return Chunk(facts, kept, document, origin, lineage, documents.values, begin, end, document_end, mask)
 
     def _order(self, number: int, num_rows: int) -> Ints:
@@ -213,7 +213,7 @@ class ChunkMaker:
             return np.arange(num_rows, dtype=np.int64)
         return row_order(self._seed, self._name, number, num_rows)
 
-    def _kept_columns(self, table: pa.Table) -> pa.Table:
+    def _select_columns(self, table: pa.Table) -> pa.Table:
         """Only what may still be asked for: the token column stays (its values are in use), others unless named go."""
         source = self._source
         decode = getattr(source.decode, "column", None)
@@ -221,17 +221,17 @@ class ChunkMaker:
         kept = [name for name in table.column_names if name in wanted]
         return table if len(kept) == table.num_columns else table.select(kept)
 
-    def _with_sizes(self, table: pa.Table, origin: Ints, lineage: Lineage) -> tuple[pa.Table, Ints, ImageFacts | None]:
+    def _add_image_facts(self, table: pa.Table, origin: Ints, lineage: Lineage) -> tuple[pa.Table, Ints, ImageFacts | None]:
         """The facts of deferred columns, without the rows whose header already shows that they are broken."""
         decode: Any = self._source.decode
         if decode is None:
             return table, origin, None
         if decode.column not in table.column_names:
-            raise SchemaError(self._missing(decode.column, table, "decode"))
+            raise SchemaError(self._missing_text(decode.column, table, "decode"))
         facts, bad = decode.facts(table.column(decode.column))
-        return self._without(bad, table, origin, lineage, facts) if bad else (table, origin, facts)
+        return self._drop_bad(bad, table, origin, lineage, facts) if bad else (table, origin, facts)
 
-    def _without(
+    def _drop_bad(
         self,
         bad: Sequence[tuple[int, str]],
         table: pa.Table,
@@ -276,19 +276,19 @@ class ChunkMaker:
                 n, m = int(tokens.lengths[row]), int(given.lengths[row])
                 bad[row] = f"{column!r} must have one entry per token, it has {m} for {n} tokens"
             if source.loss_mask is not None:
-                self._refuse_other_than_masks(given, origin, lineage)
+                self._check_mask(given, origin, lineage)
                 given = given.with_values(given.values if given.values.dtype.kind != "f" else given.values.astype(np.int8))
             else:
                 _note_bad_weights(given, bad)
                 given = given.with_values(given.values.astype(np.float32, copy=False))
-            mask = None if bad else given.aligned_with(tokens)
+            mask = None if bad else given.align_with(tokens)
         if not bad and self._batch.special_ids and tokens.smallest < 0:
             # An id below 0 is never a label: so labels, loss mask and loss tokens agree on it.
             is_label = tokens.values >= 0
             mask = is_label.astype(np.int8) if mask is None else np.where(is_label, mask, mask.dtype.type(0))
         return _Text(documents, mask, sorted(bad.items()))
 
-    def _refuse_other_than_masks(self, given: _Lists, origin: Ints, lineage: Lineage) -> None:
+    def _check_mask(self, given: _Lists, origin: Ints, lineage: Lineage) -> None:
         if given.smallest >= 0 and given.largest <= 1 and given.values.dtype.kind != "f":
             return
         wrong = given.rows_where((given.values != 0) & (given.values != 1))
@@ -303,8 +303,8 @@ class ChunkMaker:
     def _lists(self, table: pa.Table, name: str, option: str) -> _Lists:
         """A column of lists of numbers, without a copy: integers for tokens, and truth values or floats for masks too."""
         if name not in table.column_names:
-            raise SchemaError(self._missing(name, table, option))
-        array: Any = joined(table.column(name))  # any kind of list array
+            raise SchemaError(self._missing_text(name, table, option))
+        array: Any = combine_chunks(table.column(name))  # any kind of list array
         if array.type == _PLAIN:
             return _list_parts(array, name)
         kind = array.type
@@ -335,7 +335,7 @@ class ChunkMaker:
             raise SchemaError(f"source {self._name!r}: column {name!r} must be {wanted}, it is {kind}{hint}")
         return _list_parts(array, name)
 
-    def _refuse_long(self, documents: Documents, origin: Ints, lineage: Lineage) -> None:
+    def _check_lengths(self, documents: Documents, origin: Ints, lineage: Lineage) -> None:
         long = np.flatnonzero(documents.lengths > self._batch.sequence_length)
         if len(long):
             file, row = lineage.where(int(origin[long[0]]))
@@ -345,7 +345,7 @@ class ChunkMaker:
                 f"than sequence_length {self._batch.sequence_length:,}; set long_documents to 'split', 'truncate' or 'drop'"
             )
 
-    def _missing(self, column: str, table: pa.Table, option: str) -> str:
+    def _missing_text(self, column: str, table: pa.Table, option: str) -> str:
         hint = (
             "; tokenise text with transform=ol.Tokenize(...), or name the column with tokens=" if option == "tokens" else ""
         )
@@ -407,7 +407,7 @@ class _Lists:
     def with_values(self, values: NDArray[Any]) -> _Lists:
         return self if values is self.values else replace(self, values=values)
 
-    def aligned_with(self, other: _Lists) -> NDArray[Any]:
+    def align_with(self, other: _Lists) -> NDArray[Any]:
         """The values where those of another column of lists of the same lengths lie."""
         if np.array_equal(self.offsets, other.offsets):
             return self.values

@@ -30,7 +30,7 @@ class ImageHeader:
     bits: int = 8
 
 
-def header_of(data: memoryview, tail: memoryview | None = None) -> ImageHeader | None:
+def parse_header(data: memoryview, tail: memoryview | None = None) -> ImageHeader | None:
     """The header of a JPEG or PNG, None for anything else. A file that is damaged or cut short is a DataError.
 
     With `tail`, `data` is only the first bytes of the file and `tail` the last ones: then an error may mean no more
@@ -39,13 +39,13 @@ def header_of(data: memoryview, tail: memoryview | None = None) -> ImageHeader |
     if not data:
         raise DataError("the image is empty (0 bytes)")
     if data[: len(JPEG)] == JPEG:
-        return _jpeg(data, tail)
+        return _parse_jpeg(data, tail)
     if data[: len(PNG)] == PNG:
-        return _png(data, tail)
+        return _parse_png(data, tail)
     return None
 
 
-def _jpeg(data: memoryview, tail: memoryview | None) -> ImageHeader:
+def _parse_jpeg(data: memoryview, tail: memoryview | None) -> ImageHeader:
     place = 2
     while True:
         while data[place : place + 2] == b"\xff\xff":  # markers may be padded
@@ -74,7 +74,7 @@ def _jpeg(data: memoryview, tail: memoryview | None) -> ImageHeader:
     return ImageHeader("jpeg", height, width, channels, bits)
 
 
-def _png(data: memoryview, tail: memoryview | None) -> ImageHeader:
+def _parse_png(data: memoryview, tail: memoryview | None) -> ImageHeader:
     if len(data) < 33 or data[12:16] != b"IHDR":
         raise DataError(f"PNG of {len(data)} bytes is cut short in its header")
     width, height, bits, colour = struct.unpack_from(">IIBB", data, 16)

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import DataError, OverlordError, SchemaError, SourceError, SpecError
-from overlord.media.headers import TAIL_BYTES, ImageHeader, header_of
-from overlord.media.resample import Pixels, Span, resized
-from overlord.sources.storage import StoredFile, opened, read_at
-from overlord.sources.views import StoredValues, is_view, stored_value
+from overlord.media.headers import TAIL_BYTES, ImageHeader, parse_header
+from overlord.media.resample import Pixels, Span, resize
+from overlord.sources.storage import StoredFile, open_local, read_at
+from overlord.sources.views import StoredValues, is_view, read_value
 from overlord.stream.facts import ImageSizes, Ints
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class DecodeImage:
         # One look at a header is some microseconds and cannot be vectorised; pixels are not touched.
         for row, files in enumerate(_peeks_of_rows(column)):
             try:
-                shapes = [self._shape(file) for file in _present(files)]
+                shapes = [self._shape(file) for file in _files_or_raise(files)]
             except SourceError:
                 raise  # the file cannot be read, which says nothing about the row
             except DataError as error:
@@ -107,20 +107,20 @@ class DecodeImage:
         self, column: pa.ChunkedArray | pa.Array, row: int, out: Sequence[Pixels] | None = None, only: int | None = None
     ) -> list[Pixels]:
         """The decoded images of one row, or the one with number `only`, written to `out` where given."""
-        files = _present(next(iter(_files_of_rows(column.slice(row, 1)))))
+        files = _files_or_raise(next(iter(_files_of_rows(column.slice(row, 1)))))
         files = files if only is None else files[only : only + 1]
         return [self.decode(data, None if out is None else out[i]) for i, data in enumerate(files)]
 
     def decode(self, data: Data, out: Pixels | None = None) -> Pixels:
         """One image as uint8 (height, width, 3), written to `out` where given. Raises DataError in one line."""
         content = memoryview(data).cast("B")
-        header = header_of(content)
+        header = parse_header(content)
         if header is not None:
             self._check_pixels(header.height, header.width)
         if header is not None and header.kind == "jpeg" and header.channels != 4 and header.bits == 8:
-            pixels = self._jpeg(content, header, out)
+            pixels = self._decode_jpeg_file(content, header, out)
         else:
-            pixels = self._other(content, out)
+            pixels = self._decode_other(content, out)
         if out is None or pixels is out:
             return pixels
         if pixels.shape != out.shape:
@@ -134,13 +134,13 @@ class DecodeImage:
     def _shape(self, file: _Peek) -> tuple[int, int]:
         """Height and width of the decoded image."""
         try:
-            header = header_of(file.head, file.tail)
+            header = parse_header(file.head, file.tail)
         except DataError:
             if file.whole is None:
                 raise
             return self._shape(_Peek(file.whole()))
         if header is None:
-            with _opened(file.head if file.whole is None else file.whole()) as image:
+            with _open_image(file.head if file.whole is None else file.whole()) as image:
                 width, height = image.size
         else:
             height, width = header.height, header.width
@@ -155,29 +155,29 @@ class DecodeImage:
                 f"image of {width} x {height} has more than the {self.max_pixels:,} pixels allowed; raise max_pixels"
             )
 
-    def _jpeg(self, content: memoryview, header: ImageHeader, out: Pixels | None) -> Pixels:
+    def _decode_jpeg_file(self, content: memoryview, header: ImageHeader, out: Pixels | None) -> Pixels:
         simplejpeg = _simplejpeg()
         if self.size is None:
-            return _decoded(simplejpeg, content, "RGB", self.strict)
+            return _decode_jpeg(simplejpeg, content, "RGB", self.strict)
         rows, columns = self._box(header.height, header.width)
         scale = _scale(rows[1] - rows[0], columns[1] - columns[0], self.size)
         # The decoder takes the smallest scale that gives this size, rounded up as it rounds.
         least = {"min_height": -(-header.height * scale // 8), "min_width": -(-header.width * scale // 8)}
-        pixels = _decoded(simplejpeg, content, "RGB", self.strict, **least)
-        return resized(pixels, self.size, _scaled(rows, scale), _scaled(columns, scale), out)
+        pixels = _decode_jpeg(simplejpeg, content, "RGB", self.strict, **least)
+        return resize(pixels, self.size, _scaled(rows, scale), _scaled(columns, scale), out)
 
-    def _other(self, content: memoryview, out: Pixels | None) -> Pixels:
-        with _opened(content) as image:
+    def _decode_other(self, content: memoryview, out: Pixels | None) -> Pixels:
+        with _open_image(content) as image:
             self._check_pixels(image.height, image.width)
             kind = image.format
-            with _decoding(f"{kind} of {len(content)} bytes cannot be decoded"):
+            with _data_errors(f"{kind} of {len(content)} bytes cannot be decoded"):
                 image.load()
                 picture = _as_rgb(image)
         if self.size is None:
             return np.array(picture)
         self._check_pixels(picture.height, picture.width)
         rows, columns = self._box(picture.height, picture.width)
-        return resized(np.asarray(picture), self.size, rows, columns, out)
+        return resize(np.asarray(picture), self.size, rows, columns, out)
 
     def _box(self, height: int, width: int) -> tuple[Span, Span]:
         """The rows and columns of the picture that are wanted."""
@@ -212,7 +212,7 @@ def _files_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[_Files]:
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
         for row in range(len(chunk)):
             # Read from its file rather than touched where it is mapped: see `views`.
-            stored = stored_value(chunk, row) if is_view(kind) else None
+            stored = read_value(chunk, row) if is_view(kind) else None
             if stored is not None:
                 yield [memoryview(stored).cast("B")]
                 continue
@@ -238,7 +238,7 @@ def _peeks_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[list[_Peek] |
             yield from map(_peeks, _files_of_rows(chunk))
             continue
         with ExitStack() as files:
-            descriptors = [files.enter_context(opened(mapped.file)) for mapped in stored.files]
+            descriptors = [files.enter_context(open_local(mapped.file)) for mapped in stored.files]
             for row, number in enumerate(stored.file.tolist()):
                 if number >= 0:
                     place = int(stored.offsets[row]), int(stored.lengths[row])
@@ -278,7 +278,7 @@ def _files_of_structs(scalar: Any) -> _Files:
     return files
 
 
-def _present(files: list[T] | DataError) -> list[T]:
+def _files_or_raise(files: list[T] | DataError) -> list[T]:
     if isinstance(files, DataError):
         raise files
     return files
@@ -307,13 +307,13 @@ def _scaled(span: Span, eighths: int) -> Span:
     return span[0] * eighths / 8, span[1] * eighths / 8
 
 
-def _decoded(simplejpeg: ModuleType, content: memoryview, colours: str, strict: bool, **least: int) -> Pixels:
-    with _decoding(f"JPEG of {len(content)} bytes cannot be decoded"):
+def _decode_jpeg(simplejpeg: ModuleType, content: memoryview, colours: str, strict: bool, **least: int) -> Pixels:
+    with _data_errors(f"JPEG of {len(content)} bytes cannot be decoded"):
         return simplejpeg.decode_jpeg(content, colours, strict=strict, **least)
 
 
 @contextmanager
-def _decoding(failed: str) -> Iterator[None]:
+def _data_errors(failed: str) -> Iterator[None]:
     """Whatever a decoder raises is about the image: damaged ones make Pillow's plugins raise RuntimeError, AttributeError,
     struct.error, warnings and types of their own, and no list of them would be complete."""
     try:
@@ -336,12 +336,12 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _opened(content: memoryview) -> Image.Image:
+def _open_image(content: memoryview) -> Image.Image:
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:
         raise SpecError("decoding images needs an extra: pip install 'overlord-dataloader[images]'") from None
-    with _decoding(f"image of {len(content)} bytes cannot be opened"):
+    with _data_errors(f"image of {len(content)} bytes cannot be opened"):
         try:
             image = Image.open(io.BytesIO(content))
         except UnidentifiedImageError:

@@ -32,7 +32,7 @@ class Blur(NamedTuple):
     sigma: float = 1.0
 
 
-def resized(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, out: Pixels | None = None) -> Pixels:
+def resize(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, out: Pixels | None = None) -> Pixels:
     """The part `rows` x `columns` of an RGB picture (height, width, 3), as RGB of `size` (height, width, 3)."""
     cv2 = _opencv()
     (top, height), (left, width) = _within(rows, picture.shape[0]), _within(columns, picture.shape[1])
@@ -43,7 +43,7 @@ def resized(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, o
     if max(boxes) > 1:
         reduced = -(-height // boxes[0]), -(-width // boxes[1])
         picture = cv2.resize(picture, reduced[::-1], interpolation=cv2.INTER_AREA)
-        rows, columns = _scaled(rows, reduced[0] / height), _scaled(columns, reduced[1] / width)
+        rows, columns = scale_span(rows, reduced[0] / height), scale_span(columns, reduced[1] / width)
     vertical, horizontal = _blur(down, boxes[0]), _blur(across, boxes[1])
     if max(vertical.taps, horizontal.taps) > 1:
         taps = (horizontal.taps, vertical.taps)
@@ -63,7 +63,7 @@ def _within(span: Span, length: int) -> tuple[int, int]:
     return start, max(1, min(math.ceil(span[1]), length) - start)
 
 
-def _scaled(span: Span, factor: float) -> Span:
+def scale_span(span: Span, factor: float) -> Span:
     return span[0] * factor, span[1] * factor
 
 

@@ -116,7 +116,7 @@ def make_loader_host(
         is_local = not any(is_remote(unit.path) for unit in units[:1])
         make = maker.make, maker.expected_bytes
         loader = SourceLoader(name, *make, buffer_bytes, threads, at_close=maker.close, makes_ahead=is_local)
-        return Held(loader, bad_rows, source.decode, maker.bad_decode)
+        return Held(loader, bad_rows, source.decode, maker.report_bad_decode)
 
     return LoaderHost(opened, tuple(num_held), job.batch.columns, threads, own_threads=num_threads is not None)
 

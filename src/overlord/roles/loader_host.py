@@ -22,8 +22,8 @@ from overlord.batches.payload import NO_LOSS, Payload
 from overlord.chunks.bad_rows import BadRow, BadRowLog
 from overlord.errors import ClosedError, DataError, SourceError
 from overlord.roles.source_loader import BufferUse, Opened, SourceLoader, Work
-from overlord.sources.column_types import joined_arrays
-from overlord.sources.views import compact, joined, take_rows
+from overlord.sources.column_types import merge_arrays
+from overlord.sources.views import combine_chunks, compact, take_rows
 from overlord.stream.facts import (
     ONLY_IMAGE,
     ChunkFacts,
@@ -340,12 +340,12 @@ def _columns(
     found = {}
     for name in names:
         arrays = [
-            joined(compact(take_rows(chunk.table.select([name]), rows)).column(0))
+            combine_chunks(compact(take_rows(chunk.table.select([name]), rows)).column(0))
             if name in chunk.table.column_names
             else pa.nulls(len(rows))
             for _, chunk, rows in parts
         ]
-        found[name] = joined_arrays(name, arrays, owners).take(back)
+        found[name] = merge_arrays(name, arrays, owners).take(back)
     return found
 
 

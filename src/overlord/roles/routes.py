@@ -94,7 +94,7 @@ class Routes:
             return iter([self._giving(parts[0])()])
         together = _batches(parts)
         giving = [self._giving(Samples.concatenated(batch)) for batch in together]
-        return (payload for batch, given in zip(together, giving, strict=True) for payload in given().parts(map(len, batch)))
+        return (payload for batch, given in zip(together, giving, strict=True) for payload in given().split(map(len, batch)))
 
     def status_lines(self) -> list[str]:
         """What the loaders are busy with. One that does not answer is named, not waited for."""
@@ -122,7 +122,7 @@ class Routes:
 
         def given() -> Payload:
             payloads = [self._given(wait, part, tries) for wait, part in zip(asked, parts, strict=True)]
-            return Payload.merged(payloads, places, list(map(_named_sources, parts))) if places else payloads[0]
+            return Payload.merge(payloads, places, list(map(_named_sources, parts))) if places else payloads[0]
 
         return given
 

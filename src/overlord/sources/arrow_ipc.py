@@ -12,7 +12,7 @@ import pyarrow.ipc
 
 from overlord.declare.source import MIB, Unit
 from overlord.errors import BufferTooSmallError, SourceError, SpecError, StorageError
-from overlord.sources.files import FileSource, checked_columns, common_schema
+from overlord.sources.files import FileSource, check_columns, common_schema
 from overlord.sources.ipc_blocks import (
     CONTINUATION,
     MAGIC,
@@ -32,10 +32,10 @@ from overlord.sources.storage import (
     StoredFile,
     is_remote,
     map_threads,
-    opened,
+    open_local,
     read_into,
 )
-from overlord.sources.validation import validated
+from overlord.sources.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,19 +80,19 @@ class ArrowIpc(FileSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "columns", checked_columns(self.columns))
+        object.__setattr__(self, "columns", check_columns(self.columns))
         if self.unit_bytes < 1:
             raise SpecError(f"unit_bytes must be positive, got {self.unit_bytes}")
 
     def units(self) -> list[Unit]:
-        files = self.files()
-        indexes = map_threads(lambda file: _index(self.storage, file), files)
+        files = self.list_files()
+        indexes = map_threads(lambda file: _read_index(self.storage, file), files)
         found = [(file.path, index.schema) for file, index in zip(files, indexes, strict=True)]
         schema = common_schema(found, self.columns)
         units: list[Unit] = []
         for file, index in zip(files, indexes, strict=True):
             units += _units(file, index, schema, self.unit_bytes)
-        return self._some(units)
+        return self._check_not_empty(units)
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: Batches = unit.detail
@@ -104,14 +104,14 @@ class ArrowIpc(FileSource):
                 # Read, it would not fit into the buffer beside the next one. A file that is cut while it is mapped kills
                 # the process, so this is for what cannot be had otherwise.
                 mapped = (MappedFile(detail.file),)
-                table = self._table(unit, mapped[0].data, 0) if detail.starts else _whole(unit.path, mapped[0].data)
+                table = self._decode(unit, mapped[0].data, 0) if detail.starts else _decode_whole(unit.path, mapped[0].data)
         except StorageError:
             raise  # an OSError too, but it says nothing about the file
         except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
             raise SourceError(f"{unit} cannot be decoded as Arrow IPC: {error}; copy or write the file again") from error
         table = table.select(detail.schema.names).replace_schema_metadata(None)
         where = [f"the record batch at byte {start:,} of {unit.path}" for start in detail.starts]
-        result = validated(table, where or unit.path, mapped=mapped)
+        result = validate(table, where or unit.path, mapped=mapped)
         if unit.num_rows is not None and table.num_rows != unit.num_rows:
             raise SourceError(
                 f"{unit} gave {table.num_rows} rows and had {unit.num_rows} when it was listed; do not change the files of "
@@ -123,22 +123,22 @@ class ArrowIpc(FileSource):
         detail: Batches = unit.detail
         file, schema = detail.file, detail.file_schema
         if not detail.starts:
-            return _whole(unit.path, self.storage.read(file, 0, file.num_bytes))
+            return _decode_whole(unit.path, self.storage.read(file, 0, file.num_bytes))
         if is_remote(file.path) or len(detail.schema) == len(schema):
             start = min(detail.starts)
-            return self._table(unit, self.storage.read(file, start, max(detail.stops)), start)
-        with opened(file) as descriptor:
+            return self._decode(unit, self.storage.read(file, start, max(detail.stops)), start)
+        with open_local(file) as descriptor:
             places = zip(detail.starts, detail.stops, strict=True)
             batches = [self._read_columns(unit, descriptor, start, stop) for start, stop in places]
         return pa.Table.from_batches(batches)
 
-    def _table(self, unit: Unit, data: pa.Buffer, origin: int) -> pa.Table:
+    def _decode(self, unit: Unit, data: pa.Buffer, origin: int) -> pa.Table:
         """The record batches of a unit out of `data`, which begins at byte `origin` of the file."""
         detail: Batches = unit.detail
         places = zip(detail.starts, detail.stops, strict=True)
         pieces = [data.slice(start - origin, stop - start) for start, stop in places]
         self._check_bytes(unit, sum(map(decompressed_bytes, pieces)))
-        batches = [_record_batch(unit, piece, start) for start, piece in zip(detail.starts, pieces, strict=True)]
+        batches = [_decode_batch(unit, piece, start) for start, piece in zip(detail.starts, pieces, strict=True)]
         return pa.Table.from_batches(batches, detail.file_schema)
 
     def _read_columns(self, unit: Unit, descriptor: int, start: int, stop: int) -> pa.RecordBatch:
@@ -156,8 +156,8 @@ class ArrowIpc(FileSource):
         if is_compressed(bytes(content[8:body])):
             read_into(detail.file, descriptor, content[body:], start + body)
             self._check_bytes(unit, decompressed_bytes(message))
-            return _record_batch(unit, message, start).select(detail.schema.names)
-        batch = _record_batch(unit, message, start).select(detail.schema.names)
+            return _decode_batch(unit, message, start).select(detail.schema.names)
+        batch = _decode_batch(unit, message, start).select(detail.schema.names)
         found = (data for column in batch.columns for data in column.buffers() if data is not None)
         wanted = [(data.address - message.address, data.size) for data in found]
         if 2 * sum(size for _, size in wanted) > message.size:
@@ -196,16 +196,16 @@ def _units(file: StoredFile, index: _Index, schema: pa.Schema, unit_bytes: int) 
     return units
 
 
-def _index(storage: Storage, file: StoredFile) -> _Index:
+def _read_index(storage: Storage, file: StoredFile) -> _Index:
     try:
         if is_remote(file.path):
-            return _remote_index(storage, file)
-        with opened(file) as descriptor:
+            return _read_remote_index(storage, file)
+        with open_local(file) as descriptor:
             data = FileBytes(file, descriptor, HEADER_BYTES)
             if data[: len(MAGIC)] == MAGIC:
-                blocks, schema = _footer_index(file, *_tail(storage, file))
+                blocks, schema = _footer_index(file, *_read_tail(storage, file))
             else:
-                schema, blocks = _head_schema(storage, file), stream_blocks(file.path, data)
+                schema, blocks = _read_head_schema(storage, file), stream_blocks(file.path, data)
             if blocks.has_dictionaries:
                 return _Index(schema, None, None)
             ends = zip(blocks.starts, blocks.stops, strict=True)
@@ -218,15 +218,15 @@ def _index(storage: Storage, file: StoredFile) -> _Index:
         ) from error
 
 
-def _remote_index(storage: Storage, file: StoredFile) -> _Index:
-    tail, start = _tail(storage, file)
+def _read_remote_index(storage: Storage, file: StoredFile) -> _Index:
+    tail, start = _read_tail(storage, file)
     if tail.size > len(MAGIC) and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
         blocks, schema = _footer_index(file, tail, start)
         return _Index(schema, None if blocks.has_dictionaries else blocks, None)
-    return _Index(_head_schema(storage, file), None, None)
+    return _Index(_read_head_schema(storage, file), None, None)
 
 
-def _tail(storage: Storage, file: StoredFile) -> tuple[pa.Buffer, int]:
+def _read_tail(storage: Storage, file: StoredFile) -> tuple[pa.Buffer, int]:
     """The end of a file, with all of its footer where it has one, and where that begins."""
     start = max(0, file.num_bytes - HEAD_BYTES)
     tail = storage.read(file, start, file.num_bytes)
@@ -238,7 +238,7 @@ def _tail(storage: Storage, file: StoredFile) -> tuple[pa.Buffer, int]:
     return tail, start
 
 
-def _head_schema(storage: Storage, file: StoredFile) -> pa.Schema:
+def _read_head_schema(storage: Storage, file: StoredFile) -> pa.Schema:
     head_bytes = min(file.num_bytes, HEAD_BYTES)
     while True:
         head = storage.read(file, 0, head_bytes)
@@ -263,7 +263,7 @@ def _footer_index(file: StoredFile, tail: pa.Buffer, start: int) -> tuple[Blocks
     blocks = file_blocks(file.path, footer, file.num_bytes)
     sparse = pa.PythonFile(SparseFile(file.num_bytes, {start: tail}), mode="r")
     with pa.ipc.open_file(sparse) as reader:
-        return blocks, _with_names(reader.schema)
+        return blocks, _check_names(reader.schema)
 
 
 def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
@@ -272,10 +272,10 @@ def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
             f"{file.path} is neither an Arrow file nor an Arrow stream (it begins with {head[:6].to_pybytes()!r}); "
             "Feather version 1 and streams from before Arrow 0.15 must be written again"
         )
-    return _with_names(pa.ipc.read_schema(head))
+    return _check_names(pa.ipc.read_schema(head))
 
 
-def _with_names(schema: pa.Schema) -> pa.Schema:
+def _check_names(schema: pa.Schema) -> pa.Schema:
     """The schema. UnicodeDecodeError, a ValueError, where the name of a field, of a nested one too, is not UTF-8."""
     fields = list(schema)
     while fields:
@@ -285,7 +285,7 @@ def _with_names(schema: pa.Schema) -> pa.Schema:
     return schema
 
 
-def _record_batch(unit: Unit, message: pa.Buffer, start: int) -> pa.RecordBatch:
+def _decode_batch(unit: Unit, message: pa.Buffer, start: int) -> pa.RecordBatch:
     detail: Batches = unit.detail
     try:
         return pa.ipc.read_record_batch(message, detail.file_schema)
@@ -296,7 +296,7 @@ def _record_batch(unit: Unit, message: pa.Buffer, start: int) -> pa.RecordBatch:
         ) from error
 
 
-def _whole(path: str, data: pa.Buffer) -> pa.Table:
+def _decode_whole(path: str, data: pa.Buffer) -> pa.Table:
     is_file = data[: len(MAGIC)].to_pybytes() == MAGIC
     if not is_file:
         stream_blocks(path, data)  # checks more than Arrow does; a remote stream is not looked at when it is listed

@@ -21,9 +21,9 @@ UNFIT = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, Overfl
 """What pa.array raises for a Python value that does not fit a type."""
 
 
-def fitted(values: Sequence[Any], type_: pa.DataType) -> tuple[Column, dict[int, str]]:
+def fit_values(values: Sequence[Any], type_: pa.DataType) -> tuple[Column, dict[int, str]]:
     """The values under a type, and why some of them, which are null there, do not fit it."""
-    column = _unchanged(values, type_)
+    column = _convert_exactly(values, type_)
     if column is not None:
         return column, {}
     try:
@@ -37,7 +37,7 @@ def fitted(values: Sequence[Any], type_: pa.DataType) -> tuple[Column, dict[int,
     return pa.array([None if i in unfit else value for i, value in enumerate(values)], type_), unfit
 
 
-def wider(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
+def wider_type(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
     """The narrowest type that holds both, also inside lists and structs; None where there is none. Null goes with all."""
     if left.equals(right):
         return left
@@ -52,14 +52,14 @@ def wider_schema(left: pa.Schema, right: pa.Schema) -> pa.Schema | None:
     """All columns of both, each under the type that holds both; None where there is none."""
     fields = dict(zip(left.names, left.types, strict=True))
     for name, type_ in zip(right.names, right.types, strict=True):
-        both = wider(fields.get(name, pa.null()), type_)
+        both = wider_type(fields.get(name, pa.null()), type_)
         if both is None:
             return None
         fields[name] = both
     return pa.schema(list(fields.items()))
 
 
-def under_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+def cast_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table with the columns of a wider schema; those that it has not are null. Raises ArrowInvalid for a number that
     the wider type does not hold exactly: whole numbers beyond 2**53 are not all doubles."""
     columns = [
@@ -69,7 +69,7 @@ def under_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def joined_tables(tables: Sequence[pa.Table]) -> pa.Table | None:
+def merge_tables(tables: Sequence[pa.Table]) -> pa.Table | None:
     """One table of all columns of all tables, each under the type that holds them all; None where there is none."""
     schema = tables[0].schema
     for table in tables[1:]:
@@ -78,17 +78,17 @@ def joined_tables(tables: Sequence[pa.Table]) -> pa.Table | None:
             return None
         schema = merged
     try:
-        return pa.concat_tables([under_schema(table, schema) for table in tables])
+        return pa.concat_tables([cast_table(table, schema) for table in tables])
     except pa.ArrowInvalid:
         return None
 
 
-def joined_arrays(name: str, arrays: Sequence[pa.Array], owners: Sequence[str]) -> pa.Array:
+def merge_arrays(name: str, arrays: Sequence[pa.Array], owners: Sequence[str]) -> pa.Array:
     """The parts of one column one after the other, under the type that holds them all. `owners` says whose each part is."""
     first = 0  # the last part that widened the type
     found = arrays[0].type
     for i, array in enumerate(arrays):
-        both = wider(found, array.type)
+        both = wider_type(found, array.type)
         if both is None:
             raise SchemaError(
                 f"the column {name!r} is {found} in {owners[first]} and {array.type} in {owners[i]}, and no type holds both"
@@ -106,11 +106,11 @@ def joined_arrays(name: str, arrays: Sequence[pa.Array], owners: Sequence[str]) 
         ) from error
 
 
-def has_null(type_: Any) -> bool:
+def has_null_type(type_: Any) -> bool:
     """Whether a part of the type is not known: there were only nulls, or empty lists."""
     if pa.types.is_struct(type_):
-        return any(has_null(field.type) for field in type_)
-    return pa.types.is_null(type_) or (_is_list(type_) and has_null(type_.value_type))
+        return any(has_null_type(field.type) for field in type_)
+    return pa.types.is_null(type_) or (_is_list(type_) and has_null_type(type_.value_type))
 
 
 def largest_float(column: Column) -> float:
@@ -131,7 +131,7 @@ def largest_float(column: Column) -> float:
     return 0.0
 
 
-def _unchanged(values: Sequence[Any], type_: pa.DataType) -> Column | None:
+def _convert_exactly(values: Sequence[Any], type_: pa.DataType) -> Column | None:
     """The values under the type where that can be told without looking at each: what Arrow infers by itself is true to the
     values, except for true and false among floats, and a checked cast from numbers to numbers changes none."""
     try:
@@ -177,7 +177,7 @@ def _has_bool_as_float(values: Iterable[Any], type_: Any) -> bool:
 
 
 def _misfit(value: Any, type_: pa.DataType) -> str:
-    if _unchanged([value], type_) is not None:
+    if _convert_exactly([value], type_) is not None:
         return ""
     try:
         pa.array([value], type_)

@@ -47,8 +47,8 @@ class FileSource(Source):
     def storage(self) -> Storage:
         return Storage(tuple(sorted(self.storage_options.items())), self.retry)
 
-    def files(self) -> tuple[StoredFile, ...]:
-        return self.storage.files(self.patterns)
+    def list_files(self) -> tuple[StoredFile, ...]:
+        return self.storage.list_files(self.patterns)
 
     def read(self, unit: Unit) -> pa.Table:
         """The rows of one unit; BadRowError where one of them cannot be read."""
@@ -69,7 +69,7 @@ class FileSource(Source):
     def identity(self) -> str:
         return f"{type(self).__name__}({list(self.patterns)!r})"
 
-    def _some(self, units: list[Unit]) -> list[Unit]:
+    def _check_not_empty(self, units: list[Unit]) -> list[Unit]:
         if not units:
             raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
         return units
@@ -86,7 +86,7 @@ def codec_of(path: str) -> Codec | None:
     return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
 
 
-def decompressed_blocks(path: str, codec: Codec, content: pa.NativeFile, block_bytes: int) -> Iterator[bytes]:
+def decompress_blocks(path: str, codec: Codec, content: pa.NativeFile, block_bytes: int) -> Iterator[bytes]:
     """The content in blocks of at most `block_bytes`: how much there is cannot be known beforehand. Several frames or
     members one after the other are one content."""
     try:
@@ -99,10 +99,10 @@ def decompressed_blocks(path: str, codec: Codec, content: pa.NativeFile, block_b
         ) from error
 
 
-def decompressed(path: str, codec: Codec, content: pa.NativeFile, most_bytes: int) -> pa.Buffer:
+def decompress(path: str, codec: Codec, content: pa.NativeFile, most_bytes: int) -> pa.Buffer:
     """The whole content, if it has no more than `most_bytes`."""
     whole = pa.BufferOutputStream()
-    for block in decompressed_blocks(path, codec, content, BLOCK_BYTES):
+    for block in decompress_blocks(path, codec, content, BLOCK_BYTES):
         if whole.tell() + len(block) > most_bytes:
             raise BufferTooSmallError(
                 f"{path} has more than {most_bytes:,} bytes decompressed, which is more than one unit may "
@@ -116,7 +116,7 @@ Columns = Sequence[str] | None
 TypedColumns = Sequence[str] | Mapping[str, pa.DataType] | None
 
 
-def checked_columns(columns: TypedColumns) -> tuple[str, ...] | dict[str, pa.DataType] | None:
+def check_columns(columns: TypedColumns) -> tuple[str, ...] | dict[str, pa.DataType] | None:
     if columns is None:
         return None
     if isinstance(columns, str):
@@ -140,11 +140,11 @@ def common_schema(schemas: Iterable[tuple[str, pa.Schema]], columns: Columns) ->
     first: tuple[str, pa.Schema] | None = None
     for path, schema in schemas:
         if first is None:
-            first = path, _selected(path, schema, columns)
+            first = path, _select(path, schema, columns)
         elif columns is None and (extra := [n for n in schema.names if n not in first[1].names]):
             raise SchemaError(
                 f"{path} has the column {extra[0]!r}, which {first[0]} has not; say which columns to read: "
-                f"columns={_written(first[1].names)}"
+                f"columns={_tuple_text(first[1].names)}"
             )
         else:
             _check_same(path, schema, *first)
@@ -153,10 +153,10 @@ def common_schema(schemas: Iterable[tuple[str, pa.Schema]], columns: Columns) ->
 
 
 def missing_column(path: str, name: str, names: Sequence[str]) -> SchemaError:
-    return SchemaError(f"{path} has no column {name!r}; it has {_written(names)}")
+    return SchemaError(f"{path} has no column {name!r}; it has {_tuple_text(names)}")
 
 
-def _selected(path: str, schema: pa.Schema, columns: Columns) -> pa.Schema:
+def _select(path: str, schema: pa.Schema, columns: Columns) -> pa.Schema:
     names = schema.names if columns is None else columns
     for name in names:
         if name not in schema.names:
@@ -171,32 +171,32 @@ def _check_same(path: str, schema: pa.Schema, first_path: str, expected: pa.Sche
         if name not in schema.names:
             raise SchemaError(
                 f"{missing_column(path, name, schema.names)}, while {first_path} has that column; leave it out if it is not "
-                f"needed, {_without(expected.names, name)}, or rewrite one of the files"
+                f"needed, {_option_without(expected.names, name)}, or rewrite one of the files"
             )
-    found = _selected(path, schema, expected.names)
+    found = _select(path, schema, expected.names)
     for have, want in zip(found, expected, strict=True):
         if have.type != want.type:
             raise SchemaError(
                 f"{path} has the column {want.name!r} as {have.type}, but {first_path} has it as {want.type}; leave it out "
-                f"if it is not needed, {_without(expected.names, want.name)}, rewrite one of the files, or make them two "
-                "sources"
+                f"if it is not needed, {_option_without(expected.names, want.name)}, rewrite one of the files, or make "
+                "them two sources"
             )
 
 
-def _written(names: Sequence[str]) -> str:
+def _tuple_text(names: Sequence[str]) -> str:
     return "(" + ", ".join(repr(name) for name in names) + (",)" if len(names) == 1 else ")")
 
 
-def _without(names: Sequence[str], unwanted: str) -> str:
-    return f"columns={_written([name for name in names if name != unwanted])}"
+def _option_without(names: Sequence[str], unwanted: str) -> str:
+    return f"columns={_tuple_text([name for name in names if name != unwanted])}"
 
 
-def spelled_type(type_: Any) -> str:
+def type_text(type_: Any) -> str:
     """A type as it is written in Python."""
     if pa.types.is_list(type_):
-        return f"pa.list_({spelled_type(type_.value_type)})"
+        return f"pa.list_({type_text(type_.value_type)})"
     if pa.types.is_struct(type_):
-        return "pa.struct({" + ", ".join(f"{field.name!r}: {spelled_type(field.type)}" for field in type_) + "})"
+        return "pa.struct({" + ", ".join(f"{field.name!r}: {type_text(field.type)}" for field in type_) + "})"
     return {"double": "pa.float64()", "float": "pa.float32()", "bool": "pa.bool_()"}.get(str(type_), f"pa.{type_}()")
 
 

@@ -73,7 +73,7 @@ def stream_blocks(path: str, data: FileBytes | pa.Buffer) -> Blocks:
         length = struct.unpack_from("<i", mark, 4)[0] if len(mark) == 8 else -1
         stop = offset + 8 + length
         if mark[:4] != CONTINUATION or length < 0 or stop > data.size:
-            raise _cut(path, offset, data.size)
+            raise _cut_error(path, offset, data.size)
         if length == 0:
             _check_end(path, data, stop)
             break
@@ -81,7 +81,7 @@ def stream_blocks(path: str, data: FileBytes | pa.Buffer) -> Blocks:
         kind, body = _message(header)
         is_known = kind in (_DICTIONARY, _BATCH) if offset else kind == _SCHEMA
         if not is_known or body < 0 or stop + body > data.size:
-            raise _cut(path, offset, data.size)
+            raise _cut_error(path, offset, data.size)
         has_dictionaries |= kind == _DICTIONARY
         if kind == _BATCH:
             starts.append(offset)
@@ -181,7 +181,7 @@ def _u32(data: pa.Buffer | bytes, offset: int) -> int:
     return struct.unpack_from("<I", data, offset)[0]
 
 
-def _cut(path: str, offset: int, num_bytes: int) -> SourceError:
+def _cut_error(path: str, offset: int, num_bytes: int) -> SourceError:
     return SourceError(
         f"{path} is not a whole Arrow stream: the message at byte {offset:,} of {num_bytes:,} is cut off or damaged; "
         "copy or write it again"

@@ -22,20 +22,20 @@ from overlord.errors import BufferTooSmallError, SchemaError, SourceError, SpecE
 from overlord.sources.column_types import (
     UNFIT,
     Column,
-    fitted,
-    has_null,
+    fit_values,
+    has_null_type,
     largest_float,
-    wider,
+    wider_type,
 )
 from overlord.sources.files import (
     BLOCK_BYTES,
     FileSource,
-    checked_columns,
+    check_columns,
     codec_of,
-    decompressed_blocks,
-    spelled_type,
+    decompress_blocks,
+    type_text,
 )
-from overlord.sources.reading import BadRow, ReadResult, kept_rows
+from overlord.sources.reading import BadRow, ReadResult, good_rows
 
 if TYPE_CHECKING:
     from overlord.sources.storage import StoredFile
@@ -71,13 +71,13 @@ class Jsonl(FileSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "columns", checked_columns(self.columns))
+        object.__setattr__(self, "columns", check_columns(self.columns))
         if self.unit_bytes < 1:
             raise SpecError(f"unit_bytes must be positive, got {self.unit_bytes}")
 
     def units(self) -> list[Unit]:
-        files = [file for file in self.files() if file.num_bytes]
-        schema = self._schema(files)
+        files = [file for file in self.list_files() if file.num_bytes]
+        schema = self._find_schema(files)
         units: list[Unit] = []
         for file in files:
             size = file.num_bytes if codec_of(file.path) else self.unit_bytes
@@ -85,13 +85,13 @@ class Jsonl(FileSource):
                 stop = min(start + size, file.num_bytes)
                 detail = LineRange(file, start, stop, schema, isinstance(self.columns, Mapping))
                 units.append(Unit(file.path, i, None, stop - start, detail, file.version))
-        return self._some(units)
+        return self._check_not_empty(units)
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: LineRange = unit.detail
         must_have = () if detail.declared or unit.index else tuple(detail.schema.names)
         rows = JsonRows(unit.path, detail.schema, must_have, self.most_unit_bytes)
-        for offset, text in self._texts(unit.path, detail):
+        for offset, text in self._read_texts(unit.path, detail):
             rows.add(offset, text)
         return rows.result()
 
@@ -101,24 +101,24 @@ class Jsonl(FileSource):
             columns = {name: str(type_) for name, type_ in columns.items()}
         return f"Jsonl({list(self.patterns)!r}, columns={columns!r}, unit_bytes={self.unit_bytes})"
 
-    def _schema(self, files: Sequence[StoredFile]) -> pa.Schema:
+    def _find_schema(self, files: Sequence[StoredFile]) -> pa.Schema:
         if isinstance(self.columns, Mapping):
             return pa.schema(list(self.columns.items()))
         for file in files:
-            text = self._first_text(file)
+            text = self._read_first_text(file)
             if text.strip():
-                return inferred_schema(file.path, text, self.columns)
+                return infer_schema(file.path, text, self.columns)
         raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
 
-    def _first_text(self, file: StoredFile) -> bytes:
+    def _read_first_text(self, file: StoredFile) -> bytes:
         """The lines of the first unit of a file; of a compressed one, as many as fit in a unit, and at least one."""
         codec = codec_of(file.path)
         if codec is None:
             detail = LineRange(file, 0, min(self.unit_bytes, file.num_bytes), pa.schema([]), True)
-            return next(self._texts(file.path, detail))[1]
+            return next(self._read_texts(file.path, detail))[1]
         text = b""
         with self.storage.stream(file) as content:
-            for block in decompressed_blocks(file.path, codec, content, self.unit_bytes):
+            for block in decompress_blocks(file.path, codec, content, self.unit_bytes):
                 text += block
                 if len(block) < self.unit_bytes:
                     break
@@ -129,11 +129,11 @@ class Jsonl(FileSource):
                 self._check_line(file.path, 0, len(text))
         return text.removeprefix(BYTE_ORDER_MARK)
 
-    def _texts(self, path: str, detail: LineRange) -> Iterator[tuple[int, bytes]]:
+    def _read_texts(self, path: str, detail: LineRange) -> Iterator[tuple[int, bytes]]:
         """(offset, text) of the lines of a range, some at a time: offset counts from the start of the decompressed file."""
         if codec := codec_of(path):
             with self.storage.stream(detail.file) as content:
-                yield from self._whole_lines(path, decompressed_blocks(path, codec, content, BLOCK_BYTES))
+                yield from self._whole_lines(path, decompress_blocks(path, codec, content, BLOCK_BYTES))
             return
         # One byte earlier: a newline there means that a line begins with the first byte of the range.
         begin = max(0, detail.start - 1)
@@ -144,8 +144,8 @@ class Jsonl(FileSource):
                 return  # one line covers the whole range; it belongs to an earlier one
             begin, text = begin + first, text[first:]
         if not text.endswith(b"\n"):
-            text += self._rest_of_line(path, detail)
-        yield _without_mark(begin, text)
+            text += self._read_rest_of_line(path, detail)
+        yield _strip_mark(begin, text)
 
     def _whole_lines(self, path: str, blocks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
         offset, parts, held = 0, list[bytes](), 0
@@ -158,12 +158,12 @@ class Jsonl(FileSource):
                 continue
             text = b"".join([*parts, block[:end]])
             parts, held = [block[end:]], len(block) - end  # before the text is used: a long line is not held twice
-            yield _without_mark(offset, text)
+            yield _strip_mark(offset, text)
             offset += len(text)
         if held:
-            yield _without_mark(offset, b"".join(parts))
+            yield _strip_mark(offset, b"".join(parts))
 
-    def _rest_of_line(self, path: str, detail: LineRange) -> bytes:
+    def _read_rest_of_line(self, path: str, detail: LineRange) -> bytes:
         """From the end of a range to the end of the line that is open there."""
         parts: list[bytes] = []
         start, step = detail.stop, BEYOND_BYTES
@@ -186,7 +186,7 @@ class Jsonl(FileSource):
             )
 
 
-def _without_mark(offset: int, text: bytes) -> tuple[int, bytes]:
+def _strip_mark(offset: int, text: bytes) -> tuple[int, bytes]:
     if offset == 0 and text.startswith(BYTE_ORDER_MARK):
         return len(BYTE_ORDER_MARK), text[len(BYTE_ORDER_MARK) :]
     return offset, text
@@ -197,9 +197,9 @@ _PARSER_INTS = 2**63  # beyond this (and its double, without a sign) orjson make
 _LONG_NUMBER = re.compile(rb"\d{19}")
 
 
-def inferred_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa.Schema:
+def infer_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa.Schema:
     """The types of the fields, from the rows of one unit. Bad lines tell nothing and are left to the reading."""
-    rows = [row for row in map(_value, _split(text)) if type(row) is dict]
+    rows = [row for row in map(_parse_line, _split_lines(text)) if type(row) is dict]
     if not rows:
         raise SourceError(f"{path} has no JSON object on any of its first lines: is it JSON Lines?")
     found = list(dict.fromkeys(name for row in rows for name in row))
@@ -235,7 +235,7 @@ class JsonRows:
     def __init__(self, path: str, schema: pa.Schema, must_have: Sequence[str], most_bytes: int) -> None:
         self._path = path
         self._fields = list(schema)
-        self._schema = pa.schema([(field.name, _stored_type(field.type)) for field in schema])
+        self._find_schema = pa.schema([(field.name, _stored_type(field.type)) for field in schema])
         self._missing = dict.fromkeys(must_have)
         self._most_bytes = most_bytes
         self._tables: list[pa.Table] = []
@@ -248,24 +248,24 @@ class JsonRows:
 
     def add(self, offset: int, text: bytes) -> None:
         """Add the lines of `text`, which begins at byte `offset` of the (decompressed) file."""
-        lines = _split(text)
+        lines = _split_lines(text)
         bad: dict[int, str] = {}
         try:
             rows: list[Any] = [orjson.loads(line) for line in lines]
         except orjson.JSONDecodeError:
-            rows = [_value(line) for line in lines]
+            rows = [_parse_line(line) for line in lines]
         for i, row in enumerate(rows):
             if type(row) is not dict:
-                bad[i] = f"not a JSON object: {_fault(lines[i])}"
+                bad[i] = f"not a JSON object: {_line_error(lines[i])}"
                 rows[i] = {}
         self._num_objects += len(rows) - len(bad)
         for name in [name for name in self._missing if any(name in row for row in rows)]:
             del self._missing[name]
-        table = pa.table([self._column(field, lines, rows, bad) for field in self._fields], schema=self._schema)
+        table = pa.table([self._column(field, lines, rows, bad) for field in self._fields], schema=self._find_schema)
         if bad:
-            starts = _starts(text)
+            starts = _line_starts(text)
             reports = [BadRow(i, bad[i], f"{self._path} at byte {offset + starts[i]}") for i in sorted(bad)]
-            table = table.take(kept_rows(len(rows), reports))
+            table = table.take(good_rows(len(rows), reports))
             self._bad += [BadRow(self._num_rows + report.row, report.error, report.where) for report in reports]
         self._num_rows += len(rows)
         self._num_bytes += table.nbytes + len(bad) * _REPORT_BYTES
@@ -285,17 +285,17 @@ class JsonRows:
                 )
         for field in self._fields:
             self._check_type(field)
-        tables = self._tables or [self._schema.empty_table()]
+        tables = self._tables or [self._find_schema.empty_table()]
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
         if not self._bad:
             return ReadResult(table)
-        return ReadResult(table, kept_rows(self._num_rows, self._bad), tuple(self._bad))
+        return ReadResult(table, good_rows(self._num_rows, self._bad), tuple(self._bad))
 
     def _check_type(self, field: pa.Field) -> None:
         unfit = self._unfit[field.name]
         if not unfit:
             return
-        if has_null(field.type):
+        if has_null_type(field.type):
             raise SchemaError(
                 f"{self._path} has the field {field.name!r} as {unfit[0]}, but its type is not known: it is {field.type} in "
                 f"the first unit of the source, from which types are inferred; give it, columns={{{field.name!r}: "
@@ -313,20 +313,22 @@ class JsonRows:
         values = [row.get(name) for row in rows]
         self._num_values[name] += len(values) - values.count(None)
         if _is_json(type_):
-            column, unfit = _as_text(lines, values, name)
+            column, unfit = _to_json_text(lines, values, name)
         else:
-            column, unfit = fitted(values, type_)
-            unfit |= _rounded(column, lines, name, type_, bad)
+            column, unfit = fit_values(values, type_)
+            unfit |= _find_rounded(column, lines, name, type_, bad)
         if not unfit:
             return column
         for i, error in unfit.items():
-            bad.setdefault(i, f"the field {name!r} does not fit its type {type_}: {error}{_offer(name, type_, values[i])}")
+            bad.setdefault(
+                i, f"the field {name!r} does not fit its type {type_}: {error}{_type_hint(name, type_, values[i])}"
+            )
             self._unfit[name].append(type(values[i]).__name__)
             values[i] = None
-        return _as_text(lines, values, name)[0] if _is_json(type_) else fitted(values, type_)[0]
+        return _to_json_text(lines, values, name)[0] if _is_json(type_) else fit_values(values, type_)[0]
 
 
-def _rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType, bad: Container[int]) -> dict[int, str]:
+def _find_rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType, bad: Container[int]) -> dict[int, str]:
     """Whole numbers so large that the parser made floats of them, which are other numbers. Lines in `bad` are no JSON."""
     if largest_float(column) < _PARSER_INTS:
         return {}
@@ -343,7 +345,7 @@ def _rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType, 
     return found
 
 
-def _as_text(lines: list[bytes], values: list[Any], name: str) -> tuple[pa.Array, dict[int, str]]:
+def _to_json_text(lines: list[bytes], values: list[Any], name: str) -> tuple[pa.Array, dict[int, str]]:
     """The values as JSON text, by a parser that keeps numbers of any length."""
     texts = [None if value is None else _json_text(line, name) for line, value in zip(lines, values, strict=True)]
     unfit = {i: "it is nested too deeply" for i, text in enumerate(texts) if text is None and values[i] is not None}
@@ -378,23 +380,23 @@ def _stored_type(type_: pa.DataType) -> pa.DataType:
     return pa.string() if _is_json(type_) else type_
 
 
-def _offer(name: str, type_: pa.DataType, value: Any) -> str:
+def _type_hint(name: str, type_: pa.DataType, value: Any) -> str:
     """A type that would hold the value too, as it is declared."""
     try:
-        both = pa.uint64() if type(value) is int and 2**63 <= value < 2**64 else wider(type_, pa.array([value]).type)
+        both = pa.uint64() if type(value) is int and 2**63 <= value < 2**64 else wider_type(type_, pa.array([value]).type)
     except UNFIT:
         both = None
     if both is None or both.equals(type_):
         return ""
-    return f"; a type that holds every value can be declared: columns={{{name!r}: {spelled_type(both)}, ...}}"
+    return f"; a type that holds every value can be declared: columns={{{name!r}: {type_text(both)}, ...}}"
 
 
-def _split(text: bytes) -> list[bytes]:
+def _split_lines(text: bytes) -> list[bytes]:
     """The lines that are rows: blank ones are not."""
     return [line for line in text.split(b"\n") if line and not line.isspace()]
 
 
-def _value(line: bytes) -> Any:
+def _parse_line(line: bytes) -> Any:
     """What a line says; None when it says nothing that can be understood."""
     try:
         return orjson.loads(line)
@@ -402,7 +404,7 @@ def _value(line: bytes) -> Any:
         return None
 
 
-def _fault(line: bytes) -> str:
+def _line_error(line: bytes) -> str:
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -410,7 +412,7 @@ def _fault(line: bytes) -> str:
     return f"the line holds {type(value).__name__}"
 
 
-def _starts(text: bytes) -> list[int]:
+def _line_starts(text: bytes) -> list[int]:
     """Where each row begins in the text."""
     starts, position = [], 0
     for line in text.split(b"\n"):

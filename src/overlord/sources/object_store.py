@@ -69,18 +69,18 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedObject:
     key: str
     num_bytes: int
     version: str
     """The ETag, or the time of the last change where the store gives none."""
 
     @staticmethod
-    def of(meta: ObjectMeta) -> Listed:
+    def of(meta: ObjectMeta) -> ListedObject:
         # Some stores quote ETags in answers and not in listings, or mark them as weak in one of the two.
         tag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
         modified = meta.get("last_modified")
-        return Listed(meta["path"], meta["size"], tag or (modified.isoformat() if modified else ""))
+        return ListedObject(meta["path"], meta["size"], tag or (modified.isoformat() if modified else ""))
 
 
 class ObjectStore:
@@ -101,35 +101,35 @@ class ObjectStore:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._num_retries = 0
-        self._store = _connected(root, options, retry)
+        self._store = _connect(root, options, retry)
 
     @property
     def num_retries(self) -> int:
         """How often a request was asked again."""
         return self._num_retries
 
-    def head(self, key: str) -> Listed:
+    def head(self, key: str) -> ListedObject:
         import obstore
 
-        return Listed.of(self._ask(key, lambda: obstore.head(self._store, key)))
+        return ListedObject.of(self._request(key, lambda: obstore.head(self._store, key)))
 
-    def list_all(self, prefix: str) -> list[Listed]:
+    def list_all(self, prefix: str) -> list[ListedObject]:
         """Every object below the folder `prefix`, however deep."""
         import obstore
 
         def pages() -> list[ObjectMeta]:
             return [meta for page in obstore.list(self._store, prefix or None) for meta in page]
 
-        return [Listed.of(meta) for meta in self._ask(prefix, pages)]
+        return [ListedObject.of(meta) for meta in self._request(prefix, pages)]
 
-    def list_level(self, prefix: str) -> tuple[list[Listed], list[str]]:
+    def list_level(self, prefix: str) -> tuple[list[ListedObject], list[str]]:
         """The objects and the folders directly in the folder `prefix`."""
         import obstore
 
-        result = self._ask(prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None))
-        return [Listed.of(meta) for meta in result["objects"]], list(result["common_prefixes"])
+        result = self._request(prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None))
+        return [ListedObject.of(meta) for meta in result["objects"]], list(result["common_prefixes"])
 
-    def read(self, listed: Listed, start: int, stop: int) -> pa.Buffer:
+    def read(self, listed: ListedObject, start: int, stop: int) -> pa.Buffer:
         """The bytes [start, stop) of an object that is still as it was listed.
 
         Large ranges come in parts, so that a fault repeats a part and not the whole; all parts are of the same version.
@@ -137,14 +137,14 @@ class ObjectStore:
         if stop <= start:
             return pa.py_buffer(b"")
         if stop - start <= PART_BYTES:
-            return self._part(listed, start, stop)[0]
+            return self._get_part(listed, start, stop)[0]
         whole = pa.allocate_buffer(stop - start)
         target = np.frombuffer(memoryview(whole), np.uint8)
         begins = list(range(start, stop, PART_BYTES))
 
-        def fetch(expected: Listed, begin: int) -> Listed:
+        def fetch(expected: ListedObject, begin: int) -> ListedObject:
             end = min(begin + PART_BYTES, stop)
-            part, found = self._part(expected, begin, end)
+            part, found = self._get_part(expected, begin, end)
             target[begin - start : end - start] = np.frombuffer(memoryview(part), np.uint8)
             return found
 
@@ -157,17 +157,17 @@ class ObjectStore:
             pool.shutdown(cancel_futures=True)
         return whole
 
-    def _part(self, listed: Listed, start: int, stop: int) -> tuple[pa.Buffer, Listed]:
+    def _get_part(self, listed: ListedObject, start: int, stop: int) -> tuple[pa.Buffer, ListedObject]:
         """A range in one request, and the object that it is of."""
         import obstore
 
         key, num_bytes, version = listed.key, listed.num_bytes, listed.version
 
-        def get() -> tuple[pa.Buffer, Listed]:
+        def get() -> tuple[pa.Buffer, ListedObject]:
             result = obstore.get(self._store, key, options={"range": (start, stop)})
-            return pa.py_buffer(result.bytes()), Listed.of(result.meta)
+            return pa.py_buffer(result.bytes()), ListedObject.of(result.meta)
 
-        part, found = self._ask(key, get)
+        part, found = self._request(key, get)
         if found.num_bytes != num_bytes or (version and found.version and found.version != version):
             raise SourceError(
                 f"{self.root}/{key} has changed since it was listed: it has {found.num_bytes:,} bytes and the version "
@@ -194,22 +194,22 @@ class ObjectStore:
             return True
 
         # A put that seemed to fail may have arrived, and is then found to exist when it is tried again.
-        if not self._ask(key, put, "written") and self.get(key) != content:
+        if not self._request(key, put, "written") and self.get(key) != content:
             raise FileExistsError(f"{self.root}/{key} exists already")
 
     def get(self, key: str) -> bytes:
         """A whole object that was never listed."""
         import obstore
 
-        return self._ask(key, lambda: bytes(obstore.get(self._store, key).bytes()))
+        return self._request(key, lambda: bytes(obstore.get(self._store, key).bytes()))
 
     def delete(self, key: str) -> None:
         """One that does not exist is as good as deleted."""
         import obstore
 
-        self._ask(key, lambda: obstore.delete(self._store, key), "deleted")
+        self._request(key, lambda: obstore.delete(self._store, key), "deleted")
 
-    def _ask(self, key: str, request: Callable[[], T], done: str = "read") -> T:
+    def _request(self, key: str, request: Callable[[], T], done: str = "read") -> T:
         from obstore.exceptions import BaseError
 
         def attempt() -> T:
@@ -223,7 +223,7 @@ class ObjectStore:
 
         def note(failed: FailedAttempt[Exception]) -> None:
             error, reason, wait = failed.error, _reason(failed.error), failed.pause_s or 0.0
-            if not _is_passing(error):
+            if not _is_transient(error):
                 raise SourceError(f"{self.root}/{key} {_refusal(error, done)} ({reason})") from error
             if failed.waited_s + wait > self._retry.deadline_s:
                 raise StorageError(
@@ -264,7 +264,7 @@ def num_retries() -> dict[str, int]:
     return counts
 
 
-def _connected(root: str, options: Mapping[str, str], retry: Retry) -> Any:
+def _connect(root: str, options: Mapping[str, str], retry: Retry) -> Any:
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -294,7 +294,7 @@ def _status(error: Exception) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _is_passing(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     from obstore.exceptions import GenericError
 
     status = _status(error)

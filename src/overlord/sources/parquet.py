@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from overlord.declare.source import Unit
 from overlord.errors import BufferTooSmallError, SourceError
-from overlord.sources.files import FileSource, checked_columns, common_schema
+from overlord.sources.files import FileSource, check_columns, common_schema
 from overlord.sources.parquet_lists import (
     ListColumn,
     Lists,
@@ -30,9 +30,9 @@ from overlord.sources.storage import (
     is_remote,
     map_threads,
     open_arrow,
-    reporting,
+    source_errors,
 )
-from overlord.sources.validation import validated
+from overlord.sources.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -73,11 +73,11 @@ class Parquet(FileSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "columns", checked_columns(self.columns))
+        object.__setattr__(self, "columns", check_columns(self.columns))
 
     def units(self) -> list[Unit]:
-        files = self.files()
-        footers = map_threads(lambda file: _footer(self.storage, file), files)
+        files = self.list_files()
+        footers = map_threads(lambda file: _read_footer(self.storage, file), files)
         schemas = ((file.path, _arrow_schema(file, footer)) for file, footer in zip(files, footers, strict=True))
         schema = common_schema(schemas, self.columns).remove_metadata()
         units: list[Unit] = []
@@ -85,8 +85,8 @@ class Parquet(FileSource):
             _check_chunks(file, footer, schema.names)
             leaves, lists = _leaves(footer, schema.names), list_columns(footer, schema)
             detail = RowGroup(file, footer, schema, leaves, lists)
-            units += _row_groups(file, detail)
-        return self._some(units)
+            units += _units(file, detail)
+        return self._check_not_empty(units)
 
     def read_rows(self, unit: Unit) -> ReadResult:
         reader = ParquetReader(self)
@@ -119,7 +119,7 @@ class ParquetReader:
         self._not_flat: set[str] = set()  # columns of lists that turned out to be for Arrow to read
 
     def read_rows(self, unit: Unit) -> ReadResult:
-        return validated(self._decode(unit), f"row group {unit.index} of {unit.path}")
+        return validate(self._decode(unit), f"row group {unit.index} of {unit.path}")
 
     def close(self) -> None:
         self._last_file.close()
@@ -169,7 +169,7 @@ class ParquetReader:
             table = self._row_group(opened.file, opened.parquet, unit)
         finally:
             # By its path: an open descriptor still reads a file that was replaced or deleted.
-            with reporting(unit.path):
+            with source_errors(unit.path):
                 check_unchanged(detail.file, os.stat(unit.path))
         self._last_file.put_back(opened)
         return table
@@ -193,7 +193,7 @@ class ParquetReader:
             name, chunk = column.field.name, group.column(column.leaf)
             if name in self._not_flat or not is_worth_it(chunk, group.num_rows):
                 continue
-            if (error := _entries_error(detail.footer, detail.file.num_bytes, [unit.index], [column.leaf])) is not None:
+            if (error := _find_entries_error(detail.footer, detail.file.num_bytes, [unit.index], [column.leaf])) is not None:
                 raise error
             start, stop = _extent(chunk)
             file.seek(start)
@@ -262,7 +262,7 @@ def _parquet_file(file: pa.NativeFile, footer: FileMetaData) -> ParquetFile:
     return pq.ParquetFile(file, metadata=footer, pre_buffer=False, page_checksum_verification=True)
 
 
-def _row_groups(file: StoredFile, detail: RowGroup) -> list[Unit]:
+def _units(file: StoredFile, detail: RowGroup) -> list[Unit]:
     units = []
     for i in range(detail.footer.num_row_groups):
         num_rows, num_bytes = detail.footer.row_group(i).num_rows, 0
@@ -293,7 +293,7 @@ def _arrow_schema(file: StoredFile, footer: FileMetaData) -> pa.Schema:
         for i in range(footer.num_columns):
             _ = footer.schema.column(i).path  # a name that is not UTF-8 fails here, not somewhere in planning
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _unreadable(file, error) from error
+        raise _unreadable_error(file, error) from error
     return schema
 
 
@@ -301,25 +301,25 @@ def _check_chunks(file: StoredFile, footer: FileMetaData, names: Sequence[str]) 
     """Raises SourceError where the footer's entry for a column chunk of the named columns cannot be used."""
     num_rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
     if min(num_rows, default=0) < 0 or sum(num_rows) != footer.num_rows:
-        raise _unreadable(file, f"its row groups have {sum(num_rows):,} rows, but it says {footer.num_rows:,}")
+        raise _unreadable_error(file, f"its row groups have {sum(num_rows):,} rows, but it says {footer.num_rows:,}")
     leaves, groups = list(_leaves(footer, names)), list(range(footer.num_row_groups))
-    error = _entries_error(footer, file.num_bytes, groups, leaves)
+    error = _find_entries_error(footer, file.num_bytes, groups, leaves)
     if error is None:
         return
     for i in leaves:
         column = footer.schema.column(i).path
-        found = _entries_error(footer, file.num_bytes, groups, [i])
+        found = _find_entries_error(footer, file.num_bytes, groups, [i])
         if found is not None and "crypt" in str(found):
             raise SourceError(
                 f"{file.path} has the encrypted column {column!r}, and encrypted columns cannot be read: name the others "
                 "with columns=, or write the file without encryption"
             ) from found
         if found is not None:
-            raise _unreadable(file, f"column {column!r}: {found}") from found
-    raise _unreadable(file, error) from error
+            raise _unreadable_error(file, f"column {column!r}: {found}") from found
+    raise _unreadable_error(file, error) from error
 
 
-def _entries_error(footer: FileMetaData, num_bytes: int, groups: list[int], leaves: list[int]) -> Exception | None:
+def _find_entries_error(footer: FileMetaData, num_bytes: int, groups: list[int], leaves: list[int]) -> Exception | None:
     """What Arrow says of the footer's entries for column chunks when it is about to read them.
 
     pyarrow's accessors of these entries do not catch what Arrow's C++ throws at damaged or encrypted ones: the process
@@ -331,7 +331,7 @@ def _entries_error(footer: FileMetaData, num_bytes: int, groups: list[int], leav
 
     options = {"metadata": footer, "pre_buffer": len(groups) > 1, "buffer_size": 4096}
     try:
-        with pq.ParquetFile(_without_data(num_bytes), **options) as file:
+        with pq.ParquetFile(_empty_file(num_bytes), **options) as file:
             next(file.reader.iter_batches(0, groups, leaves, use_threads=False), None)
     except EOFError:  # of SparseFile: Arrow wants to see data, so the entries are fine
         return None
@@ -340,8 +340,8 @@ def _entries_error(footer: FileMetaData, num_bytes: int, groups: list[int], leav
     return None
 
 
-def _without_data(num_bytes: int) -> pa.NativeFile:
-    # An offset beyond the file is for `_row_groups` to report, which has more to say about it, hence some room.
+def _empty_file(num_bytes: int) -> pa.NativeFile:
+    # An offset beyond the file is for `_units` to report, which has more to say about it, hence some room.
     bits = max(30, num_bytes.bit_length())
     try:
         return pa.BufferReader(_address_space(bits))
@@ -373,7 +373,7 @@ def _stretches(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
+def _read_footer(storage: Storage, file: StoredFile) -> FileMetaData:
     """Reads the end of the file, and once more only when the footer is longer than that."""
     import pyarrow.parquet as pq
 
@@ -399,8 +399,8 @@ def _footer(storage: Storage, file: StoredFile) -> FileMetaData:
         # The parser counts from the end, so it does not miss the rest of the file.
         return pq.read_metadata(pa.BufferReader(tail.slice(footer_start - tail_start)))
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is not UTF-8
-        raise _unreadable(file, error) from error
+        raise _unreadable_error(file, error) from error
 
 
-def _unreadable(file: StoredFile, what: object) -> SourceError:
+def _unreadable_error(file: StoredFile, what: object) -> SourceError:
     return SourceError(f"{file.path} has a footer that cannot be read: {what}; copy or write it again")

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from overlord.sources import parquet_lists as levels
 from overlord.sources import thrift
 from overlord.sources.thrift import (
     binary,
@@ -30,7 +29,7 @@ from overlord.sources.thrift import (
     sequence,
     structure,
 )
-from overlord.sources.views import joined
+from overlord.sources.views import combine_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,15 +162,15 @@ def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Li
             dictionary = page.whole
             continue
         split = _split(page, chunk.compression)
-        missing = levels.others(split.definition, split.num_levels, column.full_level)
-        starts += levels.zeros(split.repetition, split.num_levels, num_levels)
+        missing = other_levels(split.definition, split.num_levels, column.full_level)
+        starts += zero_levels(split.repetition, split.num_levels, num_levels)
         absent += [(num_levels + where, level) for where, level in missing]
         num_here = split.num_levels - len(missing)
         if num_here:  # Arrow stops at a page without values
             pages += [_flat_header(split, num_here), split.values]
         num_levels += split.num_levels
         num_values += num_here
-    values = _decoded(_flat_file(column, chunk.compression, num_values, dictionary, pages))
+    values = _decode_flat(_flat_file(column, chunk.compression, num_values, dictionary, pages))
     if len(values) != num_values:
         raise NotFlat(f"{len(values)} values, but {num_values} levels of values")
     if starts[0] != 0:
@@ -291,12 +290,12 @@ def _flat_file(
     return b"".join([_MAGIC, dictionary, *pages, footer, len(footer).to_bytes(4, "little"), _MAGIC])
 
 
-def _decoded(file: bytes) -> pa.Array:
+def _decode_flat(file: bytes) -> pa.Array:
     import pyarrow.parquet as pq
 
     flat = pq.ParquetFile(pa.BufferReader(file), pre_buffer=False)
     values = flat.read_row_group(0, use_threads=False).column(0)
-    return joined(values)
+    return combine_chunks(values)
 
 
 def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> Lists:
@@ -321,7 +320,7 @@ def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int
 _ZERO_BITS = tuple(tuple(bit for bit in range(8) if not byte >> bit & 1) for byte in range(256))
 
 
-def zeros(levels: bytes, num_values: int, first: int = 0) -> list[int]:
+def zero_levels(levels: bytes, num_values: int, first: int = 0) -> list[int]:
     """Where the level is 0, of levels that are 0 or 1, counted from `first` on."""
     found: list[int] = []
     append, position = found.append, first
@@ -359,7 +358,7 @@ def zeros(levels: bytes, num_values: int, first: int = 0) -> list[int]:
     return found
 
 
-def others(levels: bytes, num_values: int, usual: int) -> list[tuple[int, int]]:
+def other_levels(levels: bytes, num_values: int, usual: int) -> list[tuple[int, int]]:
     """(where, level) of every level but the `usual` one, which is the largest there is and below 256."""
     width = usual.bit_length()
     all_usual = sum(usual << width * i for i in range(8)).to_bytes(width, "little")
@@ -373,7 +372,7 @@ def others(levels: bytes, num_values: int, usual: int) -> list[tuple[int, int]]:
         if head & 1:
             for group in range(at, at + count * width, width):
                 if (packed := levels[group : group + width]) != all_usual:
-                    found += _others_of_group(packed, width, usual, position)
+                    found += _other_levels_of_group(packed, width, usual, position)
                 position += 8
             at += count * width
         else:
@@ -385,7 +384,7 @@ def others(levels: bytes, num_values: int, usual: int) -> list[tuple[int, int]]:
     return [(where, level) for where, level in found if where < num_values]
 
 
-def _others_of_group(packed: bytes, width: int, usual: int, position: int) -> list[tuple[int, int]]:
+def _other_levels_of_group(packed: bytes, width: int, usual: int, position: int) -> list[tuple[int, int]]:
     bits = int.from_bytes(packed, "little")
     levels = [bits >> width * i & (1 << width) - 1 for i in range(8)]
     return [(position + i, level) for i, level in enumerate(levels) if level != usual]

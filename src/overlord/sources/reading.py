@@ -77,7 +77,7 @@ class ReadResult:
         return self.table
 
 
-def held_bytes(table: pa.Table, mapped: Sequence[MappedFile] = ()) -> int:
+def table_bytes(table: pa.Table, mapped: Sequence[MappedFile] = ()) -> int:
     """The memory that a table holds, each buffer counted once and what lies in mapped files not at all."""
     files = [(file.start, file.stop) for file in mapped]
     sizes: dict[int, int] = {}
@@ -89,7 +89,7 @@ def held_bytes(table: pa.Table, mapped: Sequence[MappedFile] = ()) -> int:
     return sum(sizes.values())
 
 
-def kept_rows(num_rows: int, bad: Sequence[BadRow]) -> NDArray[np.int64]:
+def good_rows(num_rows: int, bad: Sequence[BadRow]) -> NDArray[np.int64]:
     """The row numbers that are left of `num_rows` without the bad ones."""
     keep = np.ones(num_rows, bool)
     keep[[row.row for row in bad]] = False

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from overlord.errors import SourceError, SpecError
 from overlord.sources.object_store import (
-    Listed,
+    ListedObject,
     ObjectStore,
     Retry,
     shared_store,
@@ -70,10 +70,10 @@ class Storage:
     options: tuple[tuple[str, str], ...] = ()
     retry: Retry = field(default_factory=Retry)
 
-    def files(self, patterns: Sequence[str]) -> tuple[StoredFile, ...]:
+    def list_files(self, patterns: Sequence[str]) -> tuple[StoredFile, ...]:
         """Every file that the patterns name: patterns in the order given, the matches of one glob sorted."""
         found: dict[object, tuple[str, StoredFile]] = {}
-        for pattern, file, identity in self._matches(patterns):
+        for pattern, file, identity in self._list_matches(patterns):
             if identity in found:
                 other_pattern, other = found[identity]
                 same = "" if other.path == file.path else f" (it is the same file as {other.path}, through a link)"
@@ -88,7 +88,7 @@ class Storage:
         """The bytes [start, stop), in memory."""
         if is_remote(file.path):
             store, key = self._store(file.path)
-            return store.read(Listed(key, file.num_bytes, file.version), start, stop)
+            return store.read(ListedObject(key, file.num_bytes, file.version), start, stop)
         return read_local(file, start, stop)
 
     @contextmanager
@@ -100,25 +100,25 @@ class Storage:
             return
         with open_arrow(file) as stream:
             yield stream
-        with reporting(file.path):
+        with source_errors(file.path):
             check_unchanged(file, os.stat(file.path))
 
-    def _matches(self, patterns: Sequence[str]) -> Iterator[tuple[str, StoredFile, object]]:
+    def _list_matches(self, patterns: Sequence[str]) -> Iterator[tuple[str, StoredFile, object]]:
         named: list[tuple[str, str]] = []
         for pattern in patterns:
-            path = _at_home(pattern.removeprefix("file://"))
+            path = _expand_home(pattern.removeprefix("file://"))
             for each in [path] if _is_file(path) else expand_braces(path):
                 named.append((pattern, each))
-        groups = map_threads(lambda item: self._files_of(item[1]), named)
+        groups = map_threads(lambda item: self._list_path(item[1]), named)
         for (pattern, _), group in zip(named, groups, strict=True):
             for file, identity in group:
                 yield pattern, file, identity
 
-    def _files_of(self, path: str) -> list[tuple[StoredFile, object]]:
+    def _list_path(self, path: str) -> list[tuple[StoredFile, object]]:
         """The files that a path or a glob names, each with what is the same for another name of the same file."""
         scheme = _scheme(path)
         if not scheme:
-            return _local_files(path)
+            return _list_local(path)
         if scheme not in REMOTE_SCHEMES:
             raise SpecError(f"{path}: {scheme}:// is not a known scheme; use a path or {', '.join(REMOTE_SCHEMES)}, file")
         if scheme in ("http", "https") and has_glob(path):
@@ -130,7 +130,7 @@ class Storage:
         if not has_glob(key):
             head = store.head(key)
             return [(StoredFile(path, head.num_bytes, head.version), path)]
-        listed = sorted(_matching_keys(store, "", key.split("/")), key=lambda found: found.path)
+        listed = sorted(_list_keys(store, "", key.split("/")), key=lambda found: found.path)
         if not listed:
             raise SourceError(
                 f"nothing matches {path}: check the pattern; * stays inside a folder, **/ crosses them; a name that has "
@@ -148,9 +148,9 @@ class Storage:
 
 
 @contextmanager
-def opened(file: StoredFile) -> Iterator[int]:
+def open_local(file: StoredFile) -> Iterator[int]:
     """The descriptor of a local file, which is checked to be the listed one before the block and after it."""
-    with reporting(file.path):
+    with source_errors(file.path):
         descriptor = os.open(file.path, _OPEN_FLAGS)
         try:
             check_unchanged(file, os.fstat(descriptor))
@@ -162,7 +162,7 @@ def opened(file: StoredFile) -> Iterator[int]:
 
 def open_arrow(file: StoredFile) -> pa.NativeFile:
     """A local file opened for Arrow, checked to be the listed one. Whoever reads it checks it again afterwards."""
-    with reporting(file.path):
+    with source_errors(file.path):
         check_unchanged(file, os.stat(file.path))
         stream = pa.OSFile(file.path, "rb")
         check_unchanged(file, os.fstat(stream.fileno()))
@@ -170,7 +170,7 @@ def open_arrow(file: StoredFile) -> pa.NativeFile:
 
 
 def read_local(file: StoredFile, start: int, stop: int) -> pa.Buffer:
-    """The bytes [start, stop) of a local file: as `opened` and `read_at`, for a single read of a few microseconds."""
+    """The bytes [start, stop) of a local file: as `open_local` and `read_at`, for a single read of a few microseconds."""
     try:
         descriptor = os.open(file.path, _OPEN_FLAGS)
         try:
@@ -181,7 +181,7 @@ def read_local(file: StoredFile, start: int, stop: int) -> pa.Buffer:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _unreadable(file.path, error) from error
+        raise _unreadable_error(file.path, error) from error
 
 
 def read_at(file: StoredFile, descriptor: int, start: int, stop: int) -> pa.Buffer:
@@ -220,9 +220,9 @@ def check_unchanged(file: StoredFile, status: os.stat_result) -> None:
             "not change the files of a running job: put the old file back, or start again"
         )
     raise SourceError(
-        f"{file.path} has changed since it was listed: it was written at {_time(status.st_mtime_ns)}, the one that was "
-        f"listed at {_time(int(file.version))}; do not change the files of a running job: put the old file back (with its "
-        "time, as `cp -p` does), or start again"
+        f"{file.path} has changed since it was listed: it was written at {_utc_text(status.st_mtime_ns)}, the one that was "
+        f"listed at {_utc_text(int(file.version))}; do not change the files of a running job: put the old file back (with "
+        "its time, as `cp -p` does), or start again"
     )
 
 
@@ -280,7 +280,7 @@ class SparseFile(io.IOBase):
 
 class MappedFile:
     """A local file as a stretch of addresses that views may point to. It is there to be pointed to, not to be touched:
-    `mapped_at` leads from an address back to the file, whose bytes are then read."""
+    `mapped_file_at` leads from an address back to the file, whose bytes are then read."""
 
     def __init__(self, file: StoredFile) -> None:
         self.file = file
@@ -302,7 +302,7 @@ _mappings: list[tuple[int, int, weakref.ref[MappedFile]]] = []
 _mappings_lock = threading.RLock()  # a finalizer may run in a thread that holds it
 
 
-def mapped_at(address: int) -> MappedFile | None:
+def mapped_file_at(address: int) -> MappedFile | None:
     """The mapped file that an address lies in."""
     with _mappings_lock:
         index = bisect.bisect_right(_mappings, address, key=lambda entry: entry[0]) - 1
@@ -339,7 +339,7 @@ def _scheme(path: str) -> str:
     return scheme if found and scheme.isalnum() else ""
 
 
-def _at_home(path: str) -> str:
+def _expand_home(path: str) -> str:
     """`~` and `~user` stand for a home folder, unless there is a file of that very name."""
     return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
 
@@ -349,10 +349,10 @@ def _is_file(path: str) -> bool:
     return not _scheme(path) and os.path.isfile(path)
 
 
-def _local_files(pattern: str) -> list[tuple[StoredFile, object]]:
+def _list_local(pattern: str) -> list[tuple[StoredFile, object]]:
     if _is_file(pattern) or not has_glob(pattern):
-        return [_local_file(pattern)]
-    matches = sorted(_local_matches(pattern))
+        return [_stat_local(pattern)]
+    matches = sorted(_glob_local(pattern))
     folders = [path for path in matches if os.path.isdir(path)]
     if folders and "." in pattern.rpartition("/")[2]:
         raise SourceError(
@@ -365,10 +365,10 @@ def _local_files(pattern: str) -> list[tuple[StoredFile, object]]:
             f"nothing matches {pattern} (in {printable(os.getcwd())}): check the pattern; * stays inside a folder, **/ "
             "crosses them"
         )
-    return [_local_file(path) for path in files]
+    return [_stat_local(path) for path in files]
 
 
-def _local_matches(pattern: str) -> Iterator[str]:
+def _glob_local(pattern: str) -> Iterator[str]:
     """The names that match, without those that lead around in a circle of links."""
     segments = pattern.split("/")
     deep = next((i for i, segment in enumerate(segments) if "**" in segment), None)
@@ -402,7 +402,7 @@ def _walk(folder: str, prefix: str, hidden: bool, above: tuple[tuple[int, int], 
             yield from _walk(f"{prefix}{name}", f"{prefix}{name}/", hidden, (*above, here))
 
 
-def _local_file(path: str) -> tuple[StoredFile, object]:
+def _stat_local(path: str) -> tuple[StoredFile, object]:
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -410,7 +410,7 @@ def _local_file(path: str) -> tuple[StoredFile, object]:
             f"{printable(path)} has a name that is not UTF-8, which logs and states cannot hold; rename it, or narrow the "
             "pattern"
         ) from None
-    with reporting(path):
+    with source_errors(path):
         status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
         raise SourceError(f"{path} is a folder: name the files in it, as in {os.path.join(path, '*')}")
@@ -434,20 +434,20 @@ def printable(text: str) -> str:
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
-def _time(ns: int) -> str:
+def _utc_text(ns: int) -> str:
     return f"{datetime.fromtimestamp(ns // 10**9, UTC):%Y-%m-%d %H:%M:%S}.{ns % 10**9:09d} UTC"
 
 
 @contextmanager
-def reporting(path: str) -> Iterator[None]:
+def source_errors(path: str) -> Iterator[None]:
     """Turns an error of the file system into a SourceError that names the file."""
     try:
         yield
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def _unreadable(path: str, error: OSError) -> SourceError:
+def _unreadable_error(path: str, error: OSError) -> SourceError:
     if not isinstance(error, FileNotFoundError):
         return SourceError(f"{path} cannot be read: {error.strerror or error}")
     if os.path.islink(path):
@@ -456,7 +456,7 @@ def _unreadable(path: str, error: OSError) -> SourceError:
     return SourceError(f"{path} does not exist (in {printable(os.getcwd())}): check the path, or put the file back")
 
 
-def _matching_keys(store: ObjectStore, prefix: str, segments: Sequence[str]) -> Iterator[StoredFile]:
+def _list_keys(store: ObjectStore, prefix: str, segments: Sequence[str]) -> Iterator[StoredFile]:
     """Lists folder by folder, so that a pattern in one folder of a huge bucket does not list the bucket."""
     segment, rest = segments[0], segments[1:]
     if "**" in segment:
@@ -466,7 +466,7 @@ def _matching_keys(store: ObjectStore, prefix: str, segments: Sequence[str]) -> 
                 yield StoredFile(listed.key, listed.num_bytes, listed.version)
         return
     if rest and not has_glob(segment):
-        yield from _matching_keys(store, _joined(prefix, segment), rest)
+        yield from _list_keys(store, _join_key(prefix, segment), rest)
         return
     objects, folders = store.list_level(prefix)
     regex = glob_regex(segment)
@@ -477,10 +477,10 @@ def _matching_keys(store: ObjectStore, prefix: str, segments: Sequence[str]) -> 
         return
     for folder in folders:
         if regex.match(folder.rstrip("/").rpartition("/")[2]):
-            yield from _matching_keys(store, folder.rstrip("/"), rest)
+            yield from _list_keys(store, folder.rstrip("/"), rest)
 
 
-def _joined(prefix: str, name: str) -> str:
+def _join_key(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 

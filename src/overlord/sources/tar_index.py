@@ -68,7 +68,7 @@ class _Found:
     """By their place."""
 
 
-def members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None = None) -> list[Member]:
+def read_members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None = None) -> list[Member]:
     """The files of an archive. With `num_bytes`, `data` is only the start of an archive of that length, and the members
     found are those whose header lies in it."""
     found = _Found()
@@ -91,7 +91,7 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
     extended: set[int] = set()  # the kinds of headers that wait for their member
     while offset < total:
         if offset + BLOCK > total:
-            raise _damaged(path, offset, "is cut off in the middle of a header")
+            raise _damage_error(path, offset, "is cut off in the middle of a header")
         if offset + BLOCK > data.size:
             return
         header = bytes(view[offset : offset + BLOCK])
@@ -106,13 +106,13 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
         start = offset + BLOCK
         after = start if kind in _WITHOUT_DATA else start + (size + BLOCK - 1) // BLOCK * BLOCK
         if after > total:
-            raise _damaged(path, offset, f"is cut off: the member {name!r} needs {after - total:,} bytes more")
+            raise _damage_error(path, offset, f"is cut off: the member {name!r} needs {after - total:,} bytes more")
         if kind in _NOT_MEMBERS:
             if start + size > data.size:
                 return
             content = bytes(view[start : min(after, data.size)])
             if kind in extended and kind != _GLOBAL_PAX:
-                raise _damaged(path, offset, "has two extended headers of one kind for one member")
+                raise _damage_error(path, offset, "has two extended headers of one kind for one member")
             extended.add(kind)
             if kind == _LONG_NAME:
                 long_name = _long_text(path, offset, content, size)
@@ -125,7 +125,7 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
         else:
             _check_in_one_piece(path, offset, name, kind, pax)
             if (long_name and "path" in pax) or (long_link and "linkpath" in pax):
-                raise _damaged(path, offset, f"has two names for the member {name!r}, a GNU and a pax one")
+                raise _damage_error(path, offset, f"has two names for the member {name!r}, a GNU and a pax one")
             target = long_link or pax.get("linkpath") or _text(header[157:257])
             _add(found, kind, Member(name, start, size, bytes(view[start : start + min(size, FIRST_BYTES)])), target)
             long_name, long_link, pax = "", "", {}
@@ -137,7 +137,7 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
 
 def _check_used(path: str, offset: int, extended: set[int]) -> None:
     if extended:
-        raise _damaged(path, offset, "has an extended header (GNU or pax) without the member that it belongs to")
+        raise _damage_error(path, offset, "has an extended header (GNU or pax) without the member that it belongs to")
 
 
 def _add(found: _Found, kind: int, member: Member, target: str) -> None:
@@ -188,7 +188,9 @@ def _after_zeros(path: str, data: pa.Buffer | FileBytes, offset: int, begin: int
     stop = _end_of_zeros(data, offset)
     if stop == data.size:
         if stop - offset > LONGEST_PADDING:
-            raise _damaged(path, offset, f"has nothing but zeros in its last {stop - offset:,} bytes: it is not complete")
+            raise _damage_error(
+                path, offset, f"has nothing but zeros in its last {stop - offset:,} bytes: it is not complete"
+            )
         return total if total > stop else offset + (stop - offset) // BLOCK * BLOCK
     stop = offset + (stop - offset) // BLOCK * BLOCK
     length = stop - offset
@@ -243,7 +245,7 @@ def _check_sums(path: str, headers: Mapping[int, bytes]) -> None:
             stated = _octal(block.tobytes())
             # Programs of old added bytes up as if they had a sign.
             if stated != sums[i] and stated != _signed_sum(blocks[i]):
-                raise _damaged(path, places[i], "has a header whose checksum is wrong")
+                raise _damage_error(path, places[i], "has a header whose checksum is wrong")
 
 
 def _signed_sum(block: np.ndarray) -> int:
@@ -254,12 +256,12 @@ def _signed_sum(block: np.ndarray) -> int:
 def _size(path: str, offset: int, header: bytes) -> int:
     raw = header[124:136]
     if raw[0] == 0xFF:
-        raise _damaged(path, offset, f"has the member {_name(header)!r} with a size below zero")
+        raise _damage_error(path, offset, f"has the member {_name(header)!r} with a size below zero")
     if raw[0] & 0x80:
         return int.from_bytes(bytes([raw[0] & 0x7F]) + raw[1:], "big")
     size = _octal(raw)
     if size is None:
-        raise _damaged(path, offset, "has no header where one should be")
+        raise _damage_error(path, offset, "has no header where one should be")
     return size
 
 
@@ -286,7 +288,7 @@ def _long_text(path: str, offset: int, content: bytes, size: int) -> str:
     """The name in the blocks after a header: nothing but zeros follows it, or a part of it would be taken for the whole."""
     name = content[:size].partition(b"\0")[0]
     if not name or name != content.rstrip(b"\0"):
-        raise _damaged(path, offset, "has a damaged header for a long name")
+        raise _damage_error(path, offset, "has a damaged header for a long name")
     return _text(name)
 
 
@@ -296,17 +298,17 @@ def _pax_records(path: str, offset: int, content: bytes) -> dict[str, str]:
     while content.strip(b"\0"):
         length, space, _ = content.partition(b" ")
         if not space or not _is_number(length) or not len(length) + 1 < int(length) <= len(content):
-            raise _damaged(path, offset, "has a damaged pax header")
+            raise _damage_error(path, offset, "has a damaged pax header")
         record = content[len(length) + 1 : int(length)]
         key, equals, value = record.removesuffix(b"\n").partition(b"=")
         is_name = key in (b"path", b"linkpath")
         is_odd = not key or b"\0" in key or (is_name and (not value or b"\0" in value))
         if is_odd or not equals or not record.endswith(b"\n"):
-            raise _damaged(path, offset, "has a damaged pax header")
+            raise _damage_error(path, offset, "has a damaged pax header")
         records[_text(key)] = _text(value)
         content = content[int(length) :]
     if not _is_number(records.get("size", "0").encode()):
-        raise _damaged(path, offset, "has a damaged pax header")
+        raise _damage_error(path, offset, "has a damaged pax header")
     return records
 
 
@@ -314,5 +316,5 @@ def _is_number(digits: bytes) -> bool:
     return digits.isdigit() and len(digits) < 20
 
 
-def _damaged(path: str, offset: int, what: str) -> SourceError:
+def _damage_error(path: str, offset: int, what: str) -> SourceError:
     return SourceError(f"{path} {what}, at byte {offset:,}: copy or write the archive again")

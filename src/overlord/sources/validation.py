@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SourceError
-from overlord.sources.reading import BadRow, ReadResult, kept_rows
+from overlord.sources.reading import BadRow, ReadResult, good_rows
 from overlord.sources.views import take_rows
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from overlord.sources.storage import MappedFile
 
 
-def validated(table: pa.Table, where: str | Sequence[str], mapped: tuple[MappedFile, ...] = ()) -> ReadResult:
+def validate(table: pa.Table, where: str | Sequence[str], mapped: tuple[MappedFile, ...] = ()) -> ReadResult:
     """The rows whose text is UTF-8; the others are bad rows. SourceError where a column is damaged as a whole.
 
     `where` says which part of which file was read, for the whole table or for each chunk of its columns. Looks at offsets,
@@ -42,7 +42,7 @@ def validated(table: pa.Table, where: str | Sequence[str], mapped: tuple[MappedF
     if not bad:
         return ReadResult(table, mapped=mapped)
     reports = tuple(bad[row] for row in sorted(bad))
-    kept = kept_rows(table.num_rows, reports)
+    kept = good_rows(table.num_rows, reports)
     return ReadResult(take_rows(table, kept), kept, reports, mapped)
 
 

@@ -2,7 +2,7 @@
 
 A `binary_view` column holds 16 bytes a row that point into shared buffers. Arrow cannot yet take rows from
 such a column, and pickling or sending one would carry the whole file along: use `take_rows` and `compact` of
-this module. Where a view points into a mapped file, its value is had with `copied_out` or `Values`, which read the file: to
+this module. Where a view points into a mapped file, its value is had with `materialize` or `Values`, which read the file: to
 touch the mapping itself works too, but kills the process if the file is cut at that moment.
 """
 
@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from overlord.sources.storage import (
     MappedFile,
-    mapped_at,
-    opened,
+    mapped_file_at,
+    open_local,
     read_into,
     read_local,
 )
@@ -112,7 +112,7 @@ class StoredValues:
             return None
         buffers: Sequence[pa.Buffer | None] = array.buffers()
         addresses = [data.address for data in buffers[2:] if data is not None]
-        found = [mapped_at(address) for address in addresses]
+        found = [mapped_file_at(address) for address in addresses]
         files = tuple(dict.fromkeys(file for file in found if file is not None))
         if not files or buffers[1] is None:
             return None
@@ -127,7 +127,7 @@ class StoredValues:
         return StoredValues(files, np.where(long, number[which], -1), begin[which] + views["offset"], lengths)
 
 
-def stored_value(array: pa.Array, row: int) -> pa.Buffer | None:
+def read_value(array: pa.Array, row: int) -> pa.Buffer | None:
     """One value of a view array, read from its file; None where it does not lie in a mapped file."""
     buffers: Sequence[pa.Buffer | None] = array.buffers()
     place, validity = array.offset + row, buffers[0]
@@ -135,14 +135,14 @@ def stored_value(array: pa.Array, row: int) -> pa.Buffer | None:
         return None
     length, _, number, offset = _ONE_VIEW.unpack_from(buffers[1], VIEW.itemsize * place)
     data = buffers[2 + number] if length > INLINE_BYTES else None
-    mapped = None if data is None else mapped_at(data.address)
+    mapped = None if data is None else mapped_file_at(data.address)
     if data is None or mapped is None:
         return None
     start = data.address - mapped.start + offset
     return read_local(mapped.file, start, start + length)
 
 
-def copied_out(array: pa.Array) -> pa.Array:
+def materialize(array: pa.Array) -> pa.Array:
     """A view array with its values copied in, read from their files: a `large_binary` (or `large_string`) array."""
     plain = pa.large_binary() if pa.types.is_binary_view(array.type) else pa.large_string()
     stored = StoredValues.of(array)
@@ -155,7 +155,7 @@ def copied_out(array: pa.Array) -> pa.Array:
     data = pa.allocate_buffer(int(offsets[-1]))
     content = memoryview(data).cast("B")
     for number, mapped in enumerate(stored.files):
-        with opened(mapped.file) as descriptor:
+        with open_local(mapped.file) as descriptor:
             # A loop over rows: each lies in another place of the file.
             for row in np.flatnonzero(stored.file == number).tolist():
                 read_into(mapped.file, descriptor, content[offsets[row] : ends[row]], int(stored.offsets[row]))
@@ -174,7 +174,7 @@ def take_rows(table: pa.Table, rows: NDArray[np.integer]) -> pa.Table:
 
 
 def _take_views(column: pa.ChunkedArray, rows: NDArray[np.integer]) -> pa.Array:
-    array = joined(column)
+    array = combine_chunks(column)
     buffers: Sequence[pa.Buffer | None] = array.buffers()
     assert buffers[1] is not None  # a view array always has its views
     views = np.frombuffer(memoryview(buffers[1]), VIEW)[array.offset : array.offset + len(array)][rows]
@@ -185,7 +185,7 @@ def _take_views(column: pa.ChunkedArray, rows: NDArray[np.integer]) -> pa.Array:
     return pa.Array.from_buffers(array.type, len(rows), [validity, pa.py_buffer(views.data), *buffers[2:]])
 
 
-def joined(column: pa.ChunkedArray) -> pa.Array:
+def combine_chunks(column: pa.ChunkedArray) -> pa.Array:
     """One array out of the chunks of a column; the values of views stay where they are."""
     chunks = column.chunks or [pa.array([], column.type)]
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
@@ -195,5 +195,5 @@ def compact(table: pa.Table) -> pa.Table:
     """The table with the values of its views copied in: do this before a table leaves the process."""
     for i, field in enumerate(table.schema):
         if is_view(field.type):
-            table = table.set_column(i, field.name, copied_out(joined(table.column(i))))
+            table = table.set_column(i, field.name, materialize(combine_chunks(table.column(i))))
     return table

@@ -12,20 +12,20 @@ import pyarrow as pa
 
 from overlord.declare.source import Unit
 from overlord.errors import SchemaError, SourceError, SpecError
-from overlord.sources.files import FileSource, checked_columns, codec_of, decompressed
-from overlord.sources.reading import BadRow, ReadResult, kept_rows
+from overlord.sources.files import FileSource, check_columns, codec_of, decompress
+from overlord.sources.reading import BadRow, ReadResult, good_rows
 from overlord.sources.storage import (
     FileBytes,
     MappedFile,
     Storage,
     StoredFile,
     is_remote,
-    opened,
+    open_local,
 )
-from overlord.sources.tar_index import Member, members
+from overlord.sources.tar_index import Member, read_members
 from overlord.sources.views import (
     MOST_BYTES,
-    copied_out,
+    materialize,
     take_rows,
     views_into,
     views_into_file,
@@ -65,7 +65,7 @@ class WebDataset(FileSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "columns", checked_columns(self.columns))
+        object.__setattr__(self, "columns", check_columns(self.columns))
         if isinstance(self.columns, Mapping):
             for name, type_ in self.columns.items():
                 if type_ not in _TYPES:
@@ -74,11 +74,11 @@ class WebDataset(FileSource):
             raise SpecError(f"{KEY} is always read; leave it out of columns")
 
     def units(self) -> list[Unit]:
-        files = self.files()
+        files = self.list_files()
         for file in files:
             if not file.num_bytes:
                 raise SourceError(f"{file.path} is empty: not a tar archive; copy or write it again")
-        schema = self._schema(files[0])
+        schema = self._find_schema(files[0])
         return [
             Unit(file.path, 0, None, file.num_bytes, Shard(file, schema, self.columns is not None), file.version)
             for file in files
@@ -86,8 +86,8 @@ class WebDataset(FileSource):
 
     def read_rows(self, unit: Unit) -> ReadResult:
         shard: Shard = unit.detail
-        content = _content(self.storage, shard.file, self.most_unit_bytes)
-        samples = _samples(unit.path, content.members)
+        content = _read_content(self.storage, shard.file, self.most_unit_bytes)
+        samples = _group_members(unit.path, content.members)
         wanted = [name for name in shard.schema.names if name != KEY]
         if not shard.chosen and (other := [name for name in samples.places if name not in wanted]):
             raise SchemaError(
@@ -101,13 +101,13 @@ class WebDataset(FileSource):
         for field in list(shard.schema)[1:]:
             offsets, lengths = samples.column(field.name)
             _check_fits(unit.path, field, lengths)
-            columns.append(_typed(content.views(offsets, lengths), field, bad))
+            columns.append(_cast_values(content.views(offsets, lengths), field, bad))
         table = pa.table(columns, schema=shard.schema)
         mapped = (content.data,) if isinstance(content.data, MappedFile) else ()
         if not bad:
             return ReadResult(table, mapped=mapped)
         reports = tuple(BadRow(i, bad[i], f"{unit.path}, sample {samples.keys[i]!r}") for i in sorted(bad))
-        kept = kept_rows(len(table), reports)
+        kept = good_rows(len(table), reports)
         return ReadResult(take_rows(table, kept), kept, reports, mapped)
 
     def identity(self) -> str:
@@ -116,10 +116,10 @@ class WebDataset(FileSource):
             columns = {name: str(type_) for name, type_ in columns.items()}
         return f"WebDataset({list(self.patterns)!r}, columns={columns!r})"
 
-    def _schema(self, first: StoredFile) -> pa.Schema:
+    def _find_schema(self, first: StoredFile) -> pa.Schema:
         if isinstance(self.columns, Mapping):
             return pa.schema([(KEY, pa.string()), *self.columns.items()])
-        found = sorted(_endings(self.storage, first, self.most_unit_bytes))
+        found = sorted(_read_endings(self.storage, first, self.most_unit_bytes))
         for name in self.columns or ():
             if name not in found:
                 raise SchemaError(
@@ -149,7 +149,7 @@ class _Samples:
         return offsets, lengths
 
 
-def _samples(path: str, found: Sequence[Member]) -> _Samples:
+def _group_members(path: str, found: Sequence[Member]) -> _Samples:
     """Samples in the order in which their keys first appear."""
     number: dict[str, int] = {}
     places: dict[str, list[tuple[int, int, int]]] = {}
@@ -177,14 +177,14 @@ def _samples(path: str, found: Sequence[Member]) -> _Samples:
     return _Samples(list(number), places)
 
 
-def _endings(storage: Storage, file: StoredFile, most_bytes: int) -> set[str]:
+def _read_endings(storage: Storage, file: StoredFile, most_bytes: int) -> set[str]:
     """The endings in a shard. Of a remote one only the start is fetched: as much as shows a whole sample."""
     if codec_of(file.path) or not is_remote(file.path):
-        return set(_samples(file.path, _content(storage, file, most_bytes).members).places)
+        return set(_group_members(file.path, _read_content(storage, file, most_bytes).members).places)
     head_bytes = min(HEAD_BYTES, file.num_bytes)
     while True:
         head = storage.read(file, 0, head_bytes)
-        samples = _samples(file.path, members(file.path, head, file.num_bytes))
+        samples = _group_members(file.path, read_members(file.path, head, file.num_bytes))
         if len(samples.keys) > 1 or head_bytes == file.num_bytes:
             return set(samples.places)
         head_bytes = min(head_bytes * 8, file.num_bytes)
@@ -204,17 +204,17 @@ class _Content:
         return views_into(self.data, offsets, lengths)
 
 
-def _content(storage: Storage, file: StoredFile, most_bytes: int) -> _Content:
+def _read_content(storage: Storage, file: StoredFile, most_bytes: int) -> _Content:
     if (codec := codec_of(file.path)) is not None:
         with storage.stream(file) as stream:
-            data = decompressed(file.path, codec, stream, most_bytes)
+            data = decompress(file.path, codec, stream, most_bytes)
     elif is_remote(file.path):
         data = storage.read(file, 0, file.num_bytes)
     else:
-        with opened(file) as descriptor:
-            found = members(file.path, FileBytes(file, descriptor))
+        with open_local(file) as descriptor:
+            found = read_members(file.path, FileBytes(file, descriptor))
         return _Content(MappedFile(file), found)
-    return _Content(data, members(file.path, data))
+    return _Content(data, read_members(file.path, data))
 
 
 def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
@@ -227,23 +227,23 @@ def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
         )
 
 
-def _typed(views: pa.Array, field: pa.Field, bad: dict[int, str]) -> pa.Array:
+def _cast_values(views: pa.Array, field: pa.Field, bad: dict[int, str]) -> pa.Array:
     """The values as the declared type; what is not UTF-8 in a column of text is a bad row."""
     if field.type == pa.binary_view():
         return views
-    copied = copied_out(views)
+    copied = materialize(views)
     try:
         return copied.cast(field.type)
     except pa.ArrowInvalid:
         values = copied.to_pylist()
         for i, value in enumerate(values):
-            if value is not None and (error := _not_text(value)):
+            if value is not None and (error := _utf8_error(value)):
                 bad.setdefault(i, f"the member .{field.name} is not text: {error}")
                 values[i] = None
         return pa.array(values, pa.large_binary()).cast(field.type)
 
 
-def _not_text(value: bytes) -> str:
+def _utf8_error(value: bytes) -> str:
     try:
         value.decode()
     except UnicodeDecodeError as error:

@@ -6,10 +6,10 @@ lineage survives that. It must treat rows independently of each other, since it 
 a table to find a bad row.
 """
 
-from overlord.chunks.transforms.columns import Pick
-from overlord.chunks.transforms.in_processes import InProcesses
+from overlord.chunks.transforms.invoke import InProcesses
 from overlord.chunks.transforms.outcome import Context
 from overlord.chunks.transforms.per_row import per_row
+from overlord.chunks.transforms.pick import Pick
 from overlord.chunks.transforms.place_images import PlaceImages
 from overlord.chunks.transforms.tokenize import ByteTokenizer, Tokenize
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from overlord.chunks.transforms.in_processes import InProcesses
-from overlord.chunks.transforms.invoke import Invoke
-from overlord.chunks.transforms.outcome import Context, Outcome, RowError, listed, lost_origin
+from overlord.chunks.transforms.invoke import InProcesses, TransformCall
+from overlord.chunks.transforms.outcome import Context, Outcome, RowError, schema_text, unknown_origin
 from overlord.chunks.transforms.per_row import PerRow
 from overlord.errors import OverlordError, SchemaError
-from overlord.sources.column_types import has_null, under_schema, wider_schema
+from overlord.sources.column_types import cast_table, has_null_type, wider_schema
 
 if TYPE_CHECKING:
     from overlord.chunks.bad_rows import BadRowLog
@@ -47,7 +46,7 @@ class Transforms:
 
     def __init__(self, transforms: Sequence[Callable[..., pa.Table]], processes: ProcessPool | None = None) -> None:
         self._marks = [fn if isinstance(fn, InProcesses) else None for fn in transforms]
-        self._stages = [Invoke(fn.fn if isinstance(fn, InProcesses) else fn) for fn in transforms]
+        self._stages = [TransformCall(fn.fn if isinstance(fn, InProcesses) else fn) for fn in transforms]
         self._schemas: list[pa.Schema | None] = [None] * len(self._stages)
         self._first_chunk = [-1] * len(self._stages)
         self._processes = processes
@@ -62,16 +61,16 @@ class Transforms:
             if table.num_rows == 0:
                 break  # nothing to transform, and types that mean nothing: a function need not cope with either
             outcome = self._run_stage(index, table, replace(context, stage=index), origin, reporter)
-            table = self._checked(index, outcome.table, context)
-            origin = lost_origin(table.num_rows) if outcome.origin is None else outcome.origin
+            table = self._check_schema(index, outcome.table, context)
+            origin = unknown_origin(table.num_rows) if outcome.origin is None else outcome.origin
             if len(origin) != table.num_rows:
                 raise SchemaError(
                     f"transform {self._stages[index].name} of source {context.source!r} returned {table.num_rows} rows "
                     f"with lineage for {len(origin)}"
                 )
-        return (table if table.num_rows else self._empty()), np.maximum(origin, -1)
+        return (table if table.num_rows else self._empty_table()), np.maximum(origin, -1)
 
-    def _empty(self) -> pa.Table:
+    def _empty_table(self) -> pa.Table:
         """No rows: with the columns that others came out with, as far as they are known."""
         known = self._schemas[-1]
         return pa.table({}) if known is None else known.empty_table()
@@ -95,10 +94,10 @@ class Transforms:
             raise
 
     @staticmethod
-    def _where(stage: Invoke, context: Context) -> str:
+    def _where(stage: TransformCall, context: Context) -> str:
         return f"transform {stage.name} of source {context.source!r}, chunk {context.chunk}"
 
-    def _checked(self, index: int, table: pa.Table | None, context: Context) -> pa.Table:
+    def _check_schema(self, index: int, table: pa.Table | None, context: Context) -> pa.Table:
         """The table, if its types go with those that this transform has returned for other chunks.
 
         Types are the chunk's own, so that they do not depend on which chunks were made before. Only where a chunk has but
@@ -119,12 +118,12 @@ class Transforms:
             merged = wider_schema(known, schema) if is_whole else None
             if merged is None:
                 raise SchemaError(
-                    f"transform {self._stages[index].name} of source {context.source!r} returned {listed(schema)} for "
-                    f"chunk {context.chunk}, but {listed(known)} for chunk {self._first_chunk[index]}; it must return "
+                    f"transform {self._stages[index].name} of source {context.source!r} returned {schema_text(schema)} for "
+                    f"chunk {context.chunk}, but {schema_text(known)} for chunk {self._first_chunk[index]}; it must return "
                     f"the same columns and types for every chunk: {_REMEDY[is_per_row]}"
                 )
             self._schemas[index] = merged
-        return under_schema(table, _filled(schema, merged))
+        return cast_table(table, _fill_null_types(schema, merged))
 
 
 _REMEDY = {
@@ -133,11 +132,11 @@ _REMEDY = {
 }
 
 
-def _filled(schema: pa.Schema, known: pa.Schema) -> pa.Schema:
+def _fill_null_types(schema: pa.Schema, known: pa.Schema) -> pa.Schema:
     """The schema with its columns that are missing, or have a type of which a part is not known, as they are known."""
     own = dict(zip(schema.names, schema.types, strict=True))
     fields = [(field.name, own.get(field.name, pa.null()), field.type) for field in known]
-    return pa.schema([(name, wide if has_null(type_) else type_) for name, type_, wide in fields])
+    return pa.schema([(name, wide if has_null_type(type_) else type_) for name, type_, wide in fields])
 
 
 def _span(origin: Ints, reporter: Reporter) -> str:

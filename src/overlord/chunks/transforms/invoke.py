@@ -8,6 +8,7 @@ column) are never pinned on rows.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from overlord.chunks.transforms.outcome import (
     OnBadRow,
     Outcome,
     RowError,
-    joined,
+    join_outcomes,
     one_line,
     with_origin,
     without_origin,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from overlord.stream.facts import Ints
 
 
-class Invoke:
+class TransformCall:
     """One transform, its way of being called decided once."""
 
     def __init__(self, fn: Callable[..., pa.Table]) -> None:
@@ -58,12 +59,12 @@ class Invoke:
         except Exception as error:
             if on_bad is None:
                 raise
-            return self._halved(table, origin, context, on_bad, error)
+            return self._run_halves(table, origin, context, on_bad, error)
         if kept is None and result.num_rows == table.num_rows:
             kept = origin
         return Outcome(result, kept)
 
-    def _halved(self, table: pa.Table, origin: Ints, context: Context, on_bad: OnBadRow, error: Exception) -> Outcome:
+    def _run_halves(self, table: pa.Table, origin: Ints, context: Context, on_bad: OnBadRow, error: Exception) -> Outcome:
         if table.num_rows <= 1:
             if table.num_rows == 0:
                 raise error  # no row to blame: the function fails on an empty table
@@ -71,7 +72,38 @@ class Invoke:
             return Outcome(None, origin[:0])
         middle = table.num_rows // 2
         halves = ((table.slice(0, middle), origin[:middle]), (table.slice(middle), origin[middle:]))
-        return joined([self.run(half, part, context, on_bad) for half, part in halves], self.name)
+        return join_outcomes([self.run(half, part, context, on_bad) for half, part in halves], self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class InProcesses:
+    """Run `fn` on worker processes, `batch_rows` rows at a time: for functions that hold the interpreter's lock.
+
+    `fn` must pickle, and must treat rows independently of each other: it sees slices. A worker that dies is
+    replaced and its slice tried again; a row that kills workers twice is a bad row. A slice that takes
+    longer than `timeout_s` counts as a death. Columns of views arrive as plain binary or text.
+    """
+
+    fn: Callable[..., pa.Table]
+    batch_rows: int = 256
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fn, InProcesses):
+            raise SpecError("InProcesses is already around this function; wrap it once")
+        if not callable(self.fn):
+            raise SpecError(f"InProcesses needs a function, got {type(self.fn).__name__}")
+        if self.batch_rows < 1:
+            raise SpecError(f"batch_rows must be at least 1, got {self.batch_rows}")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise SpecError(f"timeout_s must be positive, got {self.timeout_s}")
+
+    def __call__(self, table: pa.Table, context: Context) -> pa.Table:
+        """Called directly, it runs here."""
+        return TransformCall(self.fn).call(table, context)
+
+    def __repr__(self) -> str:
+        return f"InProcesses({name_of(self.fn)})"
 
 
 def name_of(fn: Any) -> str:

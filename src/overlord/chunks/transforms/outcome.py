@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SchemaError
-from overlord.sources.column_types import joined_tables, wider_schema
+from overlord.sources.column_types import merge_tables, wider_schema
 
 if TYPE_CHECKING:
     from overlord.stream.facts import Ints
@@ -54,17 +54,17 @@ def row_error(table: pa.Table, row: int, cause: Exception) -> Exception:
     return cause
 
 
-def joined(outcomes: Sequence[Outcome], name: str, is_per_row: bool = False) -> Outcome:
+def join_outcomes(outcomes: Sequence[Outcome], name: str, is_per_row: bool = False) -> Outcome:
     """The outcomes of consecutive slices as one. What a function over rows returned becomes what it would have become in one
     piece: a slice may lack a column that none of its rows has, and have whole numbers where others have fractions."""
     tables = [outcome.table for outcome in outcomes if outcome.table is not None]
     # An empty slice may have columns of another type than one with rows; it has nothing to add.
     tables = [table for table in tables if table.num_rows] or tables[:1]
-    origin = joined_origins([outcome.origin for outcome in outcomes])
+    origin = join_origins([outcome.origin for outcome in outcomes])
     if len(tables) <= 1:
         return Outcome(tables[0] if tables else None, origin)
     if is_per_row:
-        whole = joined_tables(tables)
+        whole = merge_tables(tables)
         if whole is None:
             odd = next((t for t in tables if wider_schema(tables[0].schema, t.schema) is None), tables[-1])
             raise SchemaError(_different(name, tables[0].schema, odd.schema))
@@ -82,12 +82,12 @@ def joined(outcomes: Sequence[Outcome], name: str, is_per_row: bool = False) -> 
 
 def _different(name: str, first: pa.Schema, second: pa.Schema) -> str:
     return (
-        f"transform {name} returned {listed(first)} for some rows and {listed(second)} for others; "
+        f"transform {name} returned {schema_text(first)} for some rows and {schema_text(second)} for others; "
         "it must return the same columns and types for every row"
     )
 
 
-def listed(schema: pa.Schema) -> str:
+def schema_text(schema: pa.Schema) -> str:
     return "(" + ", ".join(f"{field.name}: {field.type}" for field in schema) + ")"
 
 
@@ -116,14 +116,14 @@ def without_origin(table: pa.Table) -> tuple[pa.Table, Ints | None]:
     return table.drop_columns([ORIGIN]), column.to_numpy().astype(np.int64, copy=False)
 
 
-def joined_origins(origins: Sequence[Ints | None]) -> Ints | None:
+def join_origins(origins: Sequence[Ints | None]) -> Ints | None:
     """None as soon as one part lost track, so that the answer does not depend on where the parts were cut."""
     if any(origin is None for origin in origins):
         return None
     return np.concatenate([origin for origin in origins if origin is not None] or [np.zeros(0, np.int64)])
 
 
-def lost_origin(num_rows: int) -> Ints:
+def unknown_origin(num_rows: int) -> Ints:
     """Distinct negative numbers: rows without lineage still need a generator of their own."""
     return -1 - np.arange(num_rows, dtype=np.int64)
 

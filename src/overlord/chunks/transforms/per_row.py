@@ -24,8 +24,8 @@ from overlord.errors import DataError, SpecError
 from overlord.sources.column_types import (
     UNFIT,
     Column,
-    fitted,
-    wider,
+    fit_values,
+    wider_type,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class PerRow:
         # A Python loop over rows is what this wrapper is: functions over whole tables are the fast way.
         for number, row in zip(origin.tolist(), _rows(table), strict=True):
             try:
-                made = list(self._made(row, number, context))
+                made = list(self._call(row, number, context))
                 if not self.types and not all(made):  # rows beside it would decide whether it has columns
                     raise DataError(
                         "a per_row function returned {}, a row without columns; return None to drop a row, or declare "
@@ -95,7 +95,7 @@ class PerRow:
         kept = np.array([s for i, s in enumerate(sources) if i not in bad], np.int64)
         return Outcome(pa.table(columns) if columns else None, kept)
 
-    def _made(self, row: Row, number: int, context: Context) -> Iterator[Mapping[Any, Any]]:
+    def _call(self, row: Row, number: int, context: Context) -> Iterator[Mapping[Any, Any]]:
         result = self.fn(row, context.rng(number)) if self.wants_rng else self.fn(row)
         if result is None:
             return
@@ -179,7 +179,7 @@ def _column(values: list[Any], type_: pa.DataType | None) -> tuple[Column, dict[
     if type_ is None:
         type_, others = _common_type(plain)
         unfit |= others
-    column, others = fitted([None if index in unfit else value for index, value in enumerate(plain)], type_)
+    column, others = fit_values([None if index in unfit else value for index, value in enumerate(plain)], type_)
     return column, unfit | {index: f", its type is {type_}: {error}" for index, error in others.items()}
 
 
@@ -193,7 +193,7 @@ def _common_type(values: list[Any]) -> tuple[pa.DataType, dict[int, str]]:
         except UNFIT as error:
             unfit[index] = f": {one_line(error)}"
             continue
-        both = wider(found, kind)
+        both = wider_type(found, kind)
         if both is None:
             unfit[index] = f", as in the rows before it ({found}); per_row(..., types=) declares the type"
         else:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from overlord.chunks.transforms.outcome import row_error
 from overlord.errors import DataError, SchemaError, SpecError
-from overlord.sources.views import joined
+from overlord.sources.views import combine_chunks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -114,7 +114,7 @@ def row_of(counts: Ints) -> Ints:
 
 def _lists(table: pa.Table, name: str) -> tuple[NDArray[Any], Ints]:
     """A column of lists as their values, one after the other, and their lengths."""
-    array: Any = joined(table.column(name))
+    array: Any = combine_chunks(table.column(name))
     kind = array.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     value = kind.value_type if is_list else kind

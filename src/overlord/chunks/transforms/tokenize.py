@@ -116,10 +116,10 @@ class Tokenize:
         encoder = _encoder(self.encoding, self.special_tokens)
         bos, eos = (_token_id(encoder, name, getattr(self, name)) for name in ("bos", "eos"))
         try:
-            flat, lengths = _encoded(encoder, column)
+            flat, lengths = _encode(encoder, column)
         except RowError as error:
             raise row_error(table, error.origin, error.cause) from None
-        tokens = _listed(flat, lengths, bos, eos)
+        tokens = _to_lists(flat, lengths, bos, eos)
         kept = {name: table.column(name) for name in (*self.keep, ORIGIN) if name in table.column_names}
         return pa.table({self.into: tokens, **kept})
 
@@ -138,7 +138,7 @@ def _as_text(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
     raise SchemaError(f"Tokenize: column {name!r} must be text, it is {kind}")
 
 
-def _encoded(encoder: _Encoder, column: pa.ChunkedArray) -> tuple[Tokens, Ints]:
+def _encode(encoder: _Encoder, column: pa.ChunkedArray) -> tuple[Tokens, Ints]:
     """(all ids, length of each text). Raises RowError, with the row of the column, for ids that int32 does not hold."""
     if isinstance(encoder, ByteTokenizer):
         filled = column.cast(pa.large_string()).fill_null(pa.scalar("", pa.large_string()))
@@ -188,7 +188,7 @@ def _fits_int32(ids: NDArray[Any]) -> bool:
     return np.can_cast(ids.dtype, np.int32) or bool(ids.min() >= -(2**31) and ids.max() < 2**31)
 
 
-def _listed(flat: Tokens, lengths: Ints, bos: int | None, eos: int | None) -> pa.Array:
+def _to_lists(flat: Tokens, lengths: Ints, bos: int | None, eos: int | None) -> pa.Array:
     """list<int32> out of all ids and the length of each list, with `bos` and `eos` put around each."""
     lengths = lengths + (bos is not None) + (eos is not None)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -299,31 +299,31 @@ _prepared: dict[tuple[int, bool], tuple[Encoding, Any]] = {}
 def _encoder(encoding: Encoding, special_tokens: bool) -> Any:
     with _preparing:  # threads that start together load a vocabulary once
         if isinstance(encoding, (str, Path)):
-            return _loaded(os.fspath(encoding), special_tokens)
+            return _load(os.fspath(encoding), special_tokens)
         key = id(encoding), special_tokens
         if key not in _prepared:
             while len(_prepared) >= _MOST_PREPARED:
                 del _prepared[next(iter(_prepared))]
-            _prepared[key] = encoding, _of_object(encoding, special_tokens)
+            _prepared[key] = encoding, _wrap(encoding, special_tokens)
         return _prepared[key][1]
 
 
-def _of_object(encoding: Any, special_tokens: bool) -> Any:
+def _wrap(encoding: Any, special_tokens: bool) -> Any:
     if isinstance(encoding, ByteTokenizer):
         return encoding
     if hasattr(encoding, "encode_to_numpy"):
         return _Tiktoken(encoding, special_tokens)
     if hasattr(encoding, "encode_batch"):
-        return _Tokenizers(_as_wanted(encoding, special_tokens))
+        return _Tokenizers(_configure(encoding, special_tokens))
     backend = getattr(encoding, "backend_tokenizer", None)
     if hasattr(backend, "encode_batch"):
-        return _Tokenizers(_as_wanted(backend, special_tokens))
+        return _Tokenizers(_configure(backend, special_tokens))
     if hasattr(encoding, "convert_tokens_to_ids"):
         return _Transformers(encoding, special_tokens)
     return _Function(encoding)
 
 
-def _as_wanted(tokenizer: Any, special_tokens: bool) -> Any:
+def _configure(tokenizer: Any, special_tokens: bool) -> Any:
     """The tokenizer, or a copy of it, that takes special tokens for what it is told and pads no text to the length of its
     neighbours. Nor does it truncate any: a limit that was left in a tokenizer.json would cut every long document."""
     padding, truncation = (getattr(tokenizer, name, None) for name in ("padding", "truncation"))
@@ -345,9 +345,9 @@ def _as_wanted(tokenizer: Any, special_tokens: bool) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _loaded(name: str, special_tokens: bool) -> Any:
+def _load(name: str, special_tokens: bool) -> Any:
     if name.endswith(".json") or os.sep in name:
-        return _Tokenizers(_as_wanted(_tokenizer_file(name), special_tokens))
+        return _Tokenizers(_configure(_tokenizer_file(name), special_tokens))
     try:
         import tiktoken
     except ModuleNotFoundError:

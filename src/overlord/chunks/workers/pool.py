@@ -30,7 +30,7 @@ from overlord.chunks.transforms.outcome import (
     OnBadRow,
     Outcome,
     RowError,
-    joined,
+    join_outcomes,
 )
 from overlord.chunks.transforms.per_row import PerRow
 from overlord.chunks.workers.process import START_TIMEOUT_S, WorkerGoneError, WorkerProcess
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from overlord.chunks.transforms.in_processes import InProcesses
+    from overlord.chunks.transforms.invoke import InProcesses
     from overlord.stream.facts import Ints
 
 
@@ -130,14 +130,14 @@ class ProcessPool:
         starts = range(0, max(table.num_rows, 1), mark.batch_rows)
         slices = [whole.part(start, min(start + mark.batch_rows, table.num_rows)) for start in starts]
         if not function.is_per_row:
-            return joined(list(self._outcomes(slices, on_bad)), function.name)
+            return join_outcomes(list(self._outcomes(slices, on_bad)), function.name)
         bad: list[tuple[int, str]] = []
         outcomes = list(self._outcomes(slices, lambda row, error: bad.append((row, error))))
         try:
-            outcome = joined(outcomes, function.name, is_per_row=True)
+            outcome = join_outcomes(outcomes, function.name, is_per_row=True)
         except SchemaError:
             # Which rows do not go with the others is not to be told from slices: it must not depend on how rows were cut.
-            return joined(list(self._outcomes([whole], on_bad)), function.name, is_per_row=True)
+            return join_outcomes(list(self._outcomes([whole], on_bad)), function.name, is_per_row=True)
         for row, error in bad:
             on_bad(row, error)
         return outcome
@@ -270,7 +270,7 @@ class _Attendant:
     def _one_by_one(self, piece: _Slice) -> _Part:
         """Each row alone. Halving would take fewer asks, but an ask is cheap and the start of a worker is not."""
         parts = [self._run(piece.part(row, row + 1)) for row in range(piece.table.num_rows)]
-        outcome = joined([part.outcome for part in parts], piece.function.name, piece.function.is_per_row)
+        outcome = join_outcomes([part.outcome for part in parts], piece.function.name, piece.function.is_per_row)
         return _Part(outcome, [entry for part in parts for entry in part.bad])
 
     def _try(self, piece: _Slice) -> _Part:

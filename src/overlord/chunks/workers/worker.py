@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from overlord.chunks.transforms.invoke import Invoke
+from overlord.chunks.transforms.invoke import TransformCall
 from overlord.chunks.transforms.outcome import Context, RowError, one_line
 from overlord.chunks.workers import process as worker_wire
 from overlord.runtime.liveness import WORKER_PARENT
@@ -82,13 +82,13 @@ def main(file_number: int, parent: int) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    functions: dict[int, Invoke] = {}
+    functions: dict[int, TransformCall] = {}
     worker_wire.send(connection, "ready")
     while True:
         ask, table = worker_wire.receive(connection)
         if isinstance(ask, Load):
             try:
-                functions[ask.number] = Invoke(pickle.loads(ask.pickled))
+                functions[ask.number] = TransformCall(pickle.loads(ask.pickled))
             except Exception as error:  # noqa: BLE001 - unpickling runs the user's own imports
                 worker_wire.send(connection, NotLoaded(one_line(error)))
             else:
@@ -98,7 +98,7 @@ def _serve(connection: socket.socket) -> None:
             worker_wire.send(connection, answer, result)
 
 
-def _run(function: Invoke, ask: RunSlice, table: pa.Table | None) -> tuple[Done | Failed, pa.Table | None]:
+def _run(function: TransformCall, ask: RunSlice, table: pa.Table | None) -> tuple[Done | Failed, pa.Table | None]:
     assert table is not None  # every Run carries one
     bad: list[tuple[int, str]] = []
     on_bad = None if ask.stop_at_error else lambda origin, error: bad.append((origin, error))
