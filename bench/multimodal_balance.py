@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from bench.telling import parser_of
-from overlord.arrange.balancing import max_over_mean, summed
+from overlord.arrange.balancing import bin_sums, max_over_mean
 from overlord.arrange.cost import TransformerCost
 from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import ClientPlaceTree
@@ -98,7 +98,7 @@ def _encoder_costs(plan: Plan, grid: PatchGrid) -> tuple[Floats, float]:
         home = np.repeat(np.arange(dp), plan.counts)[micro_of_image]
         stays = float(images.tokens[home == rank].sum() / images.tokens.sum())
     number = micro_of_image - np.repeat(first, plan.counts)[micro_of_image]
-    return summed(number * dp + rank, ENCODER(images), rounds * dp).reshape(rounds, dp), stays
+    return bin_sums(number * dp + rank, ENCODER(images), rounds * dp).reshape(rounds, dp), stays
 
 
 def worst(setting: Setting, name: str, seeds: int) -> Figures:

@@ -20,7 +20,7 @@ from bench.length_tables import TABLES, LengthTable
 from bench.telling import parser_of
 from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.pipelines.simulator import Pipeline, simulated
+from overlord.arrange.pipelines.simulator import Pipeline, simulate
 from overlord.arrange.strategies import long_short, plain
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
@@ -68,7 +68,7 @@ def times(setting: Setting, seed: int) -> dict[str, tuple[float, float]]:
     for name, strategy in ways.items():
         plan = strategy(graph)
         assert np.array_equal(np.sort(plan.order), np.arange(len(costs)))
-        timing = simulated(plan.micro_costs(costs), plan.counts, pipeline)
+        timing = simulate(plan.micro_costs(costs), plan.counts, pipeline)
         found[name] = timing.step_time / (float(costs.sum()) / DP / setting.stages), timing.bubble
     return found
 

@@ -11,6 +11,7 @@ from overlord.arrange.cost import TransformerCost
 from overlord.arrange.explain import explain
 from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.plan import PlanStage
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError
@@ -34,6 +35,13 @@ def test_a_primitive_leaves_the_graph_it_was_called_on_as_it_was():
     before.cost(COST).distribute("dp").balance()
     assert before.costs is None
     assert before.stages == ()
+
+
+def test_a_misspelt_field_is_refused():
+    with pytest.raises(TypeError, match="cannot change cost: no such field"):
+        graph().with_stage(PlanStage("mine", "what it did"), cost=None)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match="token"):
+        graph().samples.with_columns(token=0)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize(

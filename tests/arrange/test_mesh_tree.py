@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.arrange.mesh_tree import ClientPlaceTree, Needs, Place
+from overlord.arrange.mesh_tree import ClientPlaceTree, Place
 from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError
 
@@ -51,21 +51,9 @@ def test_a_megatron_order_that_does_not_fit_is_refused(order, sizes, message):
         ClientPlaceTree.from_megatron(order, **sizes)
 
 
-def test_first_stage_needs_inputs_last_labels_middle_neither():
-    tree = ClientPlaceTree(Mesh(pp=3))
-    assert [tree.needs(rank) for rank in range(3)] == [
-        Needs(True, False),
-        Needs(False, False),
-        Needs(False, True),
-    ]
-    assert ClientPlaceTree(Mesh()).needs(0) == Needs(True, True)
-
-
 def test_groups_lie_along_dp_cp_or_the_world():
     tree = ClientPlaceTree(Mesh(dp=2, cp=2, tp=2))
-    assert [tree.group_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [tree.group_of(rank, "cp") for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [tree.group_of(rank, "world", 4) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert (tree.num_groups(), tree.num_groups("cp"), tree.num_groups("world"), tree.num_groups("world", 4)) == (2, 4, 8, 2)
     with pytest.raises(SpecError, match="dp, cp or world, not 'pp'"):
         tree.num_groups("pp")  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="must divide the 2 places along dp, got 3"):

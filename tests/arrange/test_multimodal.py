@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlord.arrange.balancing import max_over_mean, summed
+from overlord.arrange.balancing import bin_sums, max_over_mean
 from overlord.arrange.cost import TransformerCost
 from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import ClientPlaceTree
@@ -24,8 +24,8 @@ from overlord.arrange.vision.hybrid import hybrid
 from overlord.arrange.vision.images import (
     PatchGrid,
     VisionTransformerCost,
-    fused,
     images_of,
+    with_image_tokens,
 )
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
@@ -52,7 +52,7 @@ meshes = st.builds(
 
 def _samples(sizes: list[list[tuple[int, int]]]) -> Samples:
     without_places = Samples.of_lengths(np.arange(len(sizes)) % 7 + 3, images=ImageSizes.of(sizes))
-    whole = fused(without_places, images_of(without_places, GRID))
+    whole = with_image_tokens(without_places, images_of(without_places, GRID))
     return Samples.of_lengths(whole.tokens, images=without_places.images)
 
 
@@ -126,8 +126,8 @@ def test_hybrid_keeps_to_a_capacity_that_leaves_some_room():
     modules = [np.bincount(images.sample, ENCODER(images), len(samples)), BACKBONE(samples)]
     capacity = int(samples.tokens.sum() / 16 * 1.1)
     bins = hybrid(modules)(modules[0] + modules[1], 16, samples.tokens, capacity)
-    assert summed(bins, samples.tokens, 16).max() <= capacity
-    assert all(max_over_mean(summed(bins, module, 16)) < 1.02 for module in modules)
+    assert bin_sums(bins, samples.tokens, 16).max() <= capacity
+    assert all(max_over_mean(bin_sums(bins, module, 16)) < 1.02 for module in modules)
 
 
 def test_hybrid_moves_samples_not_rows():
@@ -161,7 +161,7 @@ def stragglers(plan: Plan) -> tuple[float, float]:
     if encoding is None:
         per_sample = np.bincount(images.sample, ENCODER(images), len(plan.samples))
         return plan.max_over_mean(per_sample), backbone
-    return max_over_mean(summed(encoding.place, ENCODER(encoding.images), encoding.num_places)), backbone
+    return max_over_mean(bin_sums(encoding.place, ENCODER(encoding.images), encoding.num_places)), backbone
 
 
 # Who encodes what

@@ -16,7 +16,7 @@ from overlord.arrange.pipelines.ordering import (
     levels,
     order,
 )
-from overlord.arrange.pipelines.simulator import Pipeline, simulated, times_of
+from overlord.arrange.pipelines.simulator import Pipeline, simulate, times_of
 from overlord.arrange.strategies import long_short
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
@@ -45,12 +45,12 @@ def test_equal_microbatches_take_the_time_that_is_known_for_1f1b_and_for_interle
     pipeline = Pipeline(stages, virtual, backward)
     expected = (count + (stages - 1) / virtual) * cost / stages
     assert times_of(np.full((1, count), cost), pipeline)[0] == pytest.approx(expected)
-    timing = simulated(np.full(2 * count, cost), np.array([count, count]), pipeline)
+    timing = simulate(np.full(2 * count, cost), np.array([count, count]), pipeline)
     assert timing.bubble == pytest.approx((stages - 1) / virtual / (count + (stages - 1) / virtual))
 
 
 def test_one_stage_is_a_sum_and_the_step_waits_for_the_slowest_group():
-    timing = simulated(np.array([3.0, 1.0, 2.0]), np.array([2, 1]), Pipeline(1))
+    timing = simulate(np.array([3.0, 1.0, 2.0]), np.array([2, 1]), Pipeline(1))
     assert timing.group_times.tolist() == [4.0, 2.0]
     assert timing.step_time == 4.0
     assert timing.bubble == pytest.approx(1 - 6 / 8)
@@ -66,7 +66,7 @@ def test_no_step_is_quicker_than_its_busiest_rank_or_its_longest_microbatch_and_
     groups, pipeline
 ):
     costs, counts = np.concatenate([np.array(group) for group in groups]), np.array([len(group) for group in groups])
-    times = simulated(costs, counts, pipeline).group_times
+    times = simulate(costs, counts, pipeline).group_times
     sums, most = np.array([sum(group) for group in groups]), np.array([max(group) for group in groups])
     blocks = pipeline.stages * pipeline.virtual
     hops = 2 * (blocks - 1) * pipeline.hop * (counts + pipeline.stages)
@@ -83,7 +83,7 @@ def test_an_order_is_one_of_the_groups_own_microbatches_and_never_slower_than_th
     ordered[np.repeat(first, counts) + number] = costs
     for begin, count in zip(first.tolist(), counts.tolist(), strict=True):
         assert sorted(number[begin : begin + count]) == list(range(count))
-    before, after = (simulated(each, counts, pipeline).group_times for each in (costs, ordered))
+    before, after = (simulate(each, counts, pipeline).group_times for each in (costs, ordered))
     assert (after <= before + 1e-9).all()
     assert np.allclose(told_before, before)
     assert np.allclose(told_after, after)
@@ -136,7 +136,7 @@ def test_a_strategy_that_knows_the_pipeline_is_quicker_on_it_with_the_same_sampl
         assert np.array_equal(np.sort(blind.order), np.sort(aware.order))
         assert (aware.counts % pipeline.count_multiple == 0).all()
         costs = cost(graph.samples)
-        before, after = (simulated(plan.micro_costs(costs), plan.counts, pipeline).step_time for plan in (blind, aware))
+        before, after = (simulate(plan.micro_costs(costs), plan.counts, pipeline).step_time for plan in (blind, aware))
         assert after <= before * (1 + 1e-9)
         gains.append(before / after)
     assert max(gains) > 1.005

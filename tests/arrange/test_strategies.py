@@ -18,7 +18,7 @@ from overlord.arrange.vision.images import PatchGrid, VisionTransformerCost
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
 from overlord.stream.facts import ImageSizes, Samples
-from overlord.stream.packing import best_fit, padded
+from overlord.stream.packing import best_fit, padded_lengths
 
 COST = TransformerCost(per_token=0.0046, per_length_squared=1.7e-07)
 STEEP = TransformerCost(per_token=1.0, per_length_squared=0.05)
@@ -77,7 +77,7 @@ def steps(draw: st.DrawFn) -> DGraph:
     if kind == "cut":
         lengths = lengths[np.cumsum(lengths) <= num_rows * CONTEXT]
         return DGraph(samples_of(lengths), batch, place)
-    rows = best_fit(padded(lengths, multiple), num_rows, CONTEXT)
+    rows = best_fit(padded_lengths(lengths, multiple), num_rows, CONTEXT)
     return DGraph(samples_of(lengths[rows >= 0]), batch, place, rows[rows >= 0])
 
 
@@ -102,7 +102,9 @@ def test_rows_hold_no_more_than_they_can_and_lie_in_their_microbatch(graph, stra
     plan = strategy(graph)
     for group in range(plan.num_groups):
         for micro in plan.for_group(0, group).microbatches:
-            held = np.bincount(micro.row, padded(micro.samples.tokens, graph.batch.document_multiple), micro.num_rows)
+            held = np.bincount(
+                micro.row, padded_lengths(micro.samples.tokens, graph.batch.document_multiple), micro.num_rows
+            )
             assert len(held) == micro.num_rows
             assert (np.diff(micro.row) >= 0).all()
             if micro.row_tokens:
@@ -125,7 +127,7 @@ def test_long_short_keeps_to_max_tokens_and_leaves_no_microbatch_empty_without_n
         return
     plan = long_short(STEEP)(graph)
     cap = (graph.batch.micro_tokens or CONTEXT) * 3 // 2
-    held = plan.micro_costs(padded(plan.samples.tokens, graph.batch.document_multiple).astype(float))
+    held = plan.micro_costs(padded_lengths(plan.samples.tokens, graph.batch.document_multiple).astype(float))
     assert held.max() <= cap
     assert len(set(plan.counts.tolist())) == 1
     if plan.stages[-1].detail.startswith("even cost") and len(graph.samples) >= len(held):

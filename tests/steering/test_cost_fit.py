@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlord.arrange.balancing import greedy, max_over_mean, paced, summed
+from overlord.arrange.balancing import bin_sums, greedy, max_over_mean, with_slowness
 from overlord.steering.cost_fit import (
     CostFit,
     Fitted,
@@ -56,7 +56,7 @@ def straggler(coefficients: Floats) -> float:
     for _ in range(10):
         features = documents(rng)
         group = greedy(features @ coefficients, DP, features[:, 0].astype(np.int64))
-        found.append(max_over_mean(summed(group, features @ TRUE, DP)))
+        found.append(max_over_mean(bin_sums(group, features @ TRUE, DP)))
     return float(np.mean(found))
 
 
@@ -151,8 +151,8 @@ def test_times_measured_one_by_one_give_coefficients_and_what_lies_beside_docume
 )
 def test_work_is_shared_by_speed_within_one_item_of_even(costs, slowness):
     items, slow = np.array(costs), np.array(slowness)
-    bins = paced(greedy, slow)(items, len(slow), np.ones(len(items), np.int64), None)
-    done = summed(bins, items, len(slow)) * slow
+    bins = with_slowness(greedy, slow)(items, len(slow), np.ones(len(items), np.int64), None)
+    done = bin_sums(bins, items, len(slow)) * slow
     even = items.sum() / (1 / slow).sum()
     assert done.max() <= (even + items.max() * slow.max()) * 1.05
 
@@ -160,7 +160,7 @@ def test_work_is_shared_by_speed_within_one_item_of_even(costs, slowness):
 def test_bins_with_no_room_are_passed_over_and_equal_bins_keep_their_balancer():
     costs, sizes = np.arange(1.0, 41.0), np.ones(40, np.int64)
     slow = np.array([1.0, 1.0, 1.5, 1.0])
-    bins = paced(greedy, slow)(costs, 4, sizes, 10)
+    bins = with_slowness(greedy, slow)(costs, 4, sizes, 10)
     assert np.bincount(bins).tolist() == [10, 10, 10, 10]
-    assert summed(bins, costs, 4)[2] == summed(bins, costs, 4).min()
-    assert paced(greedy, None) is greedy
+    assert bin_sums(bins, costs, 4)[2] == bin_sums(bins, costs, 4).min()
+    assert with_slowness(greedy, None) is greedy

@@ -84,7 +84,7 @@ def test_explain_shows_the_groups_by_the_time_that_they_are_expected_to_take():
         trained(loader, 40, {1: 1.6})
         last = loader.plan(39).plan.stages[-1]
         assert last.bucket_costs.max() / last.bucket_costs.mean() < 1.05
-        assert "by pace" in " ".join(stage.detail for stage in loader.plan(39).plan.stages)
+        assert "balance by time" in " ".join(stage.detail for stage in loader.plan(39).plan.stages)
 
 
 @settings(max_examples=4)
@@ -118,7 +118,7 @@ def test_a_state_brings_along_what_was_learned_and_another_mesh_forgets_who_was_
     )
     with ol.start(wider, resume=state) as loader:
         plan = loader.plan(30).plan
-        assert "by pace" not in " ".join(stage.detail for stage in plan.stages)
+        assert "balance by time" not in " ".join(stage.detail for stage in plan.stages)
         assert plan.max_over_mean(TRUE(plan.samples)) < 1.05, "the coefficients still hold"
 
 
@@ -165,7 +165,7 @@ def test_modules_have_coefficients_of_their_own():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ol.LearnedCost(lambda samples: samples.tokens), "begins with a TransformerCost"),
+        (lambda: ol.LearnedCost(lambda samples: samples.tokens), "initial is a TransformerCost"),
         (lambda: ol.LearnedCost(WRONG, every=0), "every is a number of steps"),
     ],
 )

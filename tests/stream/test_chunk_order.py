@@ -31,5 +31,8 @@ def test_threads_that_draw_at_once_do_not_disturb_each_other():
 @given(st.integers(1, 40), st.integers(1, 7), st.booleans(), st.integers(0, 3))
 def test_an_epoch_has_every_unit_once(num_units, window, shuffle, epoch):
     per_epoch = chunks_per_epoch(num_units, window)
-    chunks = [units_of_chunk(1, "s", num_units, window, shuffle, epoch * per_epoch + i) for i in range(per_epoch)]
+    chunks = [
+        units_of_chunk(1, "s", num_units, window=window, shuffle=shuffle, chunk=epoch * per_epoch + i)
+        for i in range(per_epoch)
+    ]
     assert sorted(np.concatenate(chunks).tolist()) == list(range(num_units))

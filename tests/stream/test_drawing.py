@@ -203,7 +203,7 @@ def test_a_source_in_which_a_single_unit_has_rows_is_read_for_ever(num_units, wi
     per_epoch = chunks_per_epoch(num_units, window)
 
     def describe(source: int, chunk: int) -> ChunkFacts:
-        return facts_of(int(usable in units_of_chunk(seed, "rare", num_units, window, shuffle, chunk)))
+        return facts_of(int(usable in units_of_chunk(seed, "rare", num_units, window=window, shuffle=shuffle, chunk=chunk)))
 
     def drawer(progress: Progress) -> StepDrawer:
         batch, mixture = Batch(samples=1, sequence_length=8), Mixture({"rare": 1})

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.arrange.microbatches import even_cost
-from overlord.stream.packing import best_fit, concat_and_split, padded
+from overlord.stream.packing import best_fit, concat_and_split, padded_lengths
 
 lengths_of = st.lists(st.integers(0, 100), max_size=60).map(lambda values: np.array(values, np.int64))
 
@@ -57,7 +57,7 @@ def test_even_cost_keeps_to_its_cap_and_leaves_no_microbatch_empty(lengths, num_
     costs = lengths + 0.05 * lengths.astype(float) ** 2
     group = np.array(data.draw(st.lists(st.integers(0, num_groups - 1), min_size=len(lengths), max_size=len(lengths))))
     counts = np.full(num_groups, count)
-    found = even_cost(costs, lengths, group, counts, 120, grow)
+    found = even_cost(costs, lengths, group, counts, 120, grow=grow)
     if found is None:
         assert not grow
         return
@@ -91,4 +91,4 @@ def test_even_cost_numbers_the_costliest_microbatch_of_a_group_first():
 
 @pytest.mark.parametrize(("multiple", "expected"), [(1, [0, 1, 8, 9]), (8, [0, 8, 8, 16])])
 def test_a_document_takes_up_a_multiple(multiple, expected):
-    assert padded(np.array([0, 1, 8, 9]), multiple).tolist() == expected
+    assert padded_lengths(np.array([0, 1, 8, 9]), multiple).tolist() == expected

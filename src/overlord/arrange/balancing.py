@@ -1,12 +1,11 @@
-"""Sharing items of known cost over bins so that the costliest bin costs as little as can be. All
-deterministic.
+"""Balancers: assign items of known cost to bins so that the costliest bin is as cheap as possible. All are deterministic.
 
-`greedy` is right nearly always: with many items per bin it ends within a fraction of a per cent of the mean,
-in about half a microsecond an item. `karmarkar_karp` is better with few items per bin (two to eight, say
-whole rows), and takes time in proportion to items x bins: keep it to some thousand items and some dozen bins.
-Both are `Balancer`s, and a function of your own with the same signature is one too.
+`greedy` is nearly always the right one: with many items per bin the costliest bin ends within a fraction of a per cent of
+the mean, at about half a microsecond per item. `karmarkar_karp` is better with few items per bin (two to eight, such as
+whole rows). Its time grows with items x bins: use it for at most a few thousand items and a few dozen bins. Any function
+with the signature of `Balancer` will do.
 
-`paced` shares items over bins that are not equally fast: a slow one gets less, so that all end together.
+`with_slowness` adapts a balancer to bins of different speed: slow ones get less, so that all finish together.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ if TYPE_CHECKING:
 
 
 class Balancer(Protocol):
-    """A function that returns the bin of each item, so that the costliest bin costs as little as possible.
+    """A function that assigns items to bins so that the costliest bin is as cheap as possible.
 
-    The sizes of the items in a bin should add up to at most `capacity`. A balancer that finds no such way may go over
-    it, and the caller arranges the surplus.
+    It returns the bin of each item, from 0 to `num_bins` - 1, and must be deterministic. The sizes of the items in a bin
+    should add up to at most `capacity`. A balancer that finds no such assignment may exceed it; the caller then moves the
+    surplus.
     """
 
     def __call__(self, costs: Floats, num_bins: int, sizes: Ints, capacity: int | None, /) -> Ints: ...
 
 
-def summed(bins: Ints, values: Floats | Ints, num_bins: int) -> Floats:
-    """The sum of the values in each bin."""
+def bin_sums(bins: Ints, values: Floats | Ints, num_bins: int) -> Floats:
+    """The sum of the values of each bin."""
     return np.bincount(bins, values, num_bins).astype(np.float64, copy=False)
 
 
 def max_over_mean(costs: Floats) -> float:
-    """How much longer the slowest bin takes than the average one. 1.0 is perfect; where nothing costs, so is
-    that."""
+    """The costliest bin over the mean bin. 1.0 is a perfect balance; it is also returned where all costs are 0."""
     mean = float(costs.mean()) if len(costs) else 0.0
     return float(costs.max()) / mean if mean > 0 else 1.0
 
 
 def least_possible_cost(costs: Floats, num_bins: int) -> float:
-    """No arrangement of whole items has a costliest bin below this.
+    """A lower bound of the costliest bin, over all assignments of whole items.
 
-    It is the mean, or the costliest item, or what k + 1 of the k x num_bins + 1 costliest items cost together
-    at least, because some bin must hold so many of them.
+    It is the largest of: the mean; the costliest item; and, for every k, the cheapest k + 1 of the k x num_bins + 1
+    costliest items, because some bin must hold k + 1 of these.
     """
     if not len(costs):
         return 0.0
@@ -59,9 +58,10 @@ def least_possible_cost(costs: Floats, num_bins: int) -> float:
 
 
 class LeastCostBins:
-    """Bins that are filled one item at a time, each item into the bin of least cost that has room for it.
+    """Bins that are filled one item at a time, each item into the cheapest bin that has room for it.
 
-    `room` may be shared: these are the bins `first` to `first + num_bins` of it.
+    `room` has the capacity left in each bin and may be shared with other objects; this one fills bins `first` to
+    `first + num_bins`.
     """
 
     __slots__ = ("_aside", "_heap", "_room")
@@ -69,15 +69,15 @@ class LeastCostBins:
     def __init__(self, room: list[int], first: int, num_bins: int) -> None:
         self._room = room
         self._heap = [(0.0, b) for b in range(first, first + num_bins)]
-        # Bins that were too full for an item wait here, roomiest first, until an item comes that they have room
-        # for. So an item never looks through all the full ones.
+        # A heap of bins that were too full for some item, roomiest first, until an item comes that fits. So no item has to
+        # look through all the full bins.
         self._aside: list[tuple[int, float, int]] = []
 
     def add(self, b: int) -> None:
         heappush(self._heap, (0.0, b))
 
     def place(self, cost: float, size: int) -> int:
-        """The bin that took the item, or -1 when none has room."""
+        """Put an item into the cheapest bin with room. Returns the bin, or -1 if none has room."""
         heap, aside, room = self._heap, self._aside, self._room
         while aside and aside[0][0] <= -size:
             _, total, b = heappop(aside)
@@ -94,7 +94,7 @@ class LeastCostBins:
         return -1
 
     def least(self, size: int) -> float | None:
-        """What the bin costs that would take an item of this size; None when none has room."""
+        """The cost of the bin that `place` would choose for an item of this size; None if none has room."""
         heap, aside, room = self._heap, self._aside, self._room
         while aside and aside[0][0] <= -size:
             _, total, b = heappop(aside)
@@ -105,7 +105,7 @@ class LeastCostBins:
         return heap[0][0] if heap else None
 
     def overfill(self, cost: float, size: int) -> int:
-        """The roomiest bin takes the item although it has no room; to be called when `place` gave -1."""
+        """Put an item into the roomiest bin although it does not fit. Returns the bin. Call it after `place` returned -1."""
         _, total, b = self._aside[0]
         self._room[b] -= size
         heapreplace(self._aside, (-self._room[b], total + cost, b))
@@ -113,11 +113,11 @@ class LeastCostBins:
 
 
 def greedy(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
-    """Costliest item first, each to the bin of least cost that has room."""
+    """A `Balancer`: by falling cost, each item to the cheapest bin that has room."""
     order = np.argsort(-costs, kind="stable")
     bins = np.empty(len(costs), np.int64)
     bins[order] = _to_least_cost(costs[order].tolist(), num_bins)
-    if capacity is not None and summed(bins, sizes, num_bins).max(initial=0) > capacity:
+    if capacity is not None and bin_sums(bins, sizes, num_bins).max(initial=0) > capacity:
         filled = LeastCostBins([capacity] * num_bins, 0, num_bins)
         items = zip(costs[order].tolist(), sizes[order].tolist(), strict=True)
         # A loop over items, because each choice depends on those before.
@@ -127,7 +127,7 @@ def greedy(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None = Non
 
 def _to_least_cost(costs: list[float], num_bins: int) -> list[int]:
     heap = [(0.0, b) for b in range(num_bins)]
-    bins = []
+    bins: list[int] = []
     # A loop over items, because each choice depends on those before.
     for cost in costs:
         total, b = heap[0]
@@ -137,12 +137,11 @@ def _to_least_cost(costs: list[float], num_bins: int) -> list[int]:
 
 
 def karmarkar_karp(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
-    """Largest differencing: join the two partial arrangements of largest spread, heavy bins to light ones,
-    until one is left. Bins over `capacity` then hand their cheapest items to the least costly bins with
-    room."""
+    """A `Balancer` by the largest differencing method: merge the two partial assignments of largest spread, heavy bins with
+    light ones, until one is left. Bins over `capacity` then give their cheapest items to the cheapest bins with room."""
     n = len(costs)
-    # An arrangement is its spread, its sums in falling order (as many as are not 0) and the items behind each
-    # sum. The number makes ties fall the same way everywhere.
+    # A partial assignment is its spread, a number that breaks ties the same way everywhere, its sums in falling order (as
+    # many as are not 0), and the items behind each sum.
     heap: list[tuple[float, int, list[float], list[list[int]]]] = [
         (-cost, i, [cost], [[i]]) for i, cost in enumerate(costs.tolist())
     ]
@@ -153,7 +152,7 @@ def karmarkar_karp(costs: Floats, num_bins: int, sizes: Ints, capacity: int | No
     while len(heap) > 1:
         _, _, sums, items = heappop(heap)
         _, _, other_sums, other_items = heappop(heap)
-        sums, items = _joined(sums, items, other_sums, other_items, num_bins)
+        sums, items = _merge(sums, items, other_sums, other_items, num_bins)
         spread = sums[0] - (sums[-1] if len(sums) == num_bins else 0.0)
         heappush(heap, (-spread, number, sums, items))
         number += 1
@@ -163,7 +162,7 @@ def karmarkar_karp(costs: Floats, num_bins: int, sizes: Ints, capacity: int | No
     return bins if capacity is None else _within_capacity(bins, costs, num_bins, sizes, capacity)
 
 
-def _joined(
+def _merge(
     sums: list[float],
     items: list[list[int]],
     other_sums: list[float],
@@ -171,7 +170,7 @@ def _joined(
     num_bins: int,
 ) -> tuple[list[float], list[list[int]]]:
     free = num_bins - len(sums)
-    # The other's heaviest go to bins of this one that are empty, the rest to its lightest: heavy meets light.
+    # The heaviest bins of the other assignment go to empty bins of this one, the rest to its lightest: heavy meets light.
     alone, shared = other_sums[:free], other_sums[free:]
     joined = [*sums, *alone]
     members = [*items, *other_items[:free]]
@@ -184,8 +183,8 @@ def _joined(
 
 
 def _within_capacity(bins: Ints, costs: Floats, num_bins: int, sizes: Ints, capacity: int) -> Ints:
-    held = summed(bins, sizes, num_bins)
-    total = summed(bins, costs, num_bins)
+    held = bin_sums(bins, sizes, num_bins)
+    total = bin_sums(bins, costs, num_bins)
     bins = bins.copy()
     for b in np.flatnonzero(held > capacity).tolist():
         members = np.flatnonzero(bins == b)
@@ -204,26 +203,30 @@ def _within_capacity(bins: Ints, costs: Floats, num_bins: int, sizes: Ints, capa
     return bins
 
 
-_GRAIN = 0.02  # bins whose slowness differs by less are taken for alike: fewer kinds to choose from
+_GRAIN = 0.02  # bins whose slowness differs by less count as equally fast, so that there are few speeds to choose from
 
 
-def paced(method: Balancer, slowness: Floats | None) -> Balancer:
-    """The same balancer where all bins are alike; else costliest item first, each to the bin that is done soonest."""
+def with_slowness(method: Balancer, slowness: Floats | None) -> Balancer:
+    """Adapt a balancer to bins of different speed: by falling cost, each item to the bin that would finish it first.
+
+    `slowness` has the time that each bin takes for one unit of cost; None means that all are equally fast, and returns
+    `method` itself.
+    """
     if slowness is None:
         return method
     kinds, kind = np.unique(np.round(np.log(slowness) / _GRAIN), return_inverse=True)
     factors = np.exp(kinds * _GRAIN).tolist()
 
-    def by_pace(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
+    def balance_by_time(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
         if num_bins != len(kind):
             return method(costs, num_bins, sizes, capacity)
         return _to_soonest(costs, factors, kind, sizes, int(sizes.sum()) if capacity is None else capacity)
 
-    return by_pace
+    return balance_by_time
 
 
 def _to_soonest(costs: Floats, factors: list[float], kind: Ints, sizes: Ints, capacity: int) -> Ints:
-    # Bins in the order of their kind, so that those of one kind lie together.
+    # Bins sorted by speed, so that equally fast ones are neighbours.
     by_kind = np.argsort(kind, kind="stable")
     held = np.bincount(kind, minlength=len(factors)).tolist()
     room = [capacity] * len(kind)
@@ -231,7 +234,7 @@ def _to_soonest(costs: Floats, factors: list[float], kind: Ints, sizes: Ints, ca
     alike = [LeastCostBins(room, begin, count) for begin, count in zip(first, held, strict=True)]
     order = np.argsort(-costs, kind="stable")
     found = np.empty(len(costs), np.int64)
-    chosen = []
+    chosen: list[int] = []
     # A loop over items, because each choice depends on those before.
     for cost, size in zip(costs[order].tolist(), sizes[order].tolist(), strict=True):
         soonest, at = np.inf, -1
@@ -241,12 +244,12 @@ def _to_soonest(costs: Floats, factors: list[float], kind: Ints, sizes: Ints, ca
                 soonest, at = done, k
         if at >= 0:
             chosen.append(alike[at].place(cost, size))
-        else:  # nobody has room: of the fastest the roomiest takes it, and the caller arranges the surplus
+        else:  # no bin has room: the roomiest of the fastest takes it, and the caller moves the surplus
             chosen.append(alike[0].overfill(cost, size))
     found[order] = by_kind[chosen]
     return found
 
 
-def times(costs: Floats, slowness: Floats | None) -> Floats:
-    """How long bins take that have these costs."""
+def bin_times(costs: Floats, slowness: Floats | None) -> Floats:
+    """The time that each bin takes for its cost."""
     return costs if slowness is None else costs * slowness

@@ -1,8 +1,8 @@
-"""What a document costs to train on: linear in its tokens (matrix products), quadratic in its length (attention).
+"""The cost of training on a document: linear in its tokens (matrix products), quadratic in its length (attention).
 
-`MeasuredCost` goes by length alone, from times that were measured at a few lengths. A GPU's attention kernel is not
-equally quick at all lengths: on an H200 it takes half as long again per pair of tokens in documents of 4,096 tokens as in
-long ones. A formula with three coefficients is a tenth off at its worst there; a table of a dozen lengths is not.
+`TransformerCost` is a formula with three coefficients, `MeasuredCost` a table of times measured at a few lengths. The table
+is closer where kernels are not equally fast at all lengths: on an H200, attention takes half as long again per pair of
+tokens in documents of 4,096 tokens as in long ones, and the formula is off by up to a tenth there.
 """
 
 from __future__ import annotations
@@ -17,39 +17,38 @@ import numpy as np
 from overlord.errors import SpecError
 from overlord.stream.facts import Floats, Ints, Samples
 
-# Forward and backward of causal flash attention against dense matrix products, in time per floating point
-# operation: 1.7 is what bf16 varlen attention takes on an H200, at 512 to 131,072 tokens a document.
 ATTENTION_SLOWDOWN = 1.7
-
+"""Time per floating point operation of causal flash attention, forward and backward, over that of dense matrix products:
+measured for bf16 varlen attention on an H200, at 512 to 131,072 tokens per document."""
 
 CostFunction = Callable[[Samples], Floats | Mapping[str, Floats]]
-"""From facts to the cost of each sample, or of each sample in each module of the model."""
+"""A function from `Samples` to the cost of each sample, or to a dict of such arrays, one for each module of the model."""
 
 
 def costs_of(function: CostFunction, samples: Samples) -> Floats:
-    """What each sample costs, over all modules."""
+    """The cost of each sample, summed over modules. Raises SpecError unless they are finite numbers >= 0, one per sample."""
     found = function(samples)
     costs = sum(found.values(), np.zeros(len(samples))) if isinstance(found, Mapping) else np.asarray(found, np.float64)
     if costs.shape != (len(samples),):
-        raise SpecError(f"a cost function gives one number per sample: {len(samples)}, got shape {costs.shape}")
+        raise SpecError(f"a cost function returns one number per sample: {len(samples)}, got shape {costs.shape}")
     if len(costs) and not (np.isfinite(costs).all() and costs.min() >= 0):
-        raise SpecError("a cost function gives finite numbers >= 0; it gave others")
+        raise SpecError("a cost function returns finite numbers >= 0; it returned others")
     return costs
 
 
 @dataclass(frozen=True, slots=True)
 class TransformerCost:
-    """per_token * s + per_length_squared * s² + constant, for each document of s tokens. Any unit of time or
-    work.
+    """The cost of a document of s tokens in a transformer: per_token * s + per_length_squared * s² + constant.
 
-    Only ratios decide an arrangement. Coefficients fitted to measured times are best; `of` derives them from
-    a shape.
+    It is a cost function: `cost(samples)` returns one number per sample. Any unit of time or work will do, because only
+    ratios decide where samples go. Coefficients fitted to measured times are best (`overlord calibrate` and `load_cost`);
+    `TransformerCost.of` estimates them from the shape of a model.
     """
 
     per_token: float
     per_length_squared: float
     constant: float = 0.0
-    """Added once a document."""
+    """Added once per document."""
 
     def __post_init__(self) -> None:
         for name in ("per_token", "per_length_squared", "constant"):
@@ -72,12 +71,11 @@ class TransformerCost:
         active_experts: int = 1,
         attention_slowdown: float = ATTENTION_SLOWDOWN,
     ) -> TransformerCost:
-        """The cost of a decoder with gated feed-forward layers, in GFLOP of dense matrix products.
+        """Estimate the cost of a decoder with gated feed-forward layers, in GFLOP of dense matrix products.
 
-        `heads` is hidden / 128 and `kv_heads` is heads unless given; `ffn` is 8/3 hidden unless given. For a
-        mixture of experts, `active_experts` feed-forward layers of width `ffn` run per token.
-        `attention_slowdown` is how much longer a floating point operation takes in attention than in a matrix
-        product.
+        `heads` defaults to hidden / 128, `kv_heads` to `heads`, `ffn` to 8/3 hidden. For a mixture of experts,
+        `active_experts` is the number of feed-forward layers of width `ffn` that run per token. `attention_slowdown` is
+        the time of a floating point operation in attention over that in a matrix product.
         """
         heads = max(1, hidden // 128) if heads is None else heads
         kv_heads = heads if kv_heads is None else kv_heads
@@ -96,22 +94,23 @@ class TransformerCost:
             raise SpecError(f"kv_heads must divide heads: {kv_heads} does not divide {heads}")
         attention_weights = 2 * hidden * hidden * (1 + kv_heads / heads)  # query and output, key and value
         weights = layers * (attention_weights + 3 * hidden * ffn * active_experts) + hidden * vocab
-        # A weight costs 2 operations forward and 4 backward. Causal attention over s tokens: 2 products of
-        # s²/2 x hidden forward, and backward 2.5 times that, because flash attention computes the scores
-        # again.
+        # A weight costs 2 operations forward and 4 backward. Causal attention over s tokens: 2 products of s²/2 x hidden
+        # forward, and 2.5 times that backward, because flash attention recomputes the scores.
         per_token = 6 * weights
         per_length_squared = layers * 2 * hidden * 3.5 * attention_slowdown
         return cls(per_token / 1e9, per_length_squared / 1e9)
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
+        """(per_token, per_length_squared, constant)."""
         return self.per_token, self.per_length_squared, self.constant
 
     def with_coefficients(self, coefficients: tuple[float, ...]) -> TransformerCost:
+        """The cost with these coefficients, in the order of `coefficients`."""
         return TransformerCost(*coefficients)
 
     def features(self, samples: Samples) -> Floats:
-        """What each coefficient is multiplied by: a row per sample."""
+        """The factor of each coefficient: a row per sample, a column per coefficient."""
         tokens = samples.tokens.astype(np.float64)
         return np.column_stack([tokens, tokens * tokens, np.ones(len(tokens))])
 
@@ -128,8 +127,11 @@ def _check_shape(**sizes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """The cost of one document of each of `lengths` tokens. In between, the cost per token lies on a straight line; beyond
-    the last length it goes on as between the last two, so the cost is quadratic there."""
+    """The cost of a document by its length, from a table: one document of `lengths[i]` tokens costs `costs[i]`.
+
+    It is a cost function: `cost(samples)` returns one number per sample. Between two lengths the cost per token is
+    interpolated linearly. Beyond the last it grows as between the last two, so the cost is quadratic there.
+    """
 
     lengths: tuple[int, ...]
     costs: tuple[float, ...]
@@ -143,7 +145,7 @@ class MeasuredCost:
             raise SpecError(f"costs are numbers above 0, got {self.costs}")
 
     def of(self, lengths: Ints) -> Floats:
-        """The cost of a document of each of these lengths."""
+        """The cost of one document of each of these lengths."""
         known = np.array(self.lengths, np.float64)
         per_token = np.array(self.costs) / known
         slope = max(0.0, float((per_token[-1] - per_token[-2]) / (known[-1] - known[-2])))

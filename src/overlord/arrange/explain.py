@@ -1,4 +1,4 @@
-"""What a strategy did to a step, as plain text: stage by stage, and the result in numbers."""
+"""`explain`: what a strategy did to a step, as plain text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 
 def explain(plan: Plan) -> str:
-    """The stages of a plan with the straggler (costliest over mean) after each, then sizes, padding and
-    costs."""
+    """Describe how a strategy came to a plan, as text for people.
+
+    First one line per primitive that the strategy called, with the costliest group and the costliest microbatch over the
+    mean one after it. Then the plan in numbers: samples, tokens, groups, microbatches, padding, and how much faster the step
+    is than with samples dealt round-robin.
+    """
     lines = [
         "stage         slowest group  slowest microbatch   what was done",
         *(_stage_line(stage) for stage in plan.stages),

@@ -1,40 +1,39 @@
-"""The step as a strategy sees it: facts about its samples, and the primitives that arrange them.
+"""`DGraph`: one step as a strategy sees it, with the primitives that arrange its samples.
 
     graph.cost(fn).distribute("dp").balance(greedy, max_tokens=12_288).broadcast_at("tp").plan()
 
-Each primitive returns a new graph and leaves a `Stage` behind, so that `explain` can tell what was done.
-Which samples a step has is settled before; a strategy decides only where they go. Two ways lead to
-microbatches:
+Every primitive returns a new graph and appends a `PlanStage`, which `explain` prints. The samples of a step are fixed before
+a strategy runs; the strategy only decides where they go. There are two ways to microbatches:
 
-- `pack` puts the samples into rows of fixed length first; `deal` or `balance` then hands out whole rows;
-- without `pack`, samples are handed out one by one, and microbatches are one row as long as what they hold.
+- With `pack`, samples are first put into rows of fixed length; `deal` or `balance` then assigns whole rows to groups.
+- Without `pack`, samples are assigned one by one, and every microbatch is a single row as long as its samples together.
 
-Features are packages of their own with functions that take a graph and return one: `hdp.split`, `images.encode`,
-`pipelines.order`. What a feature decides beyond the arrangement is a `GraphPart`, which becomes a part of the plan.
+Features live in packages of their own, as functions from a graph to a graph: `hdp.split`, `vision.encode`,
+`pipelines.order`. A feature that decides more than the arrangement adds a `GraphPart`, which becomes a part of the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack, cast
 
 import numpy as np
 
-from overlord.arrange.balancing import Balancer, greedy, paced, summed, times
+from overlord.arrange.balancing import Balancer, bin_sums, bin_times, greedy, with_slowness
 from overlord.arrange.cost import CostFunction, costs_of
 from overlord.arrange.learned_cost import CostsInForce, LearnedCost, slowness
 from overlord.arrange.microbatches import (
     Arrangement,
+    GroupedSamples,
     Microbatches,
     PackedRows,
-    as_many_as_needed,
-    as_many_in_each,
-    checked_max_tokens,
+    fill_as_needed,
+    fill_equal_counts,
     group_tokens,
+    microbatch_limit,
     num_microbatches,
-    numbered,
-    variable,
+    number_in_group,
 )
 from overlord.arrange.plan import Plan, PlanPart, PlanStage
 from overlord.errors import SpecError
@@ -45,7 +44,7 @@ from overlord.stream.packing import (
     best_fit,
     concat_and_split,
     cut_samples,
-    padded,
+    padded_lengths,
 )
 
 if TYPE_CHECKING:
@@ -53,32 +52,62 @@ if TYPE_CHECKING:
     from overlord.declare.batch import Batch
 
 RowPacker = Callable[[Ints, int, int], Ints | Pieces]
-"""(lengths, num_rows, capacity) to the row of each sample (-1: nowhere), or to pieces of samples with their
-rows."""
+"""A function (lengths, num_rows, capacity) that returns the row of each sample (-1: it fits nowhere), or `Pieces` where it
+cuts samples."""
 
 
 class GraphPart(Protocol):
-    """What a feature has decided about a step, before the order of its samples is known."""
+    """A feature's decisions about a step, made before the order of the samples is known."""
 
     def in_plan(self, arrangement: Arrangement, order: Ints) -> PlanPart:
-        """The same for a plan that runs the samples in `order`."""
+        """The same decisions for a plan that lists the samples in `order`."""
         ...
+
+
+class GraphChanges(TypedDict, total=False):
+    """The fields of a `DGraph` that a primitive may change; see `DGraph.with_stage`."""
+
+    samples: Samples
+    reference_rows: Ints | None
+    in_rows: SamplesInRows | None
+    cost_function: CostFunction | None
+    costs: Floats | None
+    num_groups: int
+    axis: Bucket
+    group_size: int
+    rows: PackedRows | None
+    arrangement: Arrangement | None
+    extra: Ints | None
+    parts: tuple[GraphPart, ...]
+    broadcast: frozenset[str]
+    declared_cost: CostFunction | None
+
+
+_CHANGEABLE = frozenset(GraphChanges.__annotations__)
 
 
 @dataclass(frozen=True)
 class DGraph:
-    """A step's samples with what has been decided about them so far. Immutable.
+    """One step as a strategy sees it: facts about its samples, and every decision made about them so far.
 
-    `reference_rows[i]` is the row in which sample i was placed when the step's samples were chosen, a packing
-    that is known to fit; None for steps counted in samples or filled by cutting documents. For the latter `in_rows` may
-    have the samples as `pack` would cut them.
+    A strategy is a function from a `DGraph` to a `Plan`. It reads `samples` (lengths, sources, image sizes; never the data
+    itself), `batch` and `place` (the mesh), calls primitives, each of which returns a new graph, and ends with `plan()`:
+
+        graph.cost(fn).distribute("dp").balance().plan()
+
+    A graph is immutable. A primitive may cut a sample into pieces; none adds or drops a token.
     """
 
     samples: Samples
+    """The facts about the step's samples, in the order in which they were drawn."""
     batch: Batch
     place: ClientPlaceTree
+    """The ranks of the trainer's mesh."""
     reference_rows: Ints | None = None
+    """The row of each sample in the packing that was found when the step was drawn, which is known to fit. None for steps
+    that are counted in samples, or filled by cutting documents."""
     in_rows: SamplesInRows | None = None
+    """For steps filled by cutting documents: the samples as `pack()` would cut them, where that is known already."""
     cost_function: CostFunction | None = None
     costs: Floats | None = None
     num_groups: int = 0
@@ -87,123 +116,140 @@ class DGraph:
     rows: PackedRows | None = None
     arrangement: Arrangement | None = None
     extra: Ints | None = None
-    """Tokens that each sample takes up beside those of its text."""
+    """Tokens of each sample in addition to its text: those of its images, where the text has no place for them."""
     parts: tuple[GraphPart, ...] = ()
     broadcast: frozenset[str] = frozenset()
     stages: tuple[PlanStage, ...] = ()
     in_force: CostsInForce | None = None
     declared_cost: CostFunction | None = None
-    """The cost function as the strategy gave it; `cost_function` is that with what was learned since."""
+    """The cost function that the strategy passed; `cost_function` is the same function with learned coefficients."""
 
     @property
     def lengths(self) -> Ints:
-        """The tokens each sample takes up: its own, with those of its images, padded to document_multiple."""
+        """The length of each sample in tokens, `extra` included, padded to `document_multiple`."""
         tokens = self.samples.tokens if self.extra is None else self.samples.tokens + self.extra
-        return padded(tokens, self.batch.document_multiple)
+        return padded_lengths(tokens, self.batch.document_multiple)
 
     def mix(self, weights: Floats, unit: str = "samples") -> DGraph:
-        """Note how the step was drawn: by these weights, one per source, which share out samples or tokens."""
-        return self.change(PlanStage("mix", "share of {} asked/drawn: {}", (unit, Shares(weights, self.samples, unit))))
+        """Record the mixture weights that the step was drawn with, one per source, for `explain`. Nothing else changes.
+
+        `unit` says whether the weights are shares of "samples" or of "tokens".
+        """
+        return self.with_stage(PlanStage("mix", "share of {} asked/drawn: {}", (unit, Shares(weights, self.samples, unit))))
 
     def cost(self, function: CostFunction) -> DGraph:
-        """Say what each sample costs. Costs by module ({'encoder': ..., 'backbone': ...}) are added up."""
+        """Compute what each sample costs to train on. `balance` and the features go by these costs.
+
+        `function` takes `Samples` and returns one number per sample, in any unit. It may return a dict of such arrays, one
+        for each module of the model ({'encoder': ..., 'backbone': ...}), which are added up.
+        """
         declared = function
         if isinstance(function, LearnedCost):
             function = function.as_learned(self.in_force)
         costs = costs_of(function, self.samples)
         stage = PlanStage("cost", "total {:.6g}, costliest sample {:.6g}", (costs.sum(), costs.max(initial=0.0)))
-        return self.change(stage, cost_function=function, costs=costs, declared_cost=declared)
+        return self.with_stage(stage, cost_function=function, costs=costs, declared_cost=declared)
 
     def pack(self, tokens: int | None = None, method: RowPacker | None = None) -> DGraph:
-        """Put the samples into rows of exactly `tokens` (sequence_length unless given), the rest of a row is
-        padding.
+        """Pack the samples into rows of exactly `tokens` tokens (default: `sequence_length`), padding the rest of each row.
 
-        Without `method`: the rows found when the step was drawn; one sample a row for padded batches;
-        concatenated and cut at row ends where the batch cuts documents; best fit otherwise.
+        Without a `method`, padded batches get one sample per row, batches that cut documents are concatenated and cut at row
+        ends, and all others keep the rows found when the step was drawn, or are packed by best fit.
         """
         if self.arrangement is not None:
-            raise SpecError("pack puts samples into rows before they are handed out: call it before deal or balance")
+            raise SpecError("pack puts samples into rows before they are assigned: call it before deal or balance")
         tokens = self.batch.sequence_length if tokens is None else tokens
         if method is None and self.batch.layout == "padded":
-            return self._in_rows("one sample a row", np.arange(len(self.samples)), len(self.samples), tokens)
+            rows = PackedRows(np.arange(len(self.samples)), len(self.samples), tokens)
+            return self.with_stage(_pack_stage("one sample a row", rows), rows=rows)
         if method is None and self.reference_rows is not None and tokens == self.batch.sequence_length:
-            return self._in_rows("as drawn", self.reference_rows, self.batch.num_rows or 1, tokens)
+            rows = PackedRows(self.reference_rows, self.batch.num_rows or 1, tokens)
+            return self.with_stage(_pack_stage("as drawn", rows), rows=rows)
         is_known = tokens == self.batch.sequence_length and self.batch.document_multiple == 1 and self.extra is None
         if method is None and is_known and self.in_rows is not None:
             samples, row = self.in_rows
             costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
             rows = PackedRows(row, self.batch.num_rows or 1, tokens)
-            return self.change(_packed("concat and split", rows), samples=samples, costs=costs, rows=rows)
+            return self.with_stage(_pack_stage("concat and split", rows), samples=samples, costs=costs, rows=rows)
         if method is None:
             method = concat_and_split if self.batch.cut_documents else best_fit
-        return self._packed_by(method, tokens)
+        return self._pack_with(method, tokens)
 
     def distribute(self, axis: Bucket = "dp", group_size: int = 1) -> DGraph:
-        """Choose who shares the step: groups along dp, dp x cp ("cp") or all ranks ("world")."""
+        """Choose the groups that share the step.
+
+        `axis="dp"` makes one group of every data-parallel index, "cp" one of every dp x cp index, "world" one of every rank.
+        `group_size` joins that many neighbours into one group. The stage records what groups would cost if samples were
+        dealt round-robin, as a baseline for `explain`.
+        """
         num_groups = self.place.num_groups(axis, group_size)
         costs = None
         if self.costs is not None:
             blind = np.arange(len(self.samples)) if self.reference_rows is None else self.reference_rows
-            # Along cp, as a static mesh would: dealt over dp, every document cut over all cp ranks of its group.
+            # Along cp the baseline is a static mesh: dealt over dp, every document cut over all cp ranks of its group.
             cut = self.place.mesh.cp if axis == "cp" and group_size == 1 else 1
-            costs = np.repeat(summed(blind % (num_groups // cut), self.costs / cut, num_groups // cut), cut)
+            costs = np.repeat(bin_sums(blind % (num_groups // cut), self.costs / cut, num_groups // cut), cut)
         stage = PlanStage("distribute", "{} groups along {}; costs as if dealt blindly", (num_groups, axis), costs)
-        return self.change(stage, num_groups=num_groups, axis=axis, group_size=group_size)
+        return self.with_stage(stage, num_groups=num_groups, axis=axis, group_size=group_size)
 
     def deal(self) -> DGraph:
-        """Hand out rows (or samples) in turn, blind to cost, the same number to each group."""
+        """Assign rows (without `pack`: samples) to groups round-robin, blind to cost, the same number to each."""
         self.check_distributed("deal")
         if self.rows is not None:
             row = self.rows.row
             if self.num_groups == 1:
-                return self.hand_out(self._rows_to(np.zeros(len(row), np.int64), row), "deal", "rows in turn")
-            return self.hand_out(self._rows_to(row % self.num_groups, row // self.num_groups), "deal", "rows in turn")
+                return self.assign(self._rows_to(np.zeros(len(row), np.int64), row), "deal", "rows in turn")
+            return self.assign(self._rows_to(row % self.num_groups, row // self.num_groups), "deal", "rows in turn")
         n, groups = len(self.samples), self.num_groups
         number = np.arange(n)
         group, turn = number % groups, number // groups
         count = num_microbatches(self.batch, self.lengths, groups)
         held = np.maximum(1, (n - group + groups - 1) // groups)  # samples in the group
         micro = Microbatches(group, turn * count // held, np.full(groups, count))
-        return self.hand_out(variable(micro), "deal", "samples in turn")
+        return self.assign(micro.to_arrangement(), "deal", "samples in turn")
 
     def balance(self, method: Balancer = greedy, *, max_tokens: int | None = None, equal_counts: bool = True) -> DGraph:
-        """Even out cost over groups by `method`, and then over each group's microbatches.
+        """Balance cost over groups with `method`, then over the microbatches of each group.
 
-        Packed rows are handed out whole, the same number to each group. Samples go one by one into
-        microbatches of up to `max_tokens` (one and a half times the batch's microbatch unless given); with
-        `equal_counts` each group runs the same number of them, otherwise as many as its samples need.
+        Packed rows are assigned whole, the same number to each group. Without `pack`, samples are assigned one by one to
+        microbatches of at most `max_tokens` (default: one and a half times the batch's microbatch). With `equal_counts` all
+        groups run the same number of microbatches, as FSDP needs; otherwise each runs as many as its samples need.
         """
         self.check_distributed("balance")
         if self.costs is None:
             raise SpecError("balance needs to know what samples cost: call cost(fn) before it")
-        method = paced(method, self._slowness)
+        method = with_slowness(method, self._slowness)
         if self.rows is not None:
-            return self._balanced_rows(method, self.rows, self.costs)
+            return self._balance_rows(method, self.rows, self.costs)
         batch, lengths, groups = self.batch, self.lengths, self.num_groups
-        cap = checked_max_tokens(batch, lengths, max_tokens)
+        cap = microbatch_limit(batch, lengths, max_tokens)
         group = method(self.costs, groups, lengths, group_tokens(batch, lengths, groups, cap) if equal_counts else None)
-        graph = self.change(PlanStage("balance", "{} over {} groups", (_name(method), groups), self._group_costs(group)))
-        filling = batch, lengths, self.costs, group, groups, cap
-        found, how = as_many_in_each(*filling, self.reference_rows) if equal_counts else as_many_as_needed(*filling)
+        graph = self.with_stage(PlanStage("balance", "{} over {} groups", (_name(method), groups), self._group_costs(group)))
+        grouped = GroupedSamples(lengths, self.costs, group, groups)
+        if equal_counts:
+            found, how = fill_equal_counts(batch, grouped, cap, self.reference_rows)
+        else:
+            found, how = fill_as_needed(batch, grouped, cap), "even cost"
         counts = (found.counts.min(), found.counts.max())
-        return graph.hand_out(variable(found), "pack", "{}, up to {} tokens, {} to {} a group", how, cap, *counts)
+        return graph.assign(found.to_arrangement(), "pack", "{}, up to {} tokens, {} to {} a group", how, cap, *counts)
 
     def broadcast_at(self, *axes: str) -> DGraph:
-        """Say that the trainer broadcasts along these axes, so that only the first rank on them fetches."""
+        """Declare that the trainer broadcasts batches along these axes (tp, cp, pp), so that only index 0 of each
+        fetches."""
         for axis in axes:
             if axis not in ("tp", "cp", "pp"):
                 raise SpecError(f"broadcast_at takes tp, cp or pp, not {axis!r}: dp groups hold different samples")
-        return self.change(PlanStage("broadcast_at", "{}", (", ".join(axes),)), broadcast=self.broadcast | {*axes})
+        return self.with_stage(PlanStage("broadcast_at", "{}", (", ".join(axes),)), broadcast=self.broadcast | {*axes})
 
     def plan(self) -> Plan:
-        """The arrangement as a plan: samples sorted by microbatch and row."""
+        """Return the finished `Plan`, with samples sorted by microbatch and row."""
         a = self.arrangement
         if a is None:
-            raise SpecError("nothing is handed out yet: call distribute(...) and then deal() or balance(...) before plan()")
+            raise SpecError("nothing is assigned yet: call distribute(...) and then deal() or balance(...) before plan()")
         num_micros = sum(a.counts.tolist())
         micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro if num_micros > 1 else a.micro
         place = micro * a.rows_per_microbatch + a.row if num_micros > 1 else a.row
-        # As rows that were filled in turn are, in a single group.
+        # True for a single group whose rows were filled one after the other; sorting can then be skipped.
         in_order = np.count_nonzero(place[1:] < place[:-1]) == 0
         order = np.arange(len(place)) if in_order else place.argsort(kind="stable")
         offsets = np.array([0, len(place)])
@@ -227,45 +273,49 @@ class DGraph:
             parts=tuple(part.in_plan(a, order) for part in self.parts),
         )
 
-    def change(self, stage: PlanStage, **changes: object) -> DGraph:
-        """The graph with other values in some of its fields, and a stage that says what was done."""
-        if unknown := changes.keys() - _FIELDS:
-            raise TypeError(f"a DGraph has no field {', '.join(sorted(unknown))}")
-        # What dataclasses.replace does, at a tenth of its cost: this runs several times a step.
+    def with_stage(self, stage: PlanStage, **changes: Unpack[GraphChanges]) -> DGraph:
+        """Return a copy with `stage` appended and some fields changed. For primitives and features, not for strategies."""
+        if unknown := changes.keys() - _CHANGEABLE:
+            raise TypeError(f"a primitive cannot change {', '.join(sorted(unknown))}: no such field of DGraph may change")
+        # The effect of dataclasses.replace at a tenth of its cost: this runs several times a step.
         graph = object.__new__(DGraph)
         graph.__dict__.update(self.__dict__)
         graph.__dict__.update(changes, stages=(*self.stages, stage))
         return graph
 
-    def hand_out(self, arrangement: Arrangement, name: str, text: str, *values: object) -> DGraph:
-        """The graph with its samples handed out, and a stage `name` that says how; `values` fill the braces of `text`."""
+    def assign(self, arrangement: Arrangement, name: str, text: str, *values: object) -> DGraph:
+        """Return a copy in which every sample has its place, with a stage `name` that says how it was chosen.
+
+        `values` fill the braces of `text`. For primitives and features, not for strategies.
+        """
         bucket_costs = micro_costs = None
         if self.costs is not None:
             bucket_costs, micro_costs = self._group_costs(arrangement.group), self.micro_costs(arrangement)
-        return self.change(PlanStage(name, text, values, bucket_costs, micro_costs), arrangement=arrangement)
+        return self.with_stage(PlanStage(name, text, values, bucket_costs, micro_costs), arrangement=arrangement)
 
     def micro_costs(self, a: Arrangement) -> Floats:
-        """What each microbatch costs, group by group. Samples must have costs."""
+        """The cost of each microbatch, group by group. Needs `cost(fn)`."""
         micro = (np.cumsum(a.counts) - a.counts)[a.group] + a.micro
-        return summed(micro, cast("Floats", self.costs), int(a.counts.sum()))
+        return bin_sums(micro, cast("Floats", self.costs), int(a.counts.sum()))
 
     def check_distributed(self, primitive: str) -> None:
-        """Raise SpecError unless samples can be handed out now; `primitive` is who wants to."""
+        """Raise SpecError unless samples can be assigned to groups now. `primitive` is the caller's name, for the
+        message."""
         if not self.num_groups:
-            raise SpecError(f"{primitive} needs to know over whom: call distribute('dp') before it")
+            raise SpecError(f"{primitive} needs groups to assign samples to: call distribute('dp') before it")
         if self.arrangement is not None:
-            raise SpecError("the samples are handed out already: call deal() or balance(...) once")
+            raise SpecError("the samples are assigned already: call deal() or balance(...) once")
         if self.rows is None and self.batch.layout == "padded":
             raise SpecError(f"a padded batch has one sample a row: call pack() before {primitive}")
 
-    def _packed_by(self, method: RowPacker, tokens: int) -> DGraph:
+    def _pack_with(self, method: RowPacker, tokens: int) -> DGraph:
         num_rows = len(self.samples) if self.batch.tokens is None else -(-self.batch.tokens // tokens)
         found = method(self.lengths, num_rows, tokens)
-        graph = self
+        changes: GraphChanges = {}
         if isinstance(found, Pieces):
             samples = cut_samples(self.samples, found)
             costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
-            graph = replace(self, samples=samples, costs=costs, reference_rows=None, in_rows=None)
+            changes = {"samples": samples, "costs": costs, "reference_rows": None, "in_rows": None}
             found = found.row
         if (found < 0).any():
             raise SpecError(
@@ -274,14 +324,12 @@ class DGraph:
             )
         if self.batch.tokens is None:
             num_rows = int(found.max(initial=0)) + 1
-        return graph._in_rows(_name(method), found, num_rows, tokens)
-
-    def _in_rows(self, how: str, row: Ints, num_rows: int, tokens: int) -> DGraph:
-        rows = PackedRows(row, num_rows, tokens)
-        return self.change(_packed(how, rows), rows=rows)
+        rows = PackedRows(found, num_rows, tokens)
+        changes["rows"] = rows
+        return self.with_stage(_pack_stage(_name(method), rows), **changes)
 
     def _rows_to(self, group: Ints, turn: Ints) -> Arrangement:
-        """An arrangement of rows, given the group of each sample and its row's number within the group."""
+        """The arrangement of packed rows, from each sample's group and the number of its row within the group."""
         rows = cast("PackedRows", self.rows)
         if self.batch.layout == "padded" and self.batch.samples is not None and self.batch.micro_tokens is None:
             per_micro = -(-max(self.batch.samples, rows.num_rows) // self.num_groups)  # one microbatch
@@ -296,19 +344,19 @@ class DGraph:
             return Arrangement(group, np.zeros(len(turn), np.int64), turn, counts, per_micro, row_tokens)
         return Arrangement(group, turn // per_micro, turn % per_micro, counts, per_micro, row_tokens)
 
-    def _balanced_rows(self, method: Balancer, rows: PackedRows, costs: Floats) -> DGraph:
-        row_costs = summed(rows.row, costs, rows.num_rows)
+    def _balance_rows(self, method: Balancer, rows: PackedRows, costs: Floats) -> DGraph:
+        row_costs = bin_sums(rows.row, costs, rows.num_rows)
         most = -(-rows.num_rows // self.num_groups)
         ones = np.ones(rows.num_rows, np.int64)
         group_of_row = method(row_costs, self.num_groups, ones, most)
         if np.bincount(group_of_row, minlength=self.num_groups).max(initial=0) > most:
             group_of_row = greedy(row_costs, self.num_groups, ones, most)
-        turn_of_row = numbered(group_of_row, row_costs, self.num_groups)
+        turn_of_row = number_in_group(group_of_row, row_costs, self.num_groups)
         arrangement = self._rows_to(group_of_row[rows.row], turn_of_row[rows.row])
-        return self.hand_out(arrangement, "balance", "{}: whole rows over {} groups", _name(method), self.num_groups)
+        return self.assign(arrangement, "balance", "{}: whole rows over {} groups", _name(method), self.num_groups)
 
     def _group_costs(self, group: Ints) -> Floats | None:
-        return None if self.costs is None else times(summed(group, self.costs, self.num_groups), self._slowness)
+        return None if self.costs is None else bin_times(bin_sums(group, self.costs, self.num_groups), self._slowness)
 
     @property
     def _slowness(self) -> Floats | None:
@@ -316,7 +364,7 @@ class DGraph:
         return slowness(self.in_force, self.num_groups) if is_learned else None
 
 
-def _packed(how: str, rows: PackedRows) -> PlanStage:
+def _pack_stage(how: str, rows: PackedRows) -> PlanStage:
     return PlanStage("pack", "{}: {} samples in {} rows of {} tokens", (how, len(rows.row), rows.num_rows, rows.row_tokens))
 
 
@@ -324,12 +372,9 @@ def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__).replace("_", " ")
 
 
-_FIELDS = frozenset(field.name for field in fields(DGraph))
-
-
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Asked and drawn share of each source, both in the mixture's unit; text only when read."""
+    """Requested and drawn share of each source, in the mixture's unit. Formatted only when `explain` prints it."""
 
     asked: Floats
     samples: Samples

@@ -1,5 +1,5 @@
-"""A cost whose coefficients are learned while a run goes on. The value declares where to begin; what holds at a step comes
-with the step's graph, so that a strategy stays a pure function."""
+"""`LearnedCost`: a cost whose coefficients are refitted during a run. It declares the initial coefficients; those in force
+at a step come with the step's graph, so that a strategy stays a pure function."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from overlord.stream.facts import Floats, Samples
 
 ALONE = "model"
-"""The name of the module where there is one."""
+"""The module's name in the state of a cost that is not split by module."""
 
 
 class LinearCost(Protocol):
-    """A cost that is a sum of features, each times a coefficient. `TransformerCost` is one."""
+    """A cost function that is linear in its coefficients, such as `TransformerCost`."""
 
     @property
     def coefficients(self) -> tuple[float, ...]: ...
 
     def features(self, samples: Samples) -> Floats:
-        """A row per sample, a column per coefficient."""
+        """The factor of each coefficient: a row per sample, a column per coefficient."""
         ...
 
     def with_coefficients(self, coefficients: tuple[float, ...]) -> Self: ...
@@ -36,17 +36,18 @@ class LinearCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CostsInForce:
-    """What was learned, as it holds at a step."""
+    """The learned coefficients and speeds that are in force at a step."""
 
     of: str
-    """The digest of the `LearnedCost` it was learned for."""
-    modules: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    slow: Mapping[int, float] = field(default_factory=dict)
-    """How much longer a data-parallel group takes for the same work, where that is not 1."""
+    """The digest of the `LearnedCost` that they were learned for."""
+    modules: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    """The coefficients of each module."""
+    slow: Mapping[int, float] = field(default_factory=dict[int, float])
+    """The time that a data-parallel group takes over that of the others for the same work, where it is not 1."""
 
 
 def slowness(learned: CostsInForce | None, num_groups: int) -> Floats | None:
-    """How much longer each group takes for the same work; None where all are alike."""
+    """The time that each group takes for the same work, relative to the others; None where all are equally fast."""
     known = {} if learned is None else {group: factor for group, factor in learned.slow.items() if group < num_groups}
     if not known:
         return None
@@ -57,17 +58,18 @@ def slowness(learned: CostsInForce | None, num_groups: int) -> Floats | None:
 
 @dataclass(frozen=True, slots=True)
 class LearnedCost:
-    """A cost that is refitted to the times that trainers report (`Client.feedback(seconds=...)`).
+    """A cost function that is refitted during the run to the step times that trainers report
+    (`Client.feedback(seconds=...)`).
 
-    `initial` is what holds until then: a `TransformerCost`, or one for each module of the model. As a plain cost function it
-    gives the initial costs.
+    Pass it to a strategy in place of a fixed cost. Called directly, it returns the initial costs.
     """
 
     initial: LinearCost | Mapping[str, LinearCost]
+    """The cost until the first fit: a `TransformerCost`, or a dict with one for each module of the model."""
     every: int = 10
     """Steps between two fits."""
     speeds: bool = True
-    """Whether ranks that are slower than others get less to do."""
+    """Give data-parallel groups with slower ranks less work."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -75,34 +77,37 @@ class LearnedCost:
         for name, cost in self.modules.items():
             if not (callable(cost) and hasattr(cost, "features") and hasattr(cost, "with_coefficients")):
                 raise SpecError(
-                    f"a LearnedCost begins with a TransformerCost, or one for each module; module {name!r} is a "
+                    f"LearnedCost.initial is a TransformerCost, or a dict with one for each module; module {name!r} is a "
                     f"{type(cost).__name__}"
                 )
 
     @property
     def modules(self) -> Mapping[str, LinearCost]:
+        """The initial cost of each module."""
         return self.initial if isinstance(self.initial, Mapping) else {ALONE: self.initial}
 
     @property
     def digest(self) -> str:
+        """A short hash of the initial coefficients. Learned coefficients apply only to the cost that they were learned
+        for."""
         return digest_of([(name, cost.coefficients) for name, cost in self.modules.items()])
 
     def __call__(self, samples: Samples) -> dict[str, Floats]:
         return {name: cost(samples) for name, cost in self.modules.items()}
 
     def features(self, samples: Samples) -> Floats:
-        """Those of all modules, side by side."""
+        """The features of all modules, side by side."""
         return np.column_stack([cost.features(samples) for cost in self.modules.values()])
 
     def as_learned(self, learned: CostsInForce | None) -> LearnedCost:
-        """The same with the coefficients that were learned, where they were learned for this cost."""
+        """The cost with the learned coefficients, if they were learned for this cost; otherwise itself."""
         if learned is None or learned.of != self.digest or not learned.modules:
             return self
         modules = {name: cost.with_coefficients(tuple(learned.modules[name])) for name, cost in self.modules.items()}
         return LearnedCost(modules, self.every, self.speeds)
 
     def split(self, coefficients: Floats) -> dict[str, list[float]]:
-        """The coefficients of all modules, side by side, by module."""
+        """Split the coefficients of all modules, side by side as in `features`, by module."""
         parts: dict[str, Any] = {}
         first = 0
         for name, cost in self.modules.items():
@@ -113,5 +118,5 @@ class LearnedCost:
 
 
 def digest_of(*parts: object) -> str:
-    """A short name for a declaration, by which a decision says what it was made about."""
+    """A short hash of a declaration. A recorded decision names the declaration that it belongs to by it."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Who needs what: the trainer's mesh as a tree of ranks, asked by planner, constructors and clients."""
+"""`ClientPlaceTree`: the ranks of the trainer's mesh, their indexes, and which of them share samples."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 Bucket = Literal["dp", "cp", "world"]
+"""What a group of a step is: a dp index, a dp x cp index, or a single rank."""
 
 _DP_NAMES = ("dp", "dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank and its index along each axis."""
+    """A rank with its index along each axis of the mesh."""
 
     rank: int
     pp: int
@@ -31,26 +32,21 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """Which fields a pipeline stage uses. All stages get the metadata: positions, cu_seqlens, loss-token
-    count."""
-
-    inputs: bool
-    labels: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ClientPlaceTree:
-    """The ranks of a mesh. dp groups get distinct samples, cp ranks slices of them, tp and pp ranks the same
-    slice."""
+    """The ranks of a trainer's mesh, and which of them share samples.
+
+    Data-parallel groups (dp) get different samples, context-parallel ranks (cp) different slices of the same samples,
+    tensor- and pipeline-parallel ranks (tp, pp) the same slice. Make it from a `Mesh`, a torch DeviceMesh or Megatron's
+    sizes; `.mesh` is the `Mesh` to declare in a job.
+    """
 
     mesh: Mesh
-    _places: dict[int, Place] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _places: dict[int, Place] = field(default_factory=dict[int, Place], init=False, repr=False, compare=False)
 
     @staticmethod
     def from_device_mesh(device_mesh: Any) -> ClientPlaceTree:
-        """From a torch DeviceMesh of the whole world, with dimensions named dp (or dp_replicate and
-        dp_shard), cp, tp, pp."""
+        """Make it from a torch DeviceMesh of the whole world whose dimensions are named dp (or dp_replicate and dp_shard),
+        cp, tp and pp."""
         names: tuple[str, ...] = tuple(device_mesh.mesh_dim_names or ())
         ranks = np.asarray(device_mesh.mesh)
         if not names:
@@ -78,8 +74,10 @@ class ClientPlaceTree:
     def from_megatron(
         order: str = "tp-cp-ep-dp-pp", *, world_size: int, tp: int = 1, cp: int = 1, pp: int = 1
     ) -> ClientPlaceTree:
-        """From Megatron's order, innermost first. Expert parallelism shares dp's ranks, so `ep` is passed
-        over."""
+        """Make it from Megatron's parallel sizes and rank order, innermost first; dp is what remains of `world_size`.
+
+        Expert parallelism uses the ranks of dp, so `ep` in the order is ignored.
+        """
         names = [name for name in order.lower().split("-") if name != "ep"]
         sizes = {"tp": tp, "cp": cp, "pp": pp}
         for name, size in sizes.items():
@@ -97,9 +95,11 @@ class ClientPlaceTree:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.mesh.world_size
 
     def coordinates(self, rank: int) -> Place:
+        """The index of a rank along each axis."""
         found = self._places.get(rank)
         if found is None:
             found = self._places[rank] = self._place(rank)
@@ -115,6 +115,7 @@ class ClientPlaceTree:
         return Place(rank, **at)
 
     def rank_of(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank at these indexes: the inverse of `coordinates`."""
         at = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
         rank = 0
         for axis in self.mesh.order:
@@ -125,7 +126,7 @@ class ClientPlaceTree:
         return rank
 
     def source_of(self, rank: int, broadcast: Collection[str] = ()) -> int:
-        """The rank whose fetch serves this one when the trainer broadcasts along these axes: itself, if it
+        """The rank that fetches this rank's batches when the trainer broadcasts along these axes; itself where it
         fetches."""
         place = self.coordinates(rank)
         if not broadcast:
@@ -134,7 +135,7 @@ class ClientPlaceTree:
         return self.rank_of(**at)
 
     def fetchers(self, broadcast: Collection[str] = ()) -> list[int]:
-        """The ranks that fetch for themselves, when the others receive by broadcast."""
+        """The ranks that fetch batches when the trainer broadcasts along these axes; all others receive from one of them."""
         return [rank for rank in range(self.world_size) if self.source_of(rank, broadcast) == rank]
 
     def ranks_of(self, dp: int) -> list[int]:
@@ -147,14 +148,8 @@ class ClientPlaceTree:
             for tp in range(mesh.tp)
         )
 
-    def needs(self, rank: int) -> Needs:
-        """The first pipeline stage needs the inputs, the last the labels, those between neither."""
-        pp = self.coordinates(rank).pp
-        return Needs(inputs=pp == 0, labels=pp == self.mesh.pp - 1)
-
     def num_groups(self, axis: Bucket = "dp", group_size: int = 1) -> int:
-        """How many groups share a step when it is distributed along this axis, `group_size` neighbours to a
-        group."""
+        """The number of groups when a step is distributed along this axis, `group_size` neighbours to a group."""
         sizes = {"dp": self.mesh.dp, "cp": self.mesh.dp * self.mesh.cp, "world": self.world_size}
         if axis not in sizes:
             raise SpecError(f"a step is distributed along dp, cp or world, not {axis!r}")
@@ -165,15 +160,8 @@ class ClientPlaceTree:
             )
         return sizes[axis] // group_size
 
-    def group_of(self, rank: int, axis: Bucket = "dp", group_size: int = 1) -> int:
-        """The group of a rank when a step is distributed along this axis."""
-        self.num_groups(axis, group_size)
-        place = self.coordinates(rank)
-        at = {"dp": place.dp, "cp": place.dp * self.mesh.cp + place.cp, "world": rank}[axis]
-        return at // group_size
-
 
 def _mesh(order: Sequence[str], sizes: dict[str, int]) -> Mesh:
-    """A Mesh in this order, outermost first; axes it does not name have size 1 and go outermost."""
+    """The Mesh with this order, outermost first. Axes that the order does not name have size 1 and go outermost."""
     missing = [axis for axis in ("pp", "dp", "cp", "tp") if axis not in order]
     return Mesh(**sizes, order=cast("tuple[Axis, ...]", (*missing, *order)))

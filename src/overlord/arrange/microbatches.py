@@ -1,4 +1,4 @@
-"""Where samples go, as a graph holds it between its primitives."""
+"""Filling microbatches: which sample goes to which microbatch of which group, and the values in which a graph keeps that."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from overlord.arrange.balancing import LeastCostBins, greedy, summed
+from overlord.arrange.balancing import LeastCostBins, bin_sums, greedy
 from overlord.errors import SpecError
 from overlord.stream.packing import best_fit
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from overlord.declare.batch import Batch
     from overlord.stream.facts import (
         Floats,
@@ -21,21 +23,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """Each document's group and its microbatch within that group; `counts[g]` microbatches in group g."""
+    """Each sample's group and its microbatch within that group; `counts[g]` microbatches in group g."""
 
     group: Ints
     micro: Ints
     counts: Ints
 
+    def to_arrangement(self) -> Arrangement:
+        """Microbatches of variable length: one row each, as long as its samples together."""
+        return Arrangement(self.group, self.micro, np.zeros(len(self.group), np.int64), self.counts, 1, 0)
+
 
 def even_cost(
-    costs: Floats, lengths: Ints, group: Ints, counts: Ints, max_tokens: int, grow: bool = False
+    costs: Floats, lengths: Ints, group: Ints, counts: Ints, max_tokens: int, *, grow: bool = False
 ) -> Microbatches | None:
-    """Fill each group's `counts[g]` microbatches, none over `max_tokens`, evening their costs.
+    """Fill the `counts[g]` microbatches of each group g with even costs, none over `max_tokens`.
 
-    Costliest document first, each into its group's microbatch of least cost that has room. A document that
-    finds none opens another microbatch with `grow`; otherwise it goes to the group of least cost that has
-    room. None when there is no room anywhere. No microbatch stays empty while there are documents enough.
+    Samples are placed by falling cost, each in the cheapest microbatch of its group that has room. Where none has room, the
+    sample opens another microbatch with `grow`; without it, it moves to the cheapest group that has room. Returns None if
+    no group has. No microbatch stays empty while there are enough samples.
     """
     group = _enough_for_each(lengths, group, counts)
     if not grow and (counts == 1).all() and np.bincount(group, lengths, len(counts)).max() <= max_tokens:
@@ -44,12 +50,14 @@ def even_cost(
     fill = _Fill(np.bincount(group, costs, len(counts)).tolist(), counts.tolist(), max_tokens)
     groups = fill.groups
     slots: list[int] = []
-    # A loop over documents, because each choice depends on those before: about a microsecond each.
-    items = zip(costs[order].tolist(), lengths[order].tolist(), group[order].tolist(), strict=True)
+    # A loop over samples, because each choice depends on those before: about a microsecond each.
+    items: Iterable[tuple[float, int, int]] = zip(
+        costs[order].tolist(), lengths[order].tolist(), group[order].tolist(), strict=True
+    )
     for cost, length, g in items:
         slot = groups[g].place(cost, length)
         if slot < 0:
-            slot = fill.opened(g, cost, length) if grow else fill.moved(g, cost, length)
+            slot = fill.place_in_new_slot(g, cost, length) if grow else fill.place_in_other_group(g, cost, length)
             if slot < 0:
                 return None
         slots.append(slot)
@@ -74,16 +82,18 @@ class _Fill:
             self.group_of.extend([g] * count)
         self.scanned = 0
 
-    def opened(self, g: int, cost: float, length: int) -> int:
-        """A new slot of the group."""
+    def place_in_new_slot(self, g: int, cost: float, length: int) -> int:
+        """Open another slot of group g for a sample. Returns the slot."""
         self.groups[g].add(len(self.room))
         self.group_of.append(g)
         self.room.append(self.max_tokens)
         return self.groups[g].place(cost, length)
 
-    def moved(self, g: int, cost: float, length: int) -> int:
-        """To the group of least cost that has room. Scans all slots: rare unless max_tokens is so tight that
-        there is no use in going on."""
+    def place_in_other_group(self, g: int, cost: float, length: int) -> int:
+        """Move a sample of group g to the cheapest group that has room. Returns the slot, or -1 if no group has.
+
+        Scans all slots, which is rare unless `max_tokens` is so tight that the caller should give up anyway.
+        """
         self.scanned += len(self.room)
         if self.scanned > _MOST_SCANNED:
             return -1
@@ -97,8 +107,8 @@ class _Fill:
         return self.groups[to].place(cost, length)
 
     def microbatches(self, slot_of: Ints, costs: Floats) -> Microbatches:
-        """Slots numbered within their groups, costliest first: microbatch i of one group meets its like in
-        others."""
+        """The result, with slots numbered within their groups by falling cost, so that microbatches that run at the same
+        time in different groups cost about the same."""
         slot_costs = np.bincount(slot_of, costs, len(self.group_of))
         group_of = np.array(self.group_of, np.int64)
         by_group = np.lexsort((-slot_costs, group_of))
@@ -112,7 +122,7 @@ _MOST_SCANNED = 4_000_000  # slots: some tenths of a second
 
 
 def _enough_for_each(lengths: Ints, group: Ints, counts: Ints) -> Ints:
-    """Groups with fewer documents than microbatches get the shortest ones that other groups can spare."""
+    """Move samples to groups that have fewer samples than microbatches: the shortest that other groups can spare."""
     held = np.bincount(group, minlength=len(counts))
     missing = np.maximum(counts - held, 0)
     if not missing.any():
@@ -128,7 +138,7 @@ def _enough_for_each(lengths: Ints, group: Ints, counts: Ints) -> Ints:
 
 
 class PackedRows(NamedTuple):
-    """Rows of fixed length: the row of each sample."""
+    """Samples in rows of fixed length; `row[i]` is the row of sample i."""
 
     row: Ints
     num_rows: int
@@ -136,18 +146,30 @@ class PackedRows(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """Where each sample goes: its group, its microbatch in the group, its row in the microbatch."""
+    """The place of each sample: its group, its microbatch within the group, its row within the microbatch."""
 
     group: Ints
     micro: Ints
     row: Ints
     counts: Ints
+    """The number of microbatches of each group."""
     rows_per_microbatch: int
     row_tokens: int
+    """The tokens that every row is padded to; 0 where a row is as long as its samples."""
 
 
-def numbered(group: Ints, costs: Floats, num_groups: int) -> Ints:
-    """Each item's number within its group, costliest first."""
+@dataclass(frozen=True, slots=True)
+class GroupedSamples:
+    """Samples that are assigned to groups but not yet to microbatches: one entry of each column per sample."""
+
+    lengths: Ints
+    costs: Floats
+    group: Ints
+    num_groups: int
+
+
+def number_in_group(group: Ints, costs: Floats, num_groups: int) -> Ints:
+    """The number of each item within its group, by falling cost."""
     order = np.lexsort((-costs, group))
     held = np.bincount(group, minlength=num_groups)
     number = np.empty(len(group), np.int64)
@@ -155,33 +177,30 @@ def numbered(group: Ints, costs: Floats, num_groups: int) -> Ints:
     return number
 
 
-def variable(found: Microbatches) -> Arrangement:
-    return Arrangement(found.group, found.micro, np.zeros(len(found.group), np.int64), found.counts, 1, 0)
-
-
-def dealt_bins(bins: Ints, costs: Floats, num_groups: int, count: int) -> Microbatches:
-    """Microbatches that are filled already (the bin of each item, with what it costs), `count` to each group by cost."""
+def deal_bins(bins: Ints, costs: Floats, num_groups: int, count: int) -> Microbatches:
+    """Assign microbatches that are filled already (`bins[i]` is that of sample i) to groups by cost, `count` to each."""
     bins = np.unique(bins, return_inverse=True)[1]
-    bin_costs = summed(bins, costs, count * num_groups)
+    bin_costs = bin_sums(bins, costs, count * num_groups)
     group = greedy(bin_costs, num_groups, np.ones(len(bin_costs), np.int64), count)
-    micro = numbered(group, bin_costs, num_groups)
+    micro = number_in_group(group, bin_costs, num_groups)
     return Microbatches(group[bins], micro[bins], np.full(num_groups, count))
 
 
-# A group may hold nearly what its microbatches can: whole documents never fill them to the last token.
+# The share of its microbatches' capacity that a group may hold: whole samples never fill them to the last token.
 _FILL = 0.97
 
 
 def num_microbatches(batch: Batch, lengths: Ints, num_groups: int) -> int:
-    """Microbatches of each group, when all have the same number and samples are handed out one by one."""
+    """The number of microbatches per group, when all groups have the same number and samples are assigned one by one."""
     tokens = batch.tokens if batch.tokens is not None else int(lengths.sum())
     wanted = -(-tokens // (num_groups * _mean_tokens(batch)))
     most = -(-len(lengths) // num_groups)  # more would leave some empty
     return max(1, min(wanted, most))
 
 
-def checked_max_tokens(batch: Batch, lengths: Ints, max_tokens: int | None) -> int:
-    """What a microbatch may hold: as given, if that can work, or half as much again as the mean one."""
+def microbatch_limit(batch: Batch, lengths: Ints, max_tokens: int | None) -> int:
+    """The most tokens of a microbatch: `max_tokens`, or one and a half times the mean microbatch. Raises SpecError if the
+    samples cannot fit."""
     micro_tokens, longest = _mean_tokens(batch), int(lengths.max(initial=0))
     if max_tokens is None:
         return max(micro_tokens * 3 // 2, longest)
@@ -194,36 +213,38 @@ def checked_max_tokens(batch: Batch, lengths: Ints, max_tokens: int | None) -> i
 
 
 def group_tokens(batch: Batch, lengths: Ints, num_groups: int, max_tokens: int) -> int:
-    """What a group may hold, when all have the same number of microbatches."""
+    """The most tokens of a group, when all groups have the same number of microbatches."""
     return int(num_microbatches(batch, lengths, num_groups) * max_tokens * _FILL)
 
 
-def as_many_as_needed(
-    batch: Batch, lengths: Ints, costs: Floats, group: Ints, num_groups: int, max_tokens: int
-) -> tuple[Microbatches, str]:
-    """Each group's samples in as many microbatches as it needs, and how they were found."""
-    held = np.bincount(group, lengths, num_groups)
+def fill_as_needed(batch: Batch, samples: GroupedSamples, max_tokens: int) -> Microbatches:
+    """Fill as many microbatches in each group as its samples need."""
+    held = np.bincount(samples.group, samples.lengths, samples.num_groups)
     counts = np.maximum(1, np.rint(held / _mean_tokens(batch)).astype(np.int64))
-    counts = np.minimum(counts, np.maximum(1, np.bincount(group, minlength=num_groups)))
-    grown = even_cost(costs, lengths, group, counts, max_tokens, grow=True)
-    return cast("Microbatches", grown), "even cost"  # no sample is over max_tokens, so growing ends well
+    counts = np.minimum(counts, np.maximum(1, np.bincount(samples.group, minlength=samples.num_groups)))
+    filled = even_cost(samples.costs, samples.lengths, samples.group, counts, max_tokens, grow=True)
+    return cast("Microbatches", filled)  # never None: no sample is over max_tokens, so a new microbatch always has room
 
 
-def as_many_in_each(
-    batch: Batch, lengths: Ints, costs: Floats, group: Ints, num_groups: int, max_tokens: int, known_rows: Ints | None
+def fill_equal_counts(
+    batch: Batch, samples: GroupedSamples, max_tokens: int, known_rows: Ints | None
 ) -> tuple[Microbatches, str]:
-    """The same number of microbatches in every group, and how they were found: samples stay in their group if they fit;
-    otherwise they are packed anew, or as in rows that are known to fit."""
+    """Fill the same number of microbatches in every group. Returns them and the name of the method that worked.
+
+    Samples stay in their group if they fit there. Otherwise they are packed anew, or kept in `known_rows`, rows that are
+    known to fit.
+    """
+    lengths, costs, num_groups = samples.lengths, samples.costs, samples.num_groups
     count = num_microbatches(batch, lengths, num_groups)
     while True:
-        found = even_cost(costs, lengths, group, np.full(num_groups, count), max_tokens)
+        found = even_cost(costs, lengths, samples.group, np.full(num_groups, count), max_tokens)
         if found is not None:
             return found, "even cost"
         bins = best_fit(lengths, count * num_groups, max_tokens)
         if (bins >= 0).all():
-            return dealt_bins(bins, costs, num_groups, count), "best fit"
+            return deal_bins(bins, costs, num_groups, count), "best fit"
         if known_rows is not None:
-            return dealt_bins(known_rows // batch.rows_per_microbatch, costs, num_groups, count), "as drawn"
+            return deal_bins(known_rows // batch.rows_per_microbatch, costs, num_groups, count), "as drawn"
         count += 1  # no packing into fewer is known
 
 

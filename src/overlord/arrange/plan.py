@@ -1,4 +1,4 @@
-"""A plan: which samples make which microbatch of which data-parallel group. The output of every strategy."""
+"""`Plan`: which samples make which microbatch of which group. Every strategy returns one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from overlord.arrange.balancing import max_over_mean, summed
+from overlord.arrange.balancing import bin_sums, max_over_mean
 from overlord.errors import SpecError
 from overlord.records import record
 
@@ -24,43 +24,45 @@ P = TypeVar("P")
 
 
 class RankPart(Protocol):
-    """What a feature adds to a built microbatch, rank by rank."""
+    """A feature's fields in a built microbatch that differ from rank to rank."""
 
     def fields_for(self, place: Place, tree: ClientPlaceTree) -> Fields:
-        """Fields for one rank of the group, beside those that all of its ranks share."""
+        """The fields of one rank, in addition to those that all ranks of its group share."""
         ...
 
 
 class MicroPart(Protocol):
-    """What a feature adds to one microbatch of a group. It travels with the plan to the Data Constructor."""
+    """A feature's part of one microbatch. It is sent to the Data Constructor with the plan."""
 
     @property
     def more_samples(self) -> Samples | None:
-        """Samples to fetch beside those of the microbatch; None for a feature that needs no others."""
+        """Samples to fetch in addition to those of the microbatch; None if the feature needs no others."""
         ...
 
     def build(self, fields: Fields, images: Sequence[NDArray[np.uint8]]) -> tuple[Fields, RankPart]:
-        """The fields of the collated microbatch with the feature's own. `images` are those of `more_samples`."""
+        """Add the feature's fields to those of the collated microbatch. `images` are those of `more_samples`."""
         ...
 
 
 class PlanPart(Protocol):
-    """What a feature adds to a plan. A package that has one needs no change to `Plan`, planner or constructor."""
+    """A feature's part of a plan. With it, a new feature needs no change to `Plan`, Planner or Data Constructor."""
 
     def microbatch(self, plan: Plan, group: int, micro: int, documents: Ints, samples: Samples) -> tuple[Samples, MicroPart]:
-        """The samples of a microbatch of `group` as the feature leaves them, and its part of the microbatch. `micro` is
-        numbered over all groups; `documents` are the indexes of the samples in the plan."""
+        """The samples of one microbatch of `group`, as the feature changes them, and the feature's part of it.
+
+        `micro` is numbered over all groups; `documents` are the indexes of the samples in the plan.
+        """
         ...
 
 
 @record
 class PlanStage:
-    """What one primitive did to a step, for `explain`. The words are put together only when they are read."""
+    """What one primitive did to a step, for `explain`. The text is formatted only when it is read."""
 
     name: str
     text: str
     values: tuple[object, ...] = ()
-    """What goes into the braces of `text`."""
+    """The values for the braces of `text`."""
     bucket_costs: Floats | None = None
     """Total cost per data-parallel group after this stage, where groups exist."""
     micro_costs: Floats | None = None
@@ -73,11 +75,11 @@ class PlanStage:
 
 @record
 class MicroPlan:
-    """One microbatch. `samples` are in packing order; `row[i]` is the row of the microbatch sample i lies in.
+    """One microbatch. `samples` are in packing order; `row[i]` is the row of sample i within the microbatch.
 
-    With `row_tokens` > 0 every row is padded to that many tokens and there are exactly `num_rows` rows, some
-    of which may be empty; with 0 there is one row as long as its samples, or, where each has a row of its own, `num_rows`
-    as long as the longest of them.
+    With `row_tokens` > 0 there are exactly `num_rows` rows, each padded to that many tokens; some may be empty. With
+    `row_tokens` = 0 there is a single row as long as its samples together, or, where every sample has a row of its own,
+    `num_rows` rows as long as the longest sample.
     """
 
     samples: Samples
@@ -85,56 +87,62 @@ class MicroPlan:
     num_rows: int
     row_tokens: int
     parts: tuple[MicroPart, ...] = ()
-    """What features add: who runs the microbatch together where documents are cut over ranks, for example."""
+    """The parts of features: for example, which ranks attend together to a document that is cut over them."""
 
     def part(self, kind: type[P]) -> P | None:
-        """The part of a kind, where the microbatch has one."""
+        """The part of this class; None if the microbatch has none."""
         return _of_kind(self.parts, kind)
 
 
 @record
 class GroupPlan:
-    """The part of a plan that one data-parallel group carries out."""
+    """The microbatches of one data-parallel group, in the order in which it runs them."""
 
     step: int
     group: int
     microbatches: tuple[MicroPlan, ...]
     loss_tokens: int | float
-    """Loss tokens of the whole step, over all groups, or the sum of their weights: divide the summed loss by this."""
+    """The number of loss tokens of the whole step, over all groups, or the sum of their weights. Divide the summed loss by
+    it."""
     broadcast: frozenset[str]
-    """Mesh axes along which the trainer broadcasts, so that only index 0 of them fetches."""
+    """Mesh axes along which the trainer broadcasts: only index 0 of each fetches."""
     counts: tuple[int, ...] | None = None
-    """How many of the microbatches each context-parallel rank has, one rank after the other; None where all have a slice of
-    each."""
+    """The number of microbatches of each context-parallel rank, which lie rank by rank; None where every context-parallel
+    rank has a slice of each microbatch."""
 
 
 @record
 class Plan:
-    """A whole step. Microbatch m (numbered over all groups, group by group) holds the samples
-    `order[offsets[m]:offsets[m + 1]]`; group g owns the `counts[g]` microbatches after those of the groups
-    before it.
+    """The arrangement of one step: which samples make which microbatch of which group. Strategies return one.
+
+    Microbatches are numbered over all groups, group by group. Microbatch m holds the samples with the indexes
+    `order[offsets[m]:offsets[m + 1]]`, and group g runs `counts[g]` microbatches. `explain(plan)` prints how the strategy
+    came to it. `group_costs`, `micro_costs` and `max_over_mean` measure it by any cost of its samples.
     """
 
     samples: Samples
+    """The samples of the step; where a strategy cut documents, their pieces."""
     counts: Ints
+    """The number of microbatches of each group."""
     offsets: Ints
     order: Ints
     row: Ints
-    """Row within its microbatch, for each entry of `order`."""
+    """The row within its microbatch, for each entry of `order`."""
     rows_per_microbatch: int
     row_tokens: int
-    """Tokens that every row is padded to; 0 when rows are as long as their samples."""
+    """The tokens that every row is padded to; 0 where a row is as long as its samples."""
     broadcast: frozenset[str]
+    """Mesh axes along which the trainer broadcasts: only index 0 of each fetches."""
     stages: tuple[PlanStage, ...] = ()
     axis: Bucket = "dp"
-    """The mesh axis that the groups lie along, `group_size` neighbours on it to a group."""
+    """The mesh axis of the groups; `group_size` neighbours along it make one group."""
     group_size: int = 1
     parts: tuple[PlanPart, ...] = ()
-    """What features add: which rank encodes which image, or which ranks attend to a document together."""
+    """The parts of features: for example, which rank encodes which image."""
     cost: CostFunction | None = None
-    """The cost that the strategy declared."""
+    """The cost function that the strategy declared."""
     in_order: bool = False
-    """Whether `order` is known to list the samples as they come."""
+    """True if `order` is known to be 0, 1, 2, ..., so that samples can be sliced instead of gathered."""
 
     @property
     def num_groups(self) -> int:
@@ -142,11 +150,11 @@ class Plan:
 
     @property
     def loss_tokens(self) -> int | float:
-        """Of the whole step: their number, or the sum of their weights where there are loss weights."""
+        """The number of loss tokens of the step; with loss weights, the sum of their weights."""
         return self.samples.total_loss
 
     def part(self, kind: type[P]) -> P | None:
-        """The part of a kind, where the plan has one."""
+        """The part of this class; None if the plan has none."""
         return _of_kind(self.parts, kind)
 
     def micro_of_order(self) -> Ints:
@@ -155,15 +163,15 @@ class Plan:
 
     def micro_costs(self, costs: Floats) -> Floats:
         """The cost of each microbatch, given the cost of each of `samples`."""
-        return summed(self.micro_of_order(), costs[self.order], len(self.offsets) - 1)
+        return bin_sums(self.micro_of_order(), costs[self.order], len(self.offsets) - 1)
 
     def group_costs(self, costs: Floats) -> Floats:
         """The cost of each group, given the cost of each of `samples`."""
         group_of_micro = np.repeat(np.arange(self.num_groups), self.counts)
-        return summed(group_of_micro, self.micro_costs(costs), self.num_groups)
+        return bin_sums(group_of_micro, self.micro_costs(costs), self.num_groups)
 
     def micro_places(self) -> Ints:
-        """The token places of each microbatch, padding included but for that to document_multiple."""
+        """The tokens of each microbatch with the padding of its rows, but without that to `document_multiple`."""
         micro, tokens, count = self.micro_of_order(), self.samples.tokens[self.order], len(self.offsets) - 1
         if self.row_tokens:
             return np.full(count, self.rows_per_microbatch * self.row_tokens)
@@ -172,16 +180,19 @@ class Plan:
         return np.maximum(np.bincount(micro, tokens, count).astype(np.int64), self.rows_per_microbatch * longest)
 
     def max_over_mean(self, costs: Floats) -> float:
-        """The straggler: how much longer the slowest group takes than the average one."""
+        """The costliest group over the mean group, given the cost of each of `samples`: 1.0 is perfectly balanced."""
         return max_over_mean(self.group_costs(costs))
 
     def for_group(self, step: int, group: int) -> GroupPlan:
+        """The microbatches of one group."""
         counts = self.counts[: group + 1].tolist()
         first, last = sum(counts[:-1]), sum(counts)
-        offsets, micros = self.offsets[first : last + 1].tolist(), []
+        offsets = self.offsets[first : last + 1].tolist()
+        micros: list[MicroPlan] = []
         for m, begin, end in zip(range(first, last), offsets, offsets[1:], strict=False):
             documents = self.order[begin:end]
-            samples, parts = self.samples.take(slice(begin, end) if self.in_order else documents), []
+            samples = self.samples.take(slice(begin, end) if self.in_order else documents)
+            parts: list[MicroPart] = []
             for part in self.parts:
                 samples, of_micro = part.microbatch(self, group, m, documents, samples)
                 parts.append(of_micro)
@@ -190,7 +201,8 @@ class Plan:
         return GroupPlan(step, group, tuple(micros), self.loss_tokens, self.broadcast)
 
     def for_constructor(self, step: int, dp: int, cp: int) -> GroupPlan:
-        """What the Data Constructor of a data-parallel group of `cp` context-parallel ranks carries out."""
+        """The microbatches that the Data Constructor of data-parallel group `dp`, with `cp` context-parallel ranks,
+        builds."""
         if self.axis == "dp":
             return self.for_group(step, dp)
         parts = [self.for_group(step, rank) for rank in range(dp * cp, (dp + 1) * cp)]
@@ -199,7 +211,7 @@ class Plan:
         return GroupPlan(step, dp, micros, self.loss_tokens, self.broadcast, counts)
 
     def check_groups(self, place: ClientPlaceTree) -> None:
-        """Refuse what Data Constructors, one for each data-parallel group, cannot carry out."""
+        """Raise SpecError if the Data Constructors, one per data-parallel group, cannot build this plan."""
         groups = place.num_groups(self.axis) if self.axis in ("dp", "cp") else None
         if self.num_groups != groups or self.group_size != 1:
             raise SpecError(

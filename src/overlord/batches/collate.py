@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.arrange.vision.encoding import stacked_images
+from overlord.arrange.vision.encoding import stack_images
 from overlord.batches.payload import NO_LOSS, Payload
 from overlord.errors import DataError, SpecError
 from overlord.records import record
@@ -364,7 +364,7 @@ def _fold(layout: _Layout, fields: Fields, rows: Ints) -> Fields:
 def _images(images: Sequence[Sequence[NDArray[np.uint8]]]) -> Fields:
     flat = [image for of_document in images for image in of_document]
     counts = [len(of_document) for of_document in images]
-    return {"images": stacked_images(flat), "image_document": np.repeat(np.arange(len(images), dtype=np.int32), counts)}
+    return {"images": stack_images(flat), "image_document": np.repeat(np.arange(len(images), dtype=np.int32), counts)}
 
 
 def _image_rows(tokens: NDArray[np.int32], layout: _Layout, image_token: int) -> NDArray[np.int32]:

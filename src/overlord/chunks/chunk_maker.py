@@ -103,7 +103,9 @@ class ChunkMaker:
 
     def _units_of(self, number: int) -> list[Unit]:
         source = self._source
-        chosen = units_of_chunk(self._seed, self._name, len(self._units), source.window, source.shuffle, number)
+        chosen = units_of_chunk(
+            self._seed, self._name, len(self._units), window=source.window, shuffle=source.shuffle, chunk=number
+        )
         return [self._units[index] for index in chosen.tolist()]
 
     def _read(self, number: int) -> tuple[pa.Table, Lineage]:

@@ -73,16 +73,21 @@ class Mixture:
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for _, weights in self.schedule for name in weights))
 
-    def at(self, step: int) -> dict[str, float]:
-        """The weights of a step, summing to 1. Sources with weight 0 are left out."""
+    def declared_at(self, step: int) -> Mapping[str, float]:
+        """The weights of a step in the scale in which they were declared. A linear ramp interpolates these."""
         schedule = self.schedule
         index = max(i for i, (start, _) in enumerate(schedule) if start <= step)
         start, weights = schedule[index]
-        if self.ramp == "linear" and index + 1 < len(schedule):
-            end, following = schedule[index + 1]
-            share = (step - start) / (end - start)
-            names = dict.fromkeys((*weights, *following))
-            weights = {n: (1 - share) * weights.get(n, 0.0) + share * following.get(n, 0.0) for n in names}
+        if self.ramp == "hold" or index + 1 == len(schedule):
+            return weights
+        end, following = schedule[index + 1]
+        share = (step - start) / (end - start)
+        names = dict.fromkeys((*weights, *following))
+        return {name: (1 - share) * weights.get(name, 0.0) + share * following.get(name, 0.0) for name in names}
+
+    def at(self, step: int) -> dict[str, float]:
+        """The weights of a step, summing to 1. Sources with weight 0 are left out."""
+        weights = self.declared_at(step)
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items() if weight > 0}
 

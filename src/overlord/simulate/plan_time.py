@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from overlord.arrange.balancing import max_over_mean, summed
+from overlord.arrange.balancing import bin_sums, max_over_mean
 from overlord.arrange.hdp.rings import Rings
-from overlord.arrange.pipelines.simulator import Pipeline, simulated
+from overlord.arrange.pipelines.simulator import Pipeline, simulate
 from overlord.arrange.vision.encoding import Encoding
 from overlord.errors import SpecError
 
@@ -82,12 +82,12 @@ def plan_time(plan: Plan, mesh: Mesh, model: TimeModel) -> PlanTime:
     if rings is not None and mesh.pp == 1:
         last_s = _last_end(plan.counts, micros.seconds, rings)
     else:
-        last_s = simulated(micros.seconds, plan.counts, Pipeline(mesh.pp)).step_time
+        last_s = simulate(micros.seconds, plan.counts, Pipeline(mesh.pp)).step_time
     group = np.repeat(np.arange(plan.num_groups), plan.counts)
     held = np.zeros(plan.num_groups)
     np.maximum.at(held, group, micros.places)
     ranks_each = mesh.dp * mesh.cp // plan.num_groups
-    busy_s = np.repeat(summed(group, micros.seconds, plan.num_groups) / mesh.pp, ranks_each)
+    busy_s = np.repeat(bin_sums(group, micros.seconds, plan.num_groups) / mesh.pp, ranks_each)
     if encoding is not None and model.encoder is not None:
         rounds_s = _rounds(encoding, model.encoder)
         busy_s, last_s = busy_s + rounds_s.sum(axis=0), last_s + float(rounds_s.max(axis=1).sum())
@@ -95,7 +95,7 @@ def plan_time(plan: Plan, mesh: Mesh, model: TimeModel) -> PlanTime:
     # A pipeline of p stages does a microbatch of cost c in c / p on each: its pool rank is busy for that long.
     return PlanTime(
         busy_s=busy_s,
-        sending_s=np.repeat(summed(group, micros.sending_s, plan.num_groups) / mesh.pp, ranks_each),
+        sending_s=np.repeat(bin_sums(group, micros.sending_s, plan.num_groups) / mesh.pp, ranks_each),
         step_s=last_s + model.sync_s(mesh.dp * mesh.cp),
         tokens=np.repeat(np.ceil(held).astype(np.int64), ranks_each),
         num_microbatches=np.repeat(plan.counts, ranks_each),
@@ -167,4 +167,4 @@ def _last_end(counts: Ints, seconds: Floats, rings: Rings) -> float:
         arrived = ready[ranks] + before_s[these] - done_s[ranks]
         ready[ranks] = arrived.max() + seconds[these]
         done_s[ranks] = before_s[these]
-    return float((ready + summed(rank, alone_s, len(counts)) - done_s).max(initial=0.0))
+    return float((ready + bin_sums(rank, alone_s, len(counts)) - done_s).max(initial=0.0))

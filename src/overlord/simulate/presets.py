@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from overlord.arrange.vision.images import PatchGrid, fused, images_of
+from overlord.arrange.vision.images import PatchGrid, images_of, with_image_tokens
 from overlord.stream.facts import ChunkFacts, ImageSizes, Ints, Samples
 
 K = 1024
@@ -115,7 +115,7 @@ class LlavaLike:
         height, width = (np.where(is_frame, side, other) for side, other in zip(_FRAME, (height, width), strict=True))
         images = ImageSizes(np.cumsum(count) - count, count, height, width)
         samples = Samples.of_lengths(np.clip(text, 3, context).astype(np.int64), images=images)
-        whole = fused(samples, images_of(samples, self.grid))
+        whole = with_image_tokens(samples, images_of(samples, self.grid))
         tokens = np.minimum(whole.tokens, context)
         return samples.with_columns(stop=tokens, tokens=tokens, loss_tokens=np.minimum(samples.loss_tokens, tokens))
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.arrange.balancing import summed
+from overlord.arrange.balancing import bin_sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -205,4 +205,4 @@ def _slowness(ratio: Floats, of: NDArray[np.integer], num_ranks: int) -> Floats:
 
 def summed_features(features: Floats, micro: Ints, num_micro: int) -> Floats:
     """Features of samples, summed over each microbatch."""
-    return np.column_stack([summed(micro, column, num_micro) for column in features.T])
+    return np.column_stack([bin_sums(micro, column, num_micro) for column in features.T])

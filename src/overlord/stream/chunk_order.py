@@ -1,7 +1,7 @@
-"""The order of a source: which units make chunk k, and in which order its rows come. Functions of (seed, source, k).
+"""The order of a source: which units make chunk k, and the order of its rows. Pure functions of (seed, source, k).
 
-Permutations sort the raw output of a counter-based generator, whose bits are the same in every version of numpy, rather
-than call a shuffle, whose algorithm may change.
+Permutations come from sorting the raw output of a counter-based generator, whose bits are the same in every version of
+numpy. A library shuffle might change its algorithm.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def chunks_per_epoch(num_units: int, window: int) -> int:
+    """The number of chunks of `window` units in an epoch; the last may be smaller."""
     return -(-num_units // window)
 
 
-def units_of_chunk(seed: int, source: str, num_units: int, window: int, shuffle: bool, chunk: int) -> Ints:
+def units_of_chunk(seed: int, source: str, num_units: int, *, window: int, shuffle: bool, chunk: int) -> Ints:
     """The numbers of the units that make a chunk, in reading order."""
     epoch, index = divmod(chunk, chunks_per_epoch(num_units, window))
     order = _units_of_epoch(seed, source, num_units, epoch) if shuffle else np.arange(num_units)
@@ -31,7 +32,7 @@ def units_of_chunk(seed: int, source: str, num_units: int, window: int, shuffle:
 
 
 def row_order(seed: int, source: str, chunk: int, num_rows: int) -> Ints:
-    """A shuffled chunk's rows: entry r is the row, in reading order, that comes at place r."""
+    """The order of a shuffled chunk's rows: entry r is the row, numbered in reading order, that comes r-th."""
     return _permutation(num_rows, "rows", seed, source, chunk)
 
 
@@ -52,8 +53,8 @@ _idle: deque[np.random.Philox] = deque(maxlen=16)
 
 
 def _raw_bits(key: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
-    """What `Philox(key=key).random_raw(n)` gives, from a generator that is used again: a new one would ask the system for
-    a seed first, only to be given this key. Each operation of a deque is atomic."""
+    """The result of `Philox(key=key).random_raw(n)`, from a generator that is reused: a new one would first read entropy
+    from the system. Threads may share the deque, because each of its operations is atomic."""
     try:
         generator = _idle.pop()
     except IndexError:

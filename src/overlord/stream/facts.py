@@ -1,13 +1,13 @@
-"""Facts about samples: all that planning ever sees of the data. Columns, never objects per sample.
+"""Facts about samples, which are all that planning sees of the data: columns, never an object per sample.
 
-`ImageSizes` says how large the images of samples are: several to a sample, each of its own size. Video frames count as
-images.
+`Samples` has the samples of a step, `ChunkFacts` those of a chunk, and `ImageSizes` the sizes of their images, of which a
+sample may have several. Video frames count as images.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,11 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 ONLY_IMAGE = "only_image"
-"""Among the `sizes` of planned samples: which images of a sample are wanted. 0: all; k: the k-th, from 1; -1: none."""
+"""A column of `sizes` in planned samples: which images of a sample to build. 0: all; k: only the k-th, from 1; -1: none."""
 
 LOSS_EXTRA = "loss_extra"
-"""Among the `sizes` of samples with loss weights: by how much the sum of the weights of their loss tokens exceeds the number
-of these, in units of 2**-WEIGHT_BITS. So samples without weights have none, and sums are exact in any order."""
+"""A column of `sizes` in samples with loss weights: the sum of the weights of their loss tokens minus the number of these,
+in units of 2**-WEIGHT_BITS. Samples without weights have no such column, and integer sums are exact in any order."""
 WEIGHT_BITS = 32
 
 
@@ -38,18 +38,16 @@ class LossCount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkFacts:
-    """What a Source Loader tells of one chunk: a row of every array per sample, in the chunk's order.
-
-    `sizes` holds what else a cost function may want, by name: num_images, image_pixels, image_height, ...
-    """
+    """What a Source Loader reports about one chunk: one entry of each column per sample, in the order of the chunk."""
 
     tokens: Ints
     loss_tokens: Ints
-    sizes: Mapping[str, Ints] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """What the long-document policy and the filters did to make this chunk, by name: split, dropped, empty, ..."""
+    sizes: Mapping[str, Ints] = field(default_factory=dict[str, Ints])
+    """Further columns for cost functions, by name: num_images, image_pixels, image_height, ..."""
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many rows the long-document policy and the filters split, dropped, found empty, ... while making this chunk."""
     images: ImageSizes | None = None
-    """The size of every image, where rows have any."""
+    """The size of every image; None if no row has one."""
 
     @property
     def num_rows(self) -> int:
@@ -57,69 +55,92 @@ class ChunkFacts:
 
 
 COLUMNS = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
-"""The columns that every table of samples has, in the order in which they lie in it."""
+"""The columns of a table of samples, in their order."""
+
+
+class SampleColumns(TypedDict, total=False):
+    """Values for some of COLUMNS: one per sample, or one for all."""
+
+    source: NDArray[np.integer] | int
+    chunk: NDArray[np.integer] | int
+    row: NDArray[np.integer] | int
+    start: NDArray[np.integer] | int
+    stop: NDArray[np.integer] | int
+    tokens: NDArray[np.integer] | int
+    loss_tokens: NDArray[np.integer] | int
+
 
 _SOURCE, _CHUNK, _ROW, _START, _STOP, _TOKENS, _LOSS_TOKENS = range(len(COLUMNS))
 
 
 @record
 class Samples:
-    """The samples of one step, in the order they were drawn. One entry of each column per sample.
+    """Facts about the samples of a step, in the order in which they were drawn: one entry of each column per sample.
 
-    A sample is the tokens [start, stop) of row `row` of chunk `chunk` of source `source` (an index into
-    `source_names`). `tokens` is stop - start, or 0 for sources without text. `table` holds these columns as its rows: a
-    step of ordinary size has some dozens of samples, so what counts is how few calls it takes to handle all of them.
+    Cost functions and strategies read them. A sample is the tokens [start, stop) of row `row` in chunk `chunk` of a source.
+    `tokens` is its length, stop - start, or 0 for sources without text. `loss_tokens` is how many of its tokens have a loss.
+    `sizes` has further columns by name (num_images, image_height, ...), `images` the size of every image. `take` selects
+    samples, `Samples.of_lengths` makes them from lengths alone, for tests and simulations.
     """
 
     source_names: tuple[str, ...]
     table: Ints
-    sizes: Mapping[str, Ints] = field(default_factory=dict)
+    """The columns as rows of one array: a step usually has some dozens of samples, where the number of numpy calls decides
+    the speed."""
+    sizes: Mapping[str, Ints] = field(default_factory=dict[str, Ints])
     images: ImageSizes | None = None
-    """The size of every image, where samples have any."""
+    """The size of every image; None if no sample has one."""
 
     def __len__(self) -> int:
         return self.table.shape[1]
 
     @property
     def source(self) -> Ints:
+        """The index of each sample's source in `source_names`."""
         return self.table[_SOURCE]
 
     @property
     def chunk(self) -> Ints:
+        """The chunk of the source that each sample is in."""
         return self.table[_CHUNK]
 
     @property
     def row(self) -> Ints:
+        """The row of each sample within its chunk."""
         return self.table[_ROW]
 
     @property
     def start(self) -> Ints:
+        """The first token of each sample within its row."""
         return self.table[_START]
 
     @property
     def stop(self) -> Ints:
+        """The end of each sample within its row, exclusive."""
         return self.table[_STOP]
 
     @property
     def tokens(self) -> Ints:
+        """The number of tokens of each sample."""
         return self.table[_TOKENS]
 
     @property
     def loss_tokens(self) -> Ints:
+        """The number of tokens with a loss of each sample."""
         return self.table[_LOSS_TOKENS]
 
     @property
     def total_loss(self) -> int | float:
-        """The number of loss tokens; where there are loss weights, the sum of these."""
+        """The number of loss tokens of all samples; with loss weights, the sum of their weights."""
         count, extra = int(self.loss_tokens.sum()), self.sizes.get(LOSS_EXTRA)
         if extra is None:
             return count
-        # Whole units and fractions apart, since their sum in the finer unit may be more than int64 holds.
+        # Whole units and fractions are summed separately: in the finer unit the sum may overflow int64.
         units, fraction = extra >> WEIGHT_BITS, extra & ((1 << WEIGHT_BITS) - 1)
         return count + int(units.sum()) + int(fraction.sum()) / (1 << WEIGHT_BITS)
 
     def take(self, index: NDArray[np.integer] | slice) -> Samples:
-        """The samples at these places; views where `index` is a slice."""
+        """The samples at these indexes; views of the columns if `index` is a slice."""
         return Samples(
             self.source_names,
             self.table[:, index] if isinstance(index, slice) else self.table.take(index, axis=1),
@@ -127,22 +148,22 @@ class Samples:
             None if self.images is None else self.images.take(index),
         )
 
-    def with_columns(self, **columns: NDArray[np.integer] | int) -> Samples:
-        """The same samples with other values in some of COLUMNS."""
+    def with_columns(self, **columns: Unpack[SampleColumns]) -> Samples:
+        """A copy with other values in some of COLUMNS."""
         table = self.table.copy()
         for name, values in columns.items():
-            table[COLUMNS.index(name)] = values
+            table[COLUMNS.index(name)] = cast("NDArray[np.integer] | int", values)
         return Samples(self.source_names, table, self.sizes, self.images)
 
     def with_loss(self, tokens: NDArray[np.integer] | int, extra: NDArray[np.integer] | int) -> Samples:
-        """The same samples with other counts of loss. `extra` is left out where these samples have no weights."""
+        """A copy with other loss counts. `extra` is the LOSS_EXTRA column, ignored if these samples have no loss weights."""
         made = self.with_columns(loss_tokens=tokens)
         if LOSS_EXTRA not in self.sizes:
             return made
         return replace(made, sizes={**self.sizes, LOSS_EXTRA: np.zeros(len(self), np.int64) + extra})
 
     def for_sources(self, names: tuple[str, ...]) -> Samples:
-        """The same samples under another list of source names, without those of sources that are not in it."""
+        """A copy for another list of source names. Samples of sources that are not in the list are dropped."""
         index_of = {name: i for i, name in enumerate(names)}
         renumbered = np.array([index_of.get(name, -1) for name in self.source_names] or [-1], np.int64)
         source = renumbered[self.source]
@@ -151,6 +172,7 @@ class Samples:
 
     @staticmethod
     def none(source_names: tuple[str, ...]) -> Samples:
+        """No samples."""
         return Samples(source_names, np.zeros((len(COLUMNS), 0), np.int64))
 
     @staticmethod
@@ -160,14 +182,14 @@ class Samples:
         sizes: Mapping[str, Ints] | None = None,
         images: ImageSizes | None = None,
     ) -> Samples:
-        """From the columns, in the order of COLUMNS."""
+        """Make samples from their columns, in the order of COLUMNS."""
         if len(columns) != len(COLUMNS):
             raise ValueError(f"samples have the columns {', '.join(COLUMNS)}; got {len(columns)}")
         return Samples(source_names, np.array(columns, np.int64), sizes or {}, images)
 
     @staticmethod
     def concatenated(parts: Sequence[Samples]) -> Samples:
-        """The samples of several tables of the same sources, one after the other; sizes that a part lacks are 0."""
+        """The samples of several tables with the same sources, one table after the other. Sizes that a table lacks are 0."""
         if len(parts) == 1:
             return parts[0]
         table = np.concatenate([part.table for part in parts], axis=1)
@@ -190,7 +212,7 @@ class Samples:
     def of_lengths(
         tokens: NDArray[np.integer], sizes: Mapping[str, Ints] | None = None, images: ImageSizes | None = None
     ) -> Samples:
-        """Samples of one nameless source from lengths alone: for simulation, benchmarks and tests."""
+        """Make samples of a single source from their lengths in tokens: for simulations, benchmarks and tests."""
         lengths = np.asarray(tokens, np.int64)
         zeros = np.zeros(len(lengths), np.int64)
         row, loss_tokens = np.arange(len(lengths)), np.maximum(lengths - 1, 0)
@@ -200,9 +222,10 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class ImageSizes:
-    """The images of sample i are the entries `first[i]` to `first[i] + count[i]` of `height` and `width`.
+    """The sizes of the images of samples, in pixels.
 
-    Taking some samples copies nothing of the sizes; joining tables keeps only those in use.
+    The images of sample i are the entries `first[i]` to `first[i] + count[i]` of `height` and `width`. `take` copies no
+    sizes; `concatenated` keeps only those in use.
     """
 
     first: Ints
@@ -212,7 +235,7 @@ class ImageSizes:
 
     @staticmethod
     def of(sizes: Sequence[Sequence[tuple[int, int]]]) -> ImageSizes:
-        """From the (height, width) of each image of each sample."""
+        """Make it from the (height, width) of each image of each sample."""
         count = np.array([len(each) for each in sizes], np.int64)
         flat = np.array([size for each in sizes for size in each], np.int64).reshape(-1, 2)
         return ImageSizes(np.cumsum(count) - count, count, flat[:, 0].copy(), flat[:, 1].copy())
@@ -234,12 +257,12 @@ class ImageSizes:
         return ImageSizes(self.first[index], self.count[index], self.height, self.width)
 
     def compact(self) -> ImageSizes:
-        """The same with the sizes in the order of the samples, and no others."""
+        """A copy with the sizes in the order of the samples, and no others."""
         at = self.places()
         return ImageSizes(np.cumsum(self.count) - self.count, self.count, self.height[at], self.width[at])
 
     def places(self) -> Ints:
-        """Where the size of each image lies, sample by sample."""
+        """The index of each image's size in `height` and `width`, sample by sample."""
         begin = np.cumsum(self.count) - self.count
         return np.arange(int(self.count.sum())) + np.repeat(self.first - begin, self.count)
 
@@ -251,7 +274,8 @@ class ImageSizes:
 
     @staticmethod
     def concatenated(parts: Sequence[ImageSizes | None], lengths: Sequence[int]) -> ImageSizes | None:
-        """One table from several; None stands for a part of that many samples without images, and all of them for none."""
+        """The images of several tables of `lengths` samples each. None is a table without images; the result is None if all
+        are."""
         if all(part is None for part in parts):
             return None
         found = [(part or ImageSizes.none(n)).compact() for part, n in zip(parts, lengths, strict=True)]

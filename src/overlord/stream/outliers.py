@@ -1,8 +1,9 @@
-"""Which long documents wait, and which of those that waited come now. Functions of what waits and of the step's number.
+"""Outlier delay: which long documents wait, and which of the waiting ones come in this step. Pure functions of the waiting
+documents and the number of the step.
 
-What waits is kept among the samples that are carried to the next step, marked by the step from which on it waits, so it is
-in every state. It never holds more than a few steps do: what is more is not delayed, so that a mixture of nothing but
-long documents goes on as if there were no policy.
+Waiting documents are kept among the samples carried to the next step, marked with the step since which they wait, so they
+are in every state. They never fill more than a few steps. Beyond that no document is delayed, so a mixture of nothing but
+long documents runs as if there were no policy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from overlord.stream.facts import Floats, Ints, Samples
-from overlord.stream.packing import padded
+from overlord.stream.packing import padded_lengths
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -23,25 +24,26 @@ if TYPE_CHECKING:
     from overlord.declare.policies import OutlierDelay
 
 WAITING = "waiting_since"
-"""Among the sizes of a carried sample: 1 + the step that it was drawn for and did not come in; 0 for others."""
+"""A column of `sizes` in carried samples: 1 + the step that a waiting sample was drawn for; 0 for samples that do not
+wait."""
 WAITED = "waited_steps"
-"""Among the sizes of a drawn sample, where the job delays outliers: how many steps later it came."""
-
+"""A column of `sizes` in drawn samples of a job that delays outliers: how many steps later the sample came."""
 
 STEPS_WAITING = 4
-"""All that waits fills at most so many steps. With fewer, queues of several lengths do not fill."""
+"""The waiting documents together fill at most this many steps. With fewer, queues of several lengths would never fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What is carried to a step: what waits, and what must come if it fits, which is all that waited enough."""
+    """Samples divided into those that come in this step, if they fit, and those that wait."""
 
     coming: Samples
     waiting: Samples
 
 
 def released(carried: Samples, policy: OutlierDelay, step: int) -> Waiting:
-    """Divide what is carried: those that did not fit before come first, then those that wait too long, then full queues."""
+    """Divide the carried samples. Those that did not fit before come first; then those that have waited long enough, and
+    those of full queues."""
     since = _column(carried, WAITING)
     comes = (since == 0) | (step + 1 - since >= policy.most_steps)
     level = np.searchsorted(policy.lengths, carried.tokens, side="right")
@@ -56,7 +58,7 @@ def released(carried: Samples, policy: OutlierDelay, step: int) -> Waiting:
 
 
 def set_aside(drawn: Samples, policy: OutlierDelay, step: int, waiting: Samples, batch: Batch) -> Waiting:
-    """Divide what was drawn for a step: long documents wait, as far as not too many do already."""
+    """Divide the samples drawn for a step: long documents wait, unless too many wait already."""
     is_long = drawn.tokens >= policy.lengths[0]
     room = STEPS_WAITING - float(_shares(waiting, batch).sum())
     waits = is_long & (np.cumsum(np.where(is_long, _shares(drawn, batch), 0.0)) <= room)
@@ -68,31 +70,31 @@ def set_aside(drawn: Samples, policy: OutlierDelay, step: int, waiting: Samples,
 
 
 def not_placed(samples: Samples) -> Samples:
-    """Samples that came to their step and found no room: carried, but no longer waiting. They are a step later then."""
+    """Mark samples that found no room in their step as one step later. They are carried, but no longer wait."""
     return _with(samples, WAITED, _column(samples, WAITED) + 1)
 
 
 def all_now(waiting: Samples, step: int) -> Samples:
-    """Everything that waits, at the end of the data."""
+    """Release all waiting samples, at the end of the data."""
     return _with(waiting, WAITED, step + 1 - _column(waiting, WAITING), drop=WAITING)
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """How much later documents came than they were drawn, by a policy that delays outliers."""
+    """How much an outlier policy delayed documents."""
 
     documents: int = 0
-    """That came later."""
+    """The number of delayed documents."""
     document_steps: int = 0
-    """The steps that they waited, summed up."""
+    """The steps that they waited, summed over documents."""
     token_steps: int = 0
-    """The same, counted once for each of their tokens."""
+    """The steps that they waited, summed over tokens."""
     tokens: int = 0
-    """Of all documents, delayed or not."""
+    """The tokens of all documents, delayed or not."""
 
     @staticmethod
     def of(counts: Mapping[str, Mapping[str, int]]) -> Delay | None:
-        """From what `count_delays` counted for each source; None where no policy delays anything."""
+        """Make it from the counts of `count_delays`, by source; None if the job delays nothing."""
         if not any("tokens" in of_source for of_source in counts.values()):
             return None
         names = ("delayed", "delayed_steps", "delayed_token_steps", "tokens")
@@ -100,17 +102,17 @@ class Delay:
 
     @property
     def mean_steps(self) -> float:
-        """How long a delayed document waited on average."""
+        """The mean number of steps that a delayed document waited."""
         return self.document_steps / self.documents if self.documents else 0.0
 
     @property
     def mean_steps_per_token(self) -> float:
-        """How long a token waited on average, over all tokens."""
+        """The mean number of steps that a token waited, over all tokens."""
         return self.token_steps / self.tokens if self.tokens else 0.0
 
 
 def count_delays(samples: Samples, counts: Mapping[str, Counter[str]]) -> None:
-    """Add what came later in a step to the counts of each source."""
+    """Add the delays of a step's samples to the counts of each source."""
     if WAITED not in samples.sizes:
         return
     for number in np.unique(samples.source).tolist():
@@ -125,10 +127,10 @@ def count_delays(samples: Samples, counts: Mapping[str, Counter[str]]) -> None:
 
 
 def _shares(samples: Samples, batch: Batch) -> Floats:
-    """The share of a step that each sample takes. Of documents longer than half a row, a row holds one."""
+    """The share of a step that each sample takes. A row holds a single document if it is longer than half a row."""
     if batch.samples is not None:
         return np.full(len(samples), 1 / batch.samples)
-    in_row = batch.sequence_length // np.maximum(padded(samples.tokens, batch.document_multiple), 1)
+    in_row = batch.sequence_length // np.maximum(padded_lengths(samples.tokens, batch.document_multiple), 1)
     return 1 / (np.maximum(in_row, 1) * (batch.num_rows or 1))
 
 

@@ -1,4 +1,4 @@
-"""Putting documents into rows (best fit without cutting, concatenate-and-split) and into microbatches of even cost."""
+"""Packing documents into rows: best fit without cutting, or concatenate and split."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from overlord.stream.facts import (
 )
 
 
-def padded(tokens: Ints, multiple: int) -> Ints:
-    """The tokens that documents take up when each is padded to a multiple."""
+def padded_lengths(tokens: Ints, multiple: int) -> Ints:
+    """The lengths of documents when each is padded to a multiple."""
     return tokens if multiple == 1 else -(-tokens // multiple) * multiple
 
 
 def best_fit(lengths: Ints, num_rows: int, capacity: int, num_first: int = 0) -> Ints:
-    """The row of each document, longest first into the fullest row that still has room; -1 where none has.
+    """The row of each document by best fit: longest first, each into the fullest row that has room; -1 where none has.
 
-    The first `num_first` documents are placed before all others: what one step could not hold, the next one
-    does.
+    The first `num_first` documents are placed before all others. They are those that the step before had no room for.
     """
     order = np.argsort(-lengths, kind="stable")
     if num_first:
         order = order[np.argsort(order >= num_first, kind="stable")]
     rows = [-1] * len(lengths)
     shortest = int(lengths.min(initial=capacity))
-    # Rows in use, sorted by room: each is room * 2^shift + row, so that one integer orders them. A row with
-    # less room than the shortest document leaves the list.
+    # Rows in use, sorted by room, each as the integer room * 2^shift + row. A row with less room than the shortest document
+    # leaves the list.
     shift = max(1, num_rows).bit_length()
     mask = (1 << shift) - 1
     open_rows: list[int] = []
@@ -55,7 +54,7 @@ def best_fit(lengths: Ints, num_rows: int, capacity: int, num_first: int = 0) ->
 
 
 def in_drawn_order(rows: Ints) -> Ints:
-    """Rows numbered by their first sample, so that dealing them in turn is blind to how long their documents are."""
+    """Renumber rows by their first sample, so that dealing them round-robin does not depend on the lengths of documents."""
     used, first = np.unique(rows, return_index=True)
     if len(used) and used[0] < 0:
         used, first = used[1:], first[1:]
@@ -68,8 +67,7 @@ def in_drawn_order(rows: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Documents cut at row ends: piece p is the tokens [start, stop) of document `sample[p]` and lies in
-    `row[p]`."""
+    """Pieces of documents: piece p is the tokens [start, stop) of document `sample[p]`, in row `row[p]`."""
 
     sample: Ints
     start: Ints
@@ -78,8 +76,10 @@ class Pieces:
 
 
 def concat_and_split(lengths: Ints, num_rows: int, capacity: int, ends: Ints | None = None) -> Pieces:
-    """The documents one after the other, cut at every multiple of `capacity`; what is past the last row is
-    left out. `ends` are the sums of the lengths, where they are known."""
+    """Concatenate documents and cut them at every multiple of `capacity`. Tokens past the last row are left out.
+
+    `ends` are the cumulative sums of the lengths, if the caller has them.
+    """
     ends = lengths.cumsum() if ends is None else ends
     total = min(int(ends[-1]) if len(ends) else 0, num_rows * capacity)
     cuts = np.concatenate([ends, np.arange(capacity, total + capacity, capacity)])
@@ -96,16 +96,18 @@ def concat_and_split(lengths: Ints, num_rows: int, capacity: int, ends: Ints | N
 
 
 class SamplesInRows(NamedTuple):
-    """Samples, some of them cut at the ends of rows of sequence_length, and the row of each."""
+    """Samples, some of them cut at the ends of rows of `sequence_length`, and the row of each."""
 
     samples: Samples
     row: Ints
 
 
 def cut_samples(samples: Samples, pieces: Pieces) -> Samples:
-    """Samples for the pieces. Every token of a cut document but its last predicts the next one, so loss
-    tokens are counted from the front and the last piece has the rest. What loss weights add is counted in the first piece:
-    only the sum over a step is ever used."""
+    """Cut samples into pieces.
+
+    Every token of a cut document but its last predicts the next one, so loss tokens are counted from the front and the last
+    piece has the rest. LOSS_EXTRA is counted in the first piece, because only its sum over a step is ever used.
+    """
     taken = samples.take(pieces.sample)
     loss = np.minimum(pieces.stop, taken.loss_tokens) - np.minimum(pieces.start, taken.loss_tokens)
     made = taken.with_columns(

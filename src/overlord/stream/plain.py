@@ -1,17 +1,18 @@
-"""Reads plain values that may be damaged: each is what it should be, or an error says where it stands and what it is."""
+"""Validators for plain values (from JSON) that may be damaged. Each returns the value with its type, or raises DamagedError
+with the place of the value and what is there instead."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 MOST = 2**62
-"""No count of a run comes near it, and sums of a few stay within 64 bits."""
+"""The largest integer accepted. No count of a run comes near it, and sums of a few of them fit in 64 bits."""
 
 
 class DamagedError(ValueError):
-    """A plain value is not what was written. Whoever reads knows what it is part of, and raises StateError."""
+    """A plain value is not one that was written. The caller, who knows what it is part of, raises StateError from it."""
 
 
 def whole(value: Any, at: str, *, least: int = 0, most: int = MOST) -> int:
@@ -35,20 +36,20 @@ def text(value: Any, at: str, among: Collection[str] | None = None) -> str:
 
 
 def listed(value: Any, at: str, *, length: int | None = None) -> Sequence[Any]:
-    if not isinstance(value, (list, tuple)) or (length is not None and len(value) != length):
+    if not isinstance(value, (list, tuple)) or (length is not None and len(cast("Sequence[Any]", value)) != length):
         what = "a list" if length is None else f"a list of {length}"
         raise DamagedError(f"{at} must be {what}, it is {shown(value)}")
-    return value
+    return cast("Sequence[Any]", value)
 
 
 def mapping(value: Any, at: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in cast("Mapping[Any, Any]", value)):
         raise DamagedError(f"{at} must be a dict with text for keys, it is {shown(value)}")
-    return value
+    return cast("Mapping[str, Any]", value)
 
 
 def keyed(value: Any, at: str, *, needed: Collection[str], allowed: Collection[str] = ()) -> Mapping[str, Any]:
-    """A dict with certain keys and no others."""
+    """A dict with all of the needed keys, and besides them only allowed ones."""
     found = mapping(value, at)
     missing = [key for key in needed if key not in found]
     unknown = [key for key in found if key not in needed and key not in allowed]
@@ -60,6 +61,6 @@ def keyed(value: Any, at: str, *, needed: Collection[str], allowed: Collection[s
 
 
 def shown(value: Any) -> str:
-    """A value in an error: short, whatever it is."""
+    """A short form of any value, for an error message."""
     given = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
     return given if len(given) <= 60 else f"{given[:57]}..."

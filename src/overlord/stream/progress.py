@@ -1,4 +1,5 @@
-"""The whole progress of a run: a step number, one cursor per source, the mixture's balance, and carried samples."""
+"""`Progress`: the position of a run (step, a cursor per source, the mixture's balance, carried samples), and its JSON
+form."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ COLUMNS = ("chunk", "row", "samples", "tokens", "since", "lead", "weights", "rea
 
 @record
 class Progress:
-    """Where a run stands before `step`. Arrays have one entry per source, in the order of `names`.
+    """The position of a run before `step`. Arrays have one entry per source, in the order of `names`.
 
-    The next sample of source i is row `row[i]` of chunk `chunk[i]`; a row past the chunk's end means the next chunk.
-    `since` counts what was drawn (in the mixture's unit) since the weights last changed, and `lead` how far ahead of its
-    share the source was at that moment: together they are its position in virtual time, exactly, wherever a run is cut.
+    The next sample of source i is row `row[i]` of chunk `chunk[i]`; a row past the end of the chunk means the next chunk.
+    `since` is what was drawn from the source since the weights last changed, in the mixture's unit, and `lead` how far ahead
+    of its share it was at that moment. Together they are its exact position in virtual time, wherever a run is cut.
     `read_once` marks finite sources that have been read to their end.
     """
 
@@ -78,14 +79,14 @@ class Progress:
         )
 
     def for_sources(self, names: tuple[str, ...]) -> Progress:
-        """The same progress for another set of sources: new ones start at their beginning, others are forgotten."""
+        """A copy for another set of sources: new ones start at their beginning, those that are missing are dropped."""
         if names == self.names:
             return self
         old = {name: i for i, name in enumerate(self.names)}
         kept = [(new, old[name]) for new, name in enumerate(names) if name in old]
-        new_index, old_index = (np.array(side, np.int64) for side in zip(*kept, strict=True)) if kept else ([], [])
+        new_index, old_index = np.array(kept, np.int64).reshape(-1, 2).T
         fresh = Progress.start(names)
-        columns = {}
+        columns: dict[str, Any] = {}
         for column in COLUMNS:
             values = getattr(fresh, column)
             values[new_index] = getattr(self, column)[old_index]
@@ -93,7 +94,7 @@ class Progress:
         return replace(fresh, step=self.step, carried=self.carried.for_sources(names), **columns)
 
     def to_plain(self) -> dict[str, Any]:
-        """The same as numbers and strings, for JSON; every float comes back as it was."""
+        """The progress as numbers and strings, for JSON. Floats survive the round trip exactly."""
         columns = zip(self.names, *(getattr(self, column).tolist() for column in COLUMNS), strict=True)
         return {
             "step": self.step,
@@ -103,7 +104,7 @@ class Progress:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Progress:
-        """Raises DamagedError for what `to_plain` did not make."""
+        """The inverse of `to_plain`. Raises DamagedError for anything else."""
         sources = mapping(plain["sources"], "sources")
         kinds = (*[np.int64] * 5, np.float64, np.float64, np.bool_)
         rows = [_source_row(values, f"sources.{name}") for name, values in sources.items()]
@@ -117,7 +118,7 @@ class Progress:
         return replace(progress, carried=progress.carried_from_plain(plain["carried"]))
 
     def carried_from_plain(self, plain: Mapping[str, Any] | None) -> Samples:
-        """Carried samples, which must have been drawn by now."""
+        """Carried samples from their plain form. Raises DamagedError for samples that this progress has not drawn yet."""
         carried = samples_from_plain(plain, self.names)
         chunk, row = self.chunk[carried.source], self.row[carried.source]
         ahead = np.flatnonzero((carried.chunk > chunk) | ((carried.chunk == chunk) & (carried.row >= row)))
@@ -131,7 +132,7 @@ class Progress:
 
 
 def _source_row(values: Any, at: str) -> list[Any]:
-    """The cursor of a source and what goes with it, in the order of COLUMNS."""
+    """Validate the values of one source, in the order of COLUMNS."""
     values = listed(values, at, length=len(COLUMNS))
     counts = [whole(value, f"{at}[{i}] ({COLUMNS[i]})") for i, value in enumerate(values[:5])]
     lead, weight, read_once = values[5:]
@@ -141,8 +142,8 @@ def _source_row(values: Any, at: str) -> list[Any]:
 
 
 def plain_samples(samples: Samples) -> dict[str, Any] | None:
-    """Samples as numbers and strings; None where there are none. Sizes that are all 0 are left out: whether samples have
-    such a column depends on which others they were once in a table with."""
+    """Samples as numbers and strings; None if there are none. Columns of sizes that are all 0 are left out, because whether
+    they exist depends on the tables that the samples have been in."""
     if len(samples) == 0:
         return None
     sizes = {name: column.tolist() for name, column in sorted(samples.sizes.items()) if column.any()}
@@ -156,7 +157,7 @@ def plain_samples(samples: Samples) -> dict[str, Any] | None:
 
 
 def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) -> Samples:
-    """Raises DamagedError for what `plain_samples` did not make."""
+    """The inverse of `plain_samples`. Raises DamagedError for anything else."""
     if plain is None:
         return Samples.none(names)
     plain = keyed(plain, "carried", needed=("names", "sizes", "rows"), allowed=("images",))
@@ -171,7 +172,7 @@ def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) 
         raise DamagedError("carried.rows is empty: where nothing is carried, carried is null")
     n = len(SAMPLE_COLUMNS)
     if not _are_samples(rows, n + len(kinds), len(own)):
-        for i, row in enumerate(rows):  # one of them is to be named
+        for i, row in enumerate(rows):  # finds the bad row, and names it
             _check_carried(listed(row, f"carried.rows[{i}]", length=n + len(kinds)), f"carried.rows[{i}]", len(own), kinds)
     columns = np.array(rows, np.int64).T
     images = None if plain.get("images") is None else _images_from_plain(plain["images"], len(rows))
@@ -180,7 +181,7 @@ def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) 
 
 
 def _are_samples(rows: Sequence[Any], width: int, num_sources: int) -> bool:
-    """Whether all rows would pass `_check_carried`, found out at once: a log has hundreds of them for each step."""
+    """True if all rows would pass `_check_carried`. Vectorized, because a log has hundreds of rows per step."""
     if any(type(row) is not list or len(row) != width for row in rows) or {type(v) for row in rows for v in row} != {int}:
         return False
     try:

@@ -1,4 +1,7 @@
-"""Hybrid data parallelism: documents over as many ranks as they need."""
+"""Hybrid data parallelism (HDP): dp x cp ranks as one pool, where long documents span as many ranks as they need.
+
+A strategy calls `hdp.split(graph, capacity)`; `strategies.hdp` is the ready-made strategy.
+"""
 
 from overlord.arrange.hdp.splitting import split
 

@@ -1,13 +1,13 @@
-"""Sharing microbatches over pipelines so that the longest pipeline is as short as can be (PP-balance).
+"""PP-balance: assign microbatches to pipelines so that the slowest pipeline finishes as early as possible.
 
 A pipeline of `pp` stages takes about the sum of its microbatches plus pp - 1 times the costliest, which fills and drains it.
-So costly microbatches belong together: a pipeline that has one pays for it once and may as well have several, while one
-without ends sooner and runs more of the cheap ones. Each pipeline gets microbatches of one cost level.
+So costly microbatches belong together: a pipeline that has one pays the filling once and may as well have several, while a
+pipeline without one finishes sooner and can run more of the cheap ones. Each pipeline gets microbatches of one cost level.
 
-Rings are stacked for that. Sorted by how many ranks they take, the first rings of a stack take its first ranks, one after
-the other, as long as the stack ends by the goal; then the next stack begins on the ranks that follow. A ring of a stack
-never takes more ranks than the one below it. So a rank runs the rings of its stack from the lowest on without a gap, and
-each ring has the same index on all of its ranks.
+Rings are stacked for that, sorted by how many ranks they take. The rings of a stack run one after the other on the same
+first ranks, as long as the stack finishes by the goal; then the next stack begins on the ranks that follow. A ring never
+takes more ranks than the one below it. So a rank runs the rings of its stack from the lowest up without a gap, and each ring
+has the same index on all of its ranks.
 """
 
 from __future__ import annotations
@@ -25,37 +25,45 @@ if TYPE_CHECKING:
 
 _HALVINGS = 10
 _LOOSER = 1.08
-"""The goal that is tried next, over the least, when that one cannot be reached."""
+"""The second goal to try, over the lower bound, when the lower bound itself cannot be reached."""
 
 
-class Levelled(NamedTuple):
+class PipelinePlacement(NamedTuple):
+    """The ranks of rings and of single-rank microbatches."""
+
     first_rank: list[int]
-    """Of each ring: it takes as many ranks as it needs from here on."""
+    """The first rank of each ring; the others follow it."""
     rank: list[int]
-    """Of each other microbatch."""
+    """The rank of each single-rank microbatch."""
     slowest: float
-    """What the longest pipeline takes."""
+    """The time of the slowest pipeline."""
 
 
-def levelled(shares: Floats, num_parts: Ints, costs: Floats, num_ranks: int, pp: int) -> Levelled:
-    """Rings, in falling order of `num_parts`, that cost each of their ranks `shares`; and microbatches of one rank each that
-    cost `costs`, in falling order."""
+def place_on_pipelines(shares: Floats, num_parts: Ints, costs: Floats, num_ranks: int, pp: int) -> PipelinePlacement:
+    """Place rings, each on `num_parts` ranks at a cost of `shares` per rank, and microbatches of one rank that cost `costs`.
+
+    Rings are sorted by falling `num_parts`, microbatches by falling cost.
+    """
     rings = list(zip(shares.tolist(), num_parts.tolist(), strict=True))
     falling = np.sort(np.concatenate([np.repeat(shares, num_parts), costs]))[::-1].tolist()
-    least = max(_least(falling, num_ranks, pp), _least_of_rings(rings, num_ranks, pp))
-    best = _levelled(rings, costs.tolist(), num_ranks, pp, least)
+    least = max(_lower_bound(falling, num_ranks, pp), _lower_bound_of_rings(rings, num_ranks, pp))
+    best = _place_by_goal(rings, costs.tolist(), num_ranks, pp, least)
     if best.slowest > least * _LOOSER:
-        best = min(best, _levelled(rings, costs.tolist(), num_ranks, pp, least * _LOOSER), key=lambda each: each.slowest)
+        best = min(
+            best, _place_by_goal(rings, costs.tolist(), num_ranks, pp, least * _LOOSER), key=lambda each: each.slowest
+        )
     return best
 
 
-def _levelled(rings: Sequence[tuple[float, int]], costs: list[float], num_ranks: int, pp: int, goal: float) -> Levelled:
-    first_rank, total, costliest = _stacked(rings, num_ranks, pp, goal)
+def _place_by_goal(
+    rings: Sequence[tuple[float, int]], costs: list[float], num_ranks: int, pp: int, goal: float
+) -> PipelinePlacement:
+    first_rank, total, costliest = _stack_rings(rings, num_ranks, pp, goal)
     used = sorted((total[rank] + (pp - 1) * costliest[rank], rank) for rank in range(num_ranks) if total[rank])
     fresh = [rank for rank in reversed(range(num_ranks)) if not total[rank]]
-    rank_of = []
-    # A loop over microbatches, because each choice depends on those before: into the fullest pipeline that still ends by the
-    # goal, else into one that has nothing yet, else into the emptiest.
+    rank_of: list[int] = []
+    # A loop over microbatches, because each choice depends on those before: the fullest pipeline that still finishes by the
+    # goal, else one that has nothing yet, else the emptiest.
     for cost in costs:
         at = bisect_right(used, (goal - cost, num_ranks)) - 1
         if at < 0 and fresh:
@@ -65,13 +73,14 @@ def _levelled(rings: Sequence[tuple[float, int]], costs: list[float], num_ranks:
         rank_of.append(rank)
         insort(used, (taken + cost + (pp - 1) * max(0.0, cost - costliest[rank]), rank))
         costliest[rank] = max(costliest[rank], cost)
-    return Levelled(first_rank, rank_of, used[-1][0] if used else 0.0)
+    return PipelinePlacement(first_rank, rank_of, used[-1][0] if used else 0.0)
 
 
-def _stacked(
+def _stack_rings(
     rings: Sequence[tuple[float, int]], num_ranks: int, pp: int, goal: float
 ) -> tuple[list[int], list[float], list[float]]:
-    """The first rank of each ring; the sum and the costliest of each rank. What no longer fits goes on the first stack."""
+    """The first rank of each ring, and the total and the largest cost of each rank. Rings that no longer fit go on the first
+    stack."""
     first_rank: list[int] = []
     total, costliest = [0.0] * num_ranks, [0.0] * num_ranks
     begin = end = 0
@@ -93,8 +102,8 @@ def _stacked(
     return first_rank, total, costliest
 
 
-def _least_of_rings(rings: Sequence[tuple[float, int]], num_ranks: int, pp: int) -> float:
-    """The least goal for which all stacks find ranks."""
+def _lower_bound_of_rings(rings: Sequence[tuple[float, int]], num_ranks: int, pp: int) -> float:
+    """The earliest goal for which there are ranks enough for all stacks."""
     if not rings:
         return 0.0
 
@@ -108,11 +117,11 @@ def _least_of_rings(rings: Sequence[tuple[float, int]], num_ranks: int, pp: int)
         return width <= num_ranks
 
     low = pp * max(share for share, _ in rings)
-    return _bisected(fits, low, pp * sum(share for share, _ in rings))
+    return _least_that_fits(fits, low, pp * sum(share for share, _ in rings))
 
 
-def _least(falling: list[float], num_ranks: int, pp: int) -> float:
-    """The least goal for pipelines that take these costs in order, as many as fit each."""
+def _lower_bound(falling: list[float], num_ranks: int, pp: int) -> float:
+    """The earliest goal that pipelines can meet when each takes as many of these costs, in order, as fit."""
     if not falling:
         return 0.0
     sums = [0.0, *accumulate(falling)]
@@ -125,10 +134,11 @@ def _least(falling: list[float], num_ranks: int, pp: int) -> float:
                 return True
         return False
 
-    return _bisected(fits, pp * falling[0], sums[-1] / num_ranks + pp * falling[0])
+    return _least_that_fits(fits, pp * falling[0], sums[-1] / num_ranks + pp * falling[0])
 
 
-def _bisected(fits: Callable[[float], bool], low: float, high: float) -> float:
+def _least_that_fits(fits: Callable[[float], bool], low: float, high: float) -> float:
+    """The smallest goal that fits, by bisection between a lower bound and a goal that fits."""
     if low <= 0 or fits(low):
         return low
     for _ in range(_HALVINGS):

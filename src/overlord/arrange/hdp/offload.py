@@ -1,15 +1,15 @@
-"""How much of its activations a long document can move to host memory while it computes, and how few ranks hold it then.
+"""`Offload`: how much of its activations a long document can move to host memory, and how few ranks it then needs.
 
-The model of ByteScale (arXiv 2502.21231, section on selective offloading): per layer, a document of s tokens takes time
-T(s) and leaves Act(s) bytes of activations. Of all layers but two (the one being computed and the one being moved) a part r
-is moved out, as long as the bus keeps pace: r Act(s) <= T(s) x bandwidth. A rank that holds C tokens without moving
-anything has room for l Act(C) bytes over its l layers, so the document needs
+The model is ByteScale's (arXiv 2502.21231, selective offloading). Per layer, a document of s tokens takes time T(s) and
+leaves Act(s) bytes of activations. Of all layers but two (the one being computed and the one being moved) a share r is moved
+out, as long as the bus keeps up: r Act(s) <= T(s) x bandwidth. A rank that holds C tokens without offloading has room for
+l Act(C) bytes over its l layers, so the document needs
 
     D(s) = ceil((2 Act(s) + (1 - r) (l - 2) Act(s)) / (l Act(C)))
 
-ranks. r is the smallest that brings D to its least: moving more would save no rank, and a document whose D falls by nothing
-has r = 0. (The paper bounds r from below by l Act(C) / ((l - 2) Act(s)), what must be moved to be sure to save one rank;
-computing D exactly makes that bound needless.)
+ranks. r is the smallest value for which D is least: moving more would save no rank, and a document that saves none has r =
+0. (The paper bounds r from below by l Act(C) / ((l - 2) Act(s)), which is sure to save one rank. Computing D exactly makes
+that bound unnecessary.)
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What moving activations to the host costs and saves. Time in seconds, memory in bytes."""
+    """A model of activation offloading to host memory, for `strategies.hdp` and `hdp.split`.
+
+    It tells how much of a long document's activations can be moved out while the model computes, and so how few ranks hold
+    the document. Times are in seconds, memory in bytes.
+    """
 
     layers: int
     """Layers on one rank."""
     time: TransformerCost
-    """Seconds that one layer computes for a document, forward."""
+    """The forward time of one layer, in seconds."""
     bytes_per_token: float
-    """Activations that one layer keeps for each token."""
+    """Activation bytes that one layer keeps per token."""
     bytes_per_s: float
-    """Of the slower direction between device and host."""
+    """Bandwidth between device and host, in the slower direction."""
     bytes_constant: float = 0.0
-    """Activations that one layer keeps for each document, whatever its length."""
+    """Activation bytes that one layer keeps per document, whatever its length."""
 
     def __post_init__(self) -> None:
         if self.layers < 2:
@@ -53,21 +57,21 @@ class Offload:
             raise SpecError(f"Offload.bytes_constant must be a number >= 0, got {self.bytes_constant!r}")
 
     def activations(self, lengths: Ints | Floats) -> Floats:
-        """Bytes that one layer keeps for documents of these lengths."""
+        """The activation bytes that one layer keeps for a document of each of these lengths."""
         return self.bytes_constant + self.bytes_per_token * np.asarray(lengths, np.float64)
 
     def most_ratio(self, lengths: Ints) -> Floats:
-        """The largest part of the activations that the bus can move while a layer computes."""
+        """The largest share of the activations that the bus can move while a layer computes."""
         s = np.asarray(lengths, np.float64)
         time = self.time.constant + s * (self.time.per_token + self.time.per_length_squared * s)
         return np.minimum(1.0, time * self.bytes_per_s / self.activations(s))
 
     def fewest_ranks(self, lengths: Ints, capacity: int) -> Ints:
-        """The fewest ranks that hold each document."""
+        """The fewest ranks that hold a document of each of these lengths, `capacity` tokens per rank without offloading."""
         return self._ranks(lengths, capacity, self.most_ratio(lengths))
 
     def ratios(self, lengths: Ints, capacity: int, num_ranks: Ints) -> Floats:
-        """The least part r that each document must move out to fit on so many ranks."""
+        """The smallest share of its activations that each document must move out to fit on `num_ranks` ranks."""
         inner = self.layers - 2
         if inner == 0:
             return np.zeros(len(lengths))
@@ -78,6 +82,6 @@ class Offload:
         return self.layers * float(self.activations(np.array(capacity)))
 
     def _ranks(self, lengths: Ints, capacity: int, ratio: Floats | float) -> Ints:
-        # A hair less than exact: a document that fits to the last byte must not take another rank by rounding.
+        # Rounded down by a hair: a document that fits to the last byte must not take another rank by a rounding error.
         kept = (2 + (1 - ratio) * (self.layers - 2)) * self.activations(lengths)
         return np.maximum(1, np.ceil(kept / self._room(capacity) - 1e-9)).astype(np.int64)

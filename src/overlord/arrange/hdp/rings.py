@@ -1,21 +1,22 @@
-"""Which ranks run which microbatches of a step together, and what a rank finds in a microbatch whose documents are pieces.
+"""Rings: which ranks run a microbatch together, the fields that a rank gets for it, and how a document is cut over its
+ranks.
 
-A whole document is one piece; a document that is cut is two on each of its ranks, an early and a late chunk.
-Beside what `collate` returns, a rank finds
+A whole document is one piece. A document that is cut has two pieces on each of its ranks, an early and a late chunk. In
+addition to the fields that `collate` makes, a rank gets
 
     hdp_ranks        int32 [ranks]          the trainer ranks that run this microbatch together, in the order of the ring;
                                             itself alone where all documents are whole
-    hdp_index        int                    which of them it is itself
-    hdp_number       int                    a rank runs the rings it is part of by rising number; -1 when it is alone
+    hdp_index        int                    the index of this rank among them
+    hdp_number       int                    a rank runs its rings by rising number; -1 when it runs the microbatch alone
     piece_offsets    int32 [num_documents]  where in its document each piece begins
     whole_lengths    int32 [num_documents]  the tokens of the whole document
-    offload_ratios   float32 [num_documents]  the part of its activations that the plan counts on moving to the host
+    offload_ratios   float32 [num_documents]  the share of its activations that the plan assumes is moved to the host
 
 `position_ids` count from the beginning of the document, labels cross the cuts, `cu_seqlens` are the ends of the pieces.
 Images come with the first piece of a document on each rank.
 
-`chunk_begins` and `chunks_of` say how a document is cut for N ranks that attend to it together; planner, constructor and
-trainer all ask them.
+`chunk_begins` and `chunks_of` define how a document is cut for N ranks that attend to it together. Planner, Data Constructor
+and trainer all use them.
 
 A document of n tokens is cut into 2 N chunks, numbered from its beginning. Rank i takes chunks i and 2 N - 1 - i: an early
 one, whose tokens see little, and a late one, whose tokens see much, so that causal attention is the same work for all.
@@ -46,22 +47,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RingPart:
-    """One rank's side of one microbatch, for a trainer that attends over several ranks.
+    """One rank's part of one microbatch, for a trainer that attends over several ranks.
 
-    `places` are the ranks that run it together, as numbers dp * cp size + cp index, in the order of the ring: one alone for
-    a microbatch of whole documents. The columns have an entry for each sample of the microbatch, which is a piece of a
-    document: it begins `offset` tokens into it, and the whole has `whole` tokens.
+    `offset`, `whole` and `offload` have an entry for each sample of the microbatch. A sample is a piece of a document: it
+    begins `offset` tokens into the document, which has `whole` tokens.
     """
 
     number: int
-    """In which order ranks run the rings they share: each runs its own by rising number. -1 for one that is run alone."""
+    """A rank runs its rings by rising number; -1 for a microbatch that it runs alone."""
     places: Ints
+    """The ranks that run the microbatch, as dp * cp size + cp index, in the order of the ring; a single one where all
+    documents are whole."""
     index: int
-    """Which of `places` this rank is."""
+    """The index of this rank in `places`."""
     offset: Ints
     whole: Ints
     offload: Floats
-    """The part of its activations that each document moves to the host, for it to fit."""
+    """The share of its activations that each document must move to the host to fit."""
 
     @property
     def more_samples(self) -> None:
@@ -69,8 +71,8 @@ class RingPart:
         return None
 
     def build(self, fields: Fields, images: Sequence[NDArray[np.uint8]] = ()) -> tuple[Fields, RingPart]:
-        """The fields of a collated microbatch whose documents are pieces. Positions are moved in place."""
-        del images  # those of the pieces are in `fields`
+        """Add the fields of pieces to a collated microbatch. Shifts `position_ids` in place."""
+        del images  # the images of the pieces are in `fields` already
         lengths = fields["document_lengths"]
         if self.offset.any():
             fields["position_ids"] += np.repeat(self.offset, lengths).astype(np.int32)
@@ -84,44 +86,51 @@ class RingPart:
         return fields | pieces | self._images_once(fields), self
 
     def fields_for(self, place: Place, tree: ClientPlaceTree) -> Fields:
-        """The ranks of the ring as a rank of one pipeline stage and one tensor-parallel index sees them."""
+        """The trainer ranks of the ring that have the pipeline stage and the tensor-parallel index of `place`."""
         cp = tree.mesh.cp
         ranks = [tree.rank_of(pp=place.pp, dp=at // cp, cp=at % cp, tp=place.tp) for at in self.places.tolist()]
         return {"hdp_ranks": np.array(ranks, np.int32)}
 
     def _images_once(self, fields: Fields) -> Fields:
-        """A row's images are read with each of its pieces: keep those of the early chunk, which comes first."""
+        """Drop repeated images: those of a document are read with each of its pieces, and only the first piece keeps
+        them."""
         if "image_document" not in fields or self.number < 0:
             return {}
         document: NDArray[Any] = fields["image_document"]
         late = np.flatnonzero(self.offset[:-1] < self.offset[1:]) + 1
         kept = np.flatnonzero(~np.isin(document, late))
-        images = fields["images"]
+        images: NDArray[Any] | list[NDArray[Any]] = fields["images"]
         kept_images = images[kept] if isinstance(images, np.ndarray) else [images[i] for i in kept.tolist()]
         return {"images": kept_images, "image_document": document[kept]}
 
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """The rings of a plan. `of_micro[m]` is the ring that microbatch m is part of, or -1; the ranks of ring k are
-    `members[bounds[k]:bounds[k + 1]]`. The other columns have an entry for each of the plan's samples."""
+    """The rings of a plan: the part that `hdp.split` adds to it (`plan.part(Rings)`).
+
+    `of_micro[m]` is the ring of microbatch m, or -1; the ranks of ring k are `members[bounds[k]:bounds[k + 1]]`. The other
+    columns have an entry for each of the plan's samples, which are pieces of documents.
+    """
 
     of_micro: Ints
     members: Ints
     bounds: Ints
     offset: Ints
+    """The token of its document at which each piece begins."""
     whole: Ints
+    """The tokens of the whole document."""
     offload: Floats
+    """The share of its activations that the document must move to the host to fit."""
     cost: Floats
-    """What each piece costs its rank: its part of what the whole document costs."""
+    """The cost of each piece on its rank: a share of the cost of the whole document."""
 
     def in_plan(self, arrangement: Arrangement, order: Ints) -> Rings:
-        """Rings are the same in whatever order the samples are run."""
+        """Rings do not depend on the order of the samples."""
         del arrangement, order
         return self
 
     def microbatch(self, plan: Plan, group: int, micro: int, documents: Ints, samples: Samples) -> tuple[Samples, RingPart]:
-        """The side that a rank (each is a group of its own) has of a microbatch."""
+        """The part of one rank in a microbatch. Every rank is a group of its own."""
         del plan
         number = int(self.of_micro[micro])
         places = np.array([group]) if number < 0 else self.members[self.bounds[number] : self.bounds[number + 1]]
@@ -138,14 +147,15 @@ class TokenRange(NamedTuple):
 
 
 def chunk_begins(lengths: Ints, num_parts: Ints, chunks: Ints) -> Ints:
-    """Where these chunks begin, in documents of these lengths that are cut for so many ranks. The arrays broadcast."""
+    """The token at which each chunk begins, in documents of these lengths cut for `num_parts` ranks. The arrays
+    broadcast."""
     size, longer = np.divmod(lengths, 2 * num_parts)
     return chunks * size + np.maximum(0, chunks - (2 * num_parts - longer))
 
 
 def chunks_of(length: int, num_parts: int, part: int) -> list[TokenRange]:
-    """What rank `part` of `num_parts` takes of one document: its early and its late chunk, without empty ones; all of it in
-    one piece when there is one rank."""
+    """The token ranges of one document that rank `part` of `num_parts` gets: an early and a late chunk, without empty ones;
+    the whole document where there is a single rank."""
     if num_parts == 1:
         return [TokenRange(0, length)]
     chunks = np.array([part, 2 * num_parts - 1 - part])

@@ -1,4 +1,4 @@
-"""Handing out a step over the ranks of one pool, long documents over several of them (`spread`)."""
+"""`hdp.split`: assign the samples of a graph to dp x cp ranks as one pool, long documents to several of them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,19 @@ def split(
     communication: float = 0.0,
     widen: bool = True,
 ) -> DGraph:
-    """Hand out samples over dp x cp ranks as one pool, long ones over several ranks. The graph must be distributed along
-    cp; `strategies.hdp` explains the options."""
+    """Assign samples to dp x cp ranks as one pool: short documents whole to one rank, long ones cut over several.
+
+    Call `cost(fn)` and `distribute("cp")` before it. Every document takes the fewest ranks that hold it at `capacity` tokens
+    per rank. The options:
+
+    - `mode`: "dp" balances the work of ranks, "pp" the time of pipelines. Default: "pp" if the mesh has pipeline stages.
+    - `offload`: moves activations of long documents to host memory, so that they need fewer ranks.
+    - `communication`: the cost, in the unit of `cost`, of receiving the keys and values of one token.
+    - `widen`: lets a document take more ranks than its memory needs where the others would have to wait for it.
+    """
     graph.check_distributed("split")
-    pool = _pool(graph.place, capacity, mode, offload, communication, widen)
-    found = spread(graph.samples.tokens, _checked_costs(graph), pool)
+    pool = _pool(graph.place, capacity, mode, offload=offload, communication=communication, widen=widen)
+    found = spread(graph.samples.tokens, _require_costs(graph), pool)
     zeros = np.zeros(len(found.sample), np.int64)
     rings = Rings(
         of_micro=found.ring_of_micro,
@@ -50,8 +58,8 @@ def split(
         cost=found.cost,
     )
     pieces = Pieces(found.sample, found.start, found.stop, zeros)
-    graph = graph.change(
-        _cuts(found),
+    graph = graph.with_stage(
+        _cut_stage(found),
         samples=cut_samples(graph.samples, pieces),
         costs=found.cost,
         parts=(*graph.parts, rings),
@@ -61,30 +69,30 @@ def split(
     mean = float(found.cost.sum()) / pool.num_ranks
     text = "{}-balance, up to {} tokens: {} to {} a rank, the slowest ends at {:.3f}x mean"
     values = (pool.mode, pool.capacity, found.counts.min(), found.counts.max(), found.slowest / mean if mean > 0 else 1.0)
-    return graph.hand_out(Arrangement(found.rank, found.micro, zeros, found.counts, 1, 0), "balance", text, *values)
+    return graph.assign(Arrangement(found.rank, found.micro, zeros, found.counts, 1, 0), "balance", text, *values)
 
 
 def _pool(
     place: ClientPlaceTree,
     capacity: int,
     mode: Mode | None,
+    *,
     offload: Offload | None,
     communication: float,
     widen: bool,
 ) -> RankPool:
-    """The dp x cp ranks of a mesh as one pool."""
     mesh = place.mesh
     if mode == "dp" and mesh.pp > 1:
         raise SpecError(
             f"mode='dp' lets ranks run a ring at different indices, where the {mesh.pp} stages of a pipeline would wait for "
-            "each other for ever; use mode='pp', or leave it out"
+            "each other forever; use mode='pp', or leave it out"
         )
     mode = mode or ("pp" if mesh.pp > 1 else "dp")
     return RankPool(place.num_groups("cp"), capacity, mode, mesh.pp, offload, communication, widen)
 
 
-def _checked_costs(graph: DGraph) -> Floats:
-    """The costs of a graph that can be split."""
+def _require_costs(graph: DGraph) -> Floats:
+    """The costs of the graph's samples. Raises SpecError if the graph cannot be split."""
     batch = graph.batch
     if graph.costs is None:
         raise SpecError("split needs to know what samples cost: call cost(fn) before it")
@@ -104,7 +112,7 @@ def _checked_costs(graph: DGraph) -> Floats:
     return graph.costs
 
 
-def _cuts(found: Spread) -> PlanStage:
+def _cut_stage(found: Spread) -> PlanStage:
     parts = found.num_parts[found.num_parts > 1]
     if not len(parts):
         return PlanStage("split", "every sample stays whole on one rank")

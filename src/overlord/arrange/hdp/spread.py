@@ -1,64 +1,70 @@
 """Hybrid data parallelism (ByteScale, arXiv 2502.21231): the dp x cp ranks of a mesh as one pool.
 
-A document takes the fewest ranks whose memory holds it, all other documents stay whole on one rank. Ranks run as many
-microbatches as their documents need. `spread` decides all of it, from lengths and costs alone:
+A document takes the fewest ranks whose memory holds it; all other documents stay whole on one rank. Ranks run as many
+microbatches as their documents need. `spread` decides all of that from lengths and costs alone:
 
-1. *Size.* A document of s tokens takes ceil(s / capacity) ranks, or what `Offload` says. Each of its N ranks then does
-   1 / N of its work, plus what passing keys and values around costs. With `widen`, a document that would take one rank
-   longer than the whole step takes the average one is cut further, until it does not.
+1. *Size.* A document of s tokens takes ceil(s / capacity) ranks, or the number that `Offload` computes. Each of its N ranks
+   then does 1 / N of its work, plus the cost of passing keys and values around. With `widen`, a document that would keep
+   one rank busy for longer than the mean rank's whole step is cut further, until it does not.
 2. *Jobs.* A document on several ranks, or longer than the capacity, is a microbatch of its own: a *ring* when several ranks
    run it. Documents that stay whole share microbatches of up to `capacity` tokens.
-3. *Balance.* `mode="dp"` evens the sum of every rank's work. `mode="pp"` evens sum + (pp - 1) x costliest microbatch, what a
-   pipeline takes, by giving each rank microbatches of one cost level: the costly ones together on few ranks, which run few.
+3. *Balance.* `mode="dp"` balances the total work of ranks. `mode="pp"` balances total + (pp - 1) x costliest microbatch, the
+   time of a pipeline, by giving each rank microbatches of one cost level: the costly ones together on few ranks, which run
+   few of them.
 
-**No deadlock.** The ranks of a ring wait for each other inside it, so all ranks must agree which ring comes first. Rings are
-numbered, and every rank runs its rings in the order of their numbers (microbatches without a ring may lie anywhere
-between). Then the unfinished ring of the lowest number can always run: on each of its ranks every ring before it has a
-lower number and is finished, and the rest waits for nobody. So one ring after the other ends.
+**No deadlock.** The ranks of a ring wait for each other inside it, so all ranks must agree on the order of rings. Rings are
+numbered, and every rank runs its rings by rising number (microbatches without a ring may lie anywhere in between). Then the
+unfinished ring with the lowest number can always run: on each of its ranks every earlier ring has a lower number and is
+finished, and microbatches without a ring wait for no other rank. So the rings finish one after the other.
 
-A pipeline runs forward and backward passes of several microbatches in turn, by their index on the rank: under 1F1B the
-forward pass of index i comes before the backward pass of index j on a stage if and only if i <= j + the stages after it. So
-for `mode="pp"` a ring has **the same index on all of its ranks**, and they run their rings before all else (`levels`). The
-program of a rank is then the beginning of one endless program that is the same for all: what is first for one is first for
-all, whatever number of microbatches each has.
+A pipeline interleaves forward and backward passes of several microbatches by their index on the rank: under 1F1B the forward
+pass of index i comes before the backward pass of index j on a stage if and only if i <= j + the number of stages after it.
+So with `mode="pp"` a ring has **the same index on all of its ranks**, and ranks run their rings before everything else
+(`levels`). The schedule of a rank is then a prefix of one endless schedule that all ranks share, so all agree on the order,
+however many microbatches each of them has.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from overlord.arrange.balancing import summed
-from overlord.arrange.hdp.levels import levelled
+from overlord.arrange.balancing import bin_sums
+from overlord.arrange.hdp.levels import place_on_pipelines
 from overlord.arrange.hdp.rings import chunk_begins
-from overlord.arrange.hdp.timelines import Placed, filled
+from overlord.arrange.hdp.timelines import DocumentPlacement, place_on_timelines
 from overlord.arrange.microbatches import even_cost
 from overlord.errors import SpecError
 from overlord.stream.packing import best_fit
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from overlord.arrange.hdp.offload import Offload
     from overlord.stream.facts import Floats, Ints
 
 Mode = Literal["dp", "pp"]
+Number = TypeVar("Number", np.int64, np.float64)
 
 _GOOD = {"dp": 1.01, "pp": 1.1}
-"""Over the least that can be: an arrangement that ends by then is taken, a worse one only when finer cuts give no better."""
+"""Over the lower bound: a placement that finishes by then is good enough. A worse one is used only if finer cuts do not
+help."""
 _FINER = {"dp": (0.5, 0.25, 0.125, 0.35, 0.0625), "pp": (0.125, 0.25)}
-"""Of the mean: what a document may at most cost each of its ranks, when cutting as little as can be does not end well."""
+"""Shares of the mean: the most that a document may cost each of its ranks, tried in turn when the fewest cuts are not good
+enough."""
 _WORTH = 0.01
-"""Of the mean: finer cuts, which pass more keys and values round, must save more than that."""
+"""A share of the mean: finer cuts, which send more keys and values around, must save more than that."""
 _PER_STAGE = 3
 """Microbatches that a rank should run for each stage of its pipeline."""
 _MOST_WORK = {"dp": 200_000, "pp": 120_000}
-"""Documents and their parts, over all tries but the last: keeps planning within some tenths of a second."""
+"""The most documents and parts to place, over all tries but the last: it keeps planning within some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPool:
-    """The ranks that documents are spread over, and what they can do."""
+    """The ranks that documents are spread over, with the options of `hdp.split`."""
 
     num_ranks: int
     capacity: int
@@ -79,7 +85,7 @@ class RankPool:
             raise SpecError(f"communication is a cost per token, at least 0, got {self.communication}")
 
     def fewest_ranks(self, lengths: Ints) -> Ints:
-        """The ranks that memory asks for."""
+        """The fewest ranks whose memory holds each document. Raises SpecError if a document needs more than there are."""
         if self.offload is None:
             needed = np.maximum(1, -(-lengths // self.capacity))
         else:
@@ -93,24 +99,24 @@ class RankPool:
         return needed
 
     def ratios(self, lengths: Ints, num_parts: Ints) -> Floats:
-        """The part of its activations that each document moves out, for it to fit on so many ranks."""
+        """The share of its activations that each document must move to the host to fit on `num_parts` ranks."""
         if self.offload is None:
             return np.zeros(len(lengths))
         return self.offload.ratios(lengths, self.capacity, num_parts)
 
     def shares(self, costs: Floats, lengths: Ints, num_parts: Ints) -> Floats:
-        """What a document costs each of its ranks."""
+        """The cost of a document on each of its ranks."""
         return costs / num_parts + self.communication * lengths * (num_parts - 1) / num_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Who runs what. A piece is the tokens [start, stop) of document `sample`, in microbatch `micro` of rank `rank`, and
-    costs that rank `cost`.
+    """The place of every piece of every document.
 
-    Microbatches are numbered rank by rank; `ring_of_micro` is the number of the ring each is part of, -1 where a rank runs
-    it alone. The ranks of ring k are `members[bounds[k]:bounds[k + 1]]`, rising; the i-th of them has part i of its
-    document. `offload` is the part of its activations that each document moves out, `num_parts` its number of ranks.
+    A piece is the tokens [start, stop) of document `sample`. It is in microbatch `micro` of rank `rank` and costs that rank
+    `cost`. Microbatches are numbered rank by rank; `ring_of_micro` has the ring of each, -1 where a rank runs it alone. The
+    ranks of ring k are `members[bounds[k]:bounds[k + 1]]`, rising; the i-th of them has part i of the ring's document.
+    `num_parts` is the number of ranks of each document, `offload` the share of its activations that it moves to the host.
     """
 
     sample: Ints
@@ -126,29 +132,31 @@ class Spread:
     num_parts: Ints
     offload: Floats
     slowest: float
-    """When the last rank ends, waiting in rings and filling pipelines included."""
+    """When the last rank finishes, with the time spent waiting in rings and filling pipelines."""
 
 
 class _Indices(NamedTuple):
-    """The microbatch of every ring on each of its ranks, and of every whole document; and how many each rank runs."""
+    """The index of the microbatch on its rank: of every ring on each of its ranks, and of every whole document."""
 
     ring: Ints
     whole: Ints
     counts: Ints
+    """The number of microbatches of each rank."""
 
 
 def spread(lengths: Ints, costs: Floats, pool: RankPool) -> Spread:
-    """Every document's place; see the module's docstring."""
+    """Place documents of these lengths and costs on the ranks of a pool: whole, or cut over as many ranks as they need."""
     placed, micro = _best(lengths, costs, pool.fewest_ranks(lengths), pool)
     if micro is None:
-        micro = _packed(lengths, costs, placed, pool)
+        micro = _pack_whole(lengths, costs, placed, pool)
     units = _Units.of(placed, micro)
     return _pieces(lengths, costs, placed, _in_order(placed, units, pool.num_ranks), pool)
 
 
-def _best(lengths: Ints, costs: Floats, needed: Ints, pool: RankPool) -> tuple[Placed, Ints | None]:
-    """The documents placed, cut finer while that may help; and the microbatch of each whole one, where that is settled."""
-    place = _levelled if pool.mode == "pp" else _filled
+def _best(lengths: Ints, costs: Floats, needed: Ints, pool: RankPool) -> tuple[DocumentPlacement, Ints | None]:
+    """The best placement found, cutting documents finer while that may help; and the microbatch of each whole document,
+    where the placement decides it."""
+    place = _on_pipelines if pool.mode == "pp" else _on_timelines
     best = place(lengths, costs, needed, pool)
     mean = float((pool.shares(costs, lengths, needed) * needed).sum()) / pool.num_ranks
     good = mean * _GOOD[pool.mode] * (1 + (pool.pp - 1) / (pool.pp * _PER_STAGE))
@@ -165,37 +173,41 @@ def _best(lengths: Ints, costs: Floats, needed: Ints, pool: RankPool) -> tuple[P
     return best
 
 
-def _filled(lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool) -> tuple[Placed, None]:
-    return filled(costs, lengths, num_parts, pool.num_ranks, widen=pool.widen, communication=pool.communication), None
+def _on_timelines(lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool) -> tuple[DocumentPlacement, None]:
+    """A placement that balances the total work of ranks. It does not decide the microbatches of whole documents."""
+    found = place_on_timelines(costs, lengths, num_parts, pool.num_ranks, widen=pool.widen, communication=pool.communication)
+    return found, None
 
 
-def _levelled(lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool) -> tuple[Placed, Ints]:
-    """Rings and full microbatches of whole documents, as jobs for pipelines. Every rank runs its rings first."""
+def _on_pipelines(lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool) -> tuple[DocumentPlacement, Ints]:
+    """A placement that balances the time of pipelines: rings, and microbatches filled with whole documents. Every rank runs
+    its rings first."""
     cut, whole = np.flatnonzero(num_parts > 1), np.flatnonzero(num_parts == 1)
     shares = pool.shares(costs[cut], lengths[cut], num_parts[cut])
     order = np.lexsort((-shares, -num_parts[cut]))
     cut, shares = cut[order], shares[order]
-    # Microbatches so small that a pipeline has enough of them to stay full; a longer document is one of its own.
+    # Microbatches are small enough for a pipeline to stay full; a longer document is a microbatch of its own.
     most = max(1, min(pool.capacity, int(lengths.sum()) // (pool.num_ranks * pool.pp * _PER_STAGE)))
     row = best_fit(np.minimum(lengths[whole], most), len(whole), most)
-    row_costs = summed(row, costs[whole], int(row.max(initial=-1)) + 1)
+    row_costs = bin_sums(row, costs[whole], int(row.max(initial=-1)) + 1)
     by_cost = np.argsort(-row_costs, kind="stable")
     sizes = num_parts[cut]
-    found = levelled(shares, sizes, row_costs[by_cost], pool.num_ranks, pool.pp)
+    found = place_on_pipelines(shares, sizes, row_costs[by_cost], pool.num_ranks, pool.pp)
     bounds = np.concatenate([[0], np.cumsum(sizes)])
-    members = np.repeat(np.array(found.first_rank, np.int64) - bounds[:-1], sizes) + np.arange(bounds[-1])
+    members = np.repeat(np.array(found.first_rank, np.int64) - bounds[:-1], sizes) + np.arange(int(bounds[-1]))
     rank_of_row = np.empty(len(by_cost), np.int64)
     rank_of_row[by_cost] = found.rank
     rank = rank_of_row[row]
     after = np.bincount(members, minlength=pool.num_ranks)[rank]
-    return Placed(cut, members, bounds, whole, rank, after, found.slowest), row
+    return DocumentPlacement(cut, members, bounds, whole, rank, after, found.slowest), row
 
 
-def _packed(lengths: Ints, costs: Floats, placed: Placed, pool: RankPool) -> Ints:
-    """The microbatch of each whole document, numbered within those that lie between the same rings of a rank."""
+def _pack_whole(lengths: Ints, costs: Floats, placed: DocumentPlacement, pool: RankPool) -> Ints:
+    """Pack whole documents into microbatches. Returns the microbatch of each, numbered among those that lie between the same
+    two rings of a rank."""
     if not len(placed.whole):
         return placed.whole
-    # A document longer than the capacity, which fits by offloading, fills a microbatch of its own.
+    # A document longer than the capacity, which fits only by offloading, fills a microbatch of its own.
     tokens = np.minimum(lengths[placed.whole], pool.capacity)
     _, group = np.unique(_key(placed.rank, placed.after), return_inverse=True)
     counts = np.minimum(-(-np.bincount(group, tokens).astype(np.int64) // pool.capacity), np.bincount(group))
@@ -207,12 +219,12 @@ def _packed(lengths: Ints, costs: Floats, placed: Placed, pool: RankPool) -> Int
 
 
 def _key(high: Ints, low: Ints) -> Ints:
-    """One number for two, that sorts as they do."""
+    """One integer for each pair of integers, with the same sort order."""
     return high * (int(low.max(initial=0)) + 1) + low
 
 
 class _Units(NamedTuple):
-    """The microbatches of whole documents, sorted by rank and then by how many rings of the rank come before."""
+    """The microbatches of whole documents, sorted by rank and then by how many rings of the rank come before them."""
 
     rank: Ints
     after: Ints
@@ -220,14 +232,14 @@ class _Units(NamedTuple):
     """The unit of each whole document."""
 
     @staticmethod
-    def of(placed: Placed, micro: Ints) -> _Units:
+    def of(placed: DocumentPlacement, micro: Ints) -> _Units:
         keys = _key(_key(placed.rank, placed.after), micro)
         _, first, of_whole = np.unique(keys, return_index=True, return_inverse=True)
         return _Units(placed.rank[first], placed.after[first], of_whole)
 
 
-def _in_order(placed: Placed, units: _Units, num_ranks: int) -> _Indices:
-    """Every rank's rings in the order of their numbers, each after the units that come before it."""
+def _in_order(placed: DocumentPlacement, units: _Units, num_ranks: int) -> _Indices:
+    """The index of every microbatch on its rank: rings by rising number, each after the units that come before it."""
     num_units = np.bincount(units.rank, minlength=num_ranks)
     first_unit = np.cumsum(num_units) - num_units
     unit = np.arange(len(units.rank)) - first_unit[units.rank] + units.after
@@ -240,7 +252,7 @@ def _in_order(placed: Placed, units: _Units, num_ranks: int) -> _Indices:
     return _Indices(turn + before - first_unit[placed.members], unit[units.of_whole], num_units + num_rings)
 
 
-def _pieces(lengths: Ints, costs: Floats, placed: Placed, at: _Indices, pool: RankPool) -> Spread:
+def _pieces(lengths: Ints, costs: Floats, placed: DocumentPlacement, at: _Indices, pool: RankPool) -> Spread:
     sizes = np.diff(placed.bounds)
     cut, parts = np.repeat(placed.rings, sizes), np.repeat(sizes, sizes)
     part = np.arange(len(cut)) - np.repeat(placed.bounds[:-1], sizes)
@@ -253,7 +265,7 @@ def _pieces(lengths: Ints, costs: Floats, placed: Placed, at: _Indices, pool: Ra
     kept = np.flatnonzero(pieces.ravel() > 0)
     whole = placed.whole
 
-    def joined(of_part: Ints | Floats, of_whole: Ints | Floats) -> np.ndarray:
+    def concat(of_part: NDArray[Number], of_whole: NDArray[Number]) -> NDArray[Number]:
         each = of_part if of_part.ndim == 2 else np.repeat(of_part, 2)
         return np.concatenate([each.ravel()[kept], of_whole])
 
@@ -263,12 +275,12 @@ def _pieces(lengths: Ints, costs: Floats, placed: Placed, at: _Indices, pool: Ra
     num_parts = np.ones(len(lengths), np.int64)
     num_parts[placed.rings] = sizes
     return Spread(
-        sample=joined(cut, whole),
-        start=joined(start, np.zeros(len(whole), np.int64)),
-        stop=joined(stop, lengths[whole]),
-        rank=joined(placed.members, placed.rank),
-        micro=joined(at.ring, at.whole),
-        cost=joined(cost, costs[whole]),
+        sample=concat(cut, whole),
+        start=concat(start, np.zeros(len(whole), np.int64)),
+        stop=concat(stop, lengths[whole]),
+        rank=concat(placed.members, placed.rank),
+        micro=concat(at.ring, at.whole),
+        cost=concat(cost, costs[whole]),
         counts=at.counts,
         ring_of_micro=ring_of_micro,
         members=placed.members,

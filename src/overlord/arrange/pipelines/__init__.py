@@ -1,4 +1,7 @@
-"""Pipeline parallelism: a simulator of 1F1B, and the order of microbatches."""
+"""Pipeline parallelism: put microbatches in the order in which pipelines wait least, and predict the time of a step.
+
+A strategy calls these functions with a graph and the trainer's `Pipeline`: `order`, `level` and `timing`.
+"""
 
 from overlord.arrange.pipelines.ordering import level, order, timing
 

@@ -1,13 +1,13 @@
-"""How long a step takes on pipelines: a small simulator of 1F1B and of interleaved 1F1B, for scoring plans.
+"""A small simulator of 1F1B and interleaved 1F1B pipeline schedules, for scoring plans.
 
 Every data-parallel group is one pipeline. A microbatch of cost c (forward and backward through all layers) takes c / stages
-on each stage. A stage runs its forwards and backwards in the fixed order of the schedule and waits for what it needs from
-its neighbours; nothing else is modelled but `hop`, the time to hand activations or gradients on. When the last pipeline is
-done, the step is: gradients are summed over all groups then.
+on each stage. A stage runs its forward and backward passes in the fixed order of the schedule and waits for the inputs from
+its neighbours. Nothing else is modelled but `hop`, the time to send activations or gradients on. The step is done when the
+last pipeline is, because gradients are then summed over all groups.
 
-With `virtual` > 1 each stage holds that many separate blocks of layers, and microbatches go round the pipeline so many
-times (Megatron's interleaved schedule). It takes microbatches in batches of `stages`, so a pipeline whose number of
-microbatches is no multiple of that runs empty ones beside them.
+With `virtual` > 1 each stage holds that many separate blocks of layers, and microbatches go round the pipeline as many times
+(Megatron's interleaved schedule). That schedule takes microbatches in batches of `stages`, so a pipeline whose number of
+microbatches is not a multiple of it also runs empty ones.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The trainer's pipeline: `stages` ranks, `virtual` blocks of layers on each.
-
-    `backward` is the time of a backward pass over that of a forward pass. `hop` is in the unit of costs.
-    """
+    """The trainer's pipeline schedule: 1F1B, interleaved where `virtual` > 1. Strategies order microbatches for it."""
 
     stages: int
+    """Pipeline stages, one rank each."""
     virtual: int = 1
+    """Blocks of layers on each stage (Megatron's virtual pipeline size)."""
     backward: float = 2.0
+    """The time of a backward pass over that of a forward pass."""
     hop: float = 0.0
+    """The time to send activations or gradients to the next stage, in the unit of costs."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.virtual < 1:
@@ -51,35 +52,35 @@ class Pipeline:
 
     @property
     def count_multiple(self) -> int:
-        """What the number of a pipeline's microbatches should be a multiple of."""
+        """The schedule needs a multiple of this many microbatches."""
         return self.stages if self.virtual > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the simulator found, in the unit of the costs."""
+    """The simulated times of a step, in the unit of the costs."""
 
     group_times: Floats
-    """When each group has done its last backward pass."""
+    """When each group finishes its last backward pass."""
     work: float
-    """What all ranks are busy for together."""
+    """The time that all ranks together are busy."""
     stages: int
 
     @property
     def step_time(self) -> float:
-        """All groups wait for the slowest."""
+        """The time of the step: that of its slowest group."""
         return float(self.group_times.max(initial=0.0))
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that is spent waiting, for neighbours in the pipeline or for other groups."""
+        """The share of all ranks' time that is spent waiting for pipeline neighbours or other groups."""
         total = self.step_time * len(self.group_times) * self.stages
         return 1.0 - self.work / total if total > 0 else 0.0
 
 
-def simulated(costs: Floats, counts: Ints, pipeline: Pipeline) -> Timing:
-    """The timing of a step: `costs` has one entry per microbatch, group by group and in the order they are run, and group g
-    has `counts[g]` of them. `plan.micro_costs(costs)` and `plan.counts` are just that."""
+def simulate(costs: Floats, counts: Ints, pipeline: Pipeline) -> Timing:
+    """Simulate a step. `costs` has one entry per microbatch, group by group in the order in which they run; group g has
+    `counts[g]` of them. `plan.micro_costs(costs)` and `plan.counts` have this form."""
     if int(counts.sum()) != len(costs):
         raise SpecError(f"the groups have {int(counts.sum())} microbatches together, but there are costs of {len(costs)}")
     first = np.cumsum(counts) - counts
@@ -87,15 +88,15 @@ def simulated(costs: Floats, counts: Ints, pipeline: Pipeline) -> Timing:
     # Groups with the same number of microbatches run the same schedule, side by side.
     for count in np.unique(counts).tolist():
         where = np.flatnonzero(counts == count)
-        times[where] = times_of(costs[first[where, None] + np.arange(count)], pipeline)
+        times[where] = times_of(costs[first[where][:, None] + np.arange(count)], pipeline)
     return Timing(times, float(costs.sum()), pipeline.stages)
 
 
 def times_of(costs: Floats, pipeline: Pipeline) -> Floats:
-    """The time of each of several pipelines that run the same number of microbatches: costs are [pipeline, microbatch]."""
+    """The time of each of several pipelines with the same number of microbatches; `costs` is [pipeline, microbatch]."""
     num_pipelines, count = costs.shape
     if count == 0:
-        return np.zeros(num_pipelines)
+        return np.zeros(len(costs))
     if pipeline.stages == 1:
         return costs.sum(axis=1)
     if missing := -count % pipeline.count_multiple:
@@ -106,7 +107,7 @@ def times_of(costs: Floats, pipeline: Pipeline) -> Floats:
     backward = forward * pipeline.backward
     ends = np.empty((2, blocks, count, num_pipelines))
     free = np.zeros((pipeline.stages, num_pipelines))
-    # A loop over passes, because each waits for others; all pipelines at once.
+    # A loop over passes, because each waits for others. Each iteration handles all pipelines.
     for stage, is_backward, block, micro in _schedule(pipeline.stages, pipeline.virtual, count):
         begin, end = free[stage], ends[is_backward, block, micro]
         if not is_backward and block > 0:
@@ -124,13 +125,13 @@ class _Pass(NamedTuple):
     stage: int
     is_backward: int
     block: int
-    """Blocks of layers are numbered through the model: block b lies on stage b mod stages."""
+    """Blocks of layers are numbered in the order of the model: block b lies on stage b mod stages."""
     micro: int
 
 
 @lru_cache(maxsize=64)
 def _schedule(stages: int, virtual: int, count: int) -> tuple[_Pass, ...]:
-    """The passes of all stages in an order in which each comes after those that it waits for."""
+    """The passes of all stages, in an order in which each comes after the passes that it waits for."""
     waiting = [list(reversed(_of_stage(stage, stages, virtual, count))) for stage in range(stages)]
     last = stages * virtual - 1
     done: set[tuple[int, int, int]] = set()
@@ -153,8 +154,8 @@ def _is_free(at: _Pass, last: int, done: set[tuple[int, int, int]]) -> bool:
 
 
 def _of_stage(stage: int, stages: int, virtual: int, count: int) -> list[_Pass]:
-    """What a stage does, in its order: forwards until the pipeline is full, then forward and backward in turn, then the
-    backwards that are left."""
+    """The passes of one stage, in order: forward passes until the pipeline is full, then forward and backward alternately,
+    then the remaining backward passes."""
     rounds = _rounds(stages, virtual, count)
     forwards = [_Pass(stage, 0, turn * stages + stage, micro) for turn, micro in rounds]
     backwards = [_Pass(stage, 1, (virtual - 1 - turn) * stages + stage, micro) for turn, micro in rounds]
@@ -166,7 +167,7 @@ def _of_stage(stage: int, stages: int, virtual: int, count: int) -> list[_Pass]:
 
 
 def _rounds(stages: int, virtual: int, count: int) -> Sequence[tuple[int, int]]:
-    """(block of the stage, microbatch) in the order that they are run forward."""
+    """(block of the stage, microbatch), in the order of the forward passes."""
     if virtual == 1:
         return [(0, micro) for micro in range(count)]
     return [

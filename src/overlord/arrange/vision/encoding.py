@@ -1,9 +1,8 @@
-"""Which rank encodes which image, and how what comes out reaches the rank that trains on it.
+"""Which rank encodes which image, and how the encoder's output reaches the rank that trains on the image.
 
-The images of a step are a graph of their own: they are spread over all encoder places, whatever the backbone's arrangement
-is. Ranks run their microbatches in step, so microbatch k of all groups is a round: the images of a round are encoded
-together, sent on in one all-to-all, and its places cost the same. Most images stay where they are used; only what a place
-has too much of moves.
+Images are spread over all encoder places independently of where their samples are. Ranks run their microbatches in lockstep,
+so microbatch k of all groups is a *round*: the images of a round are encoded together, balanced over places, and exchanged
+in one all-to-all. Most images are encoded where they are used; only the surplus of a place moves.
 
 Encoder places lie along an axis of the mesh:
 
@@ -11,8 +10,8 @@ Encoder places lie along an axis of the mesh:
   same images, and exchange with the ranks of their own tp index.
 - "world": every rank is a place of its own, by its number; later pipeline stages encode too.
 
-A microbatch's images go to all ranks of its group on the first pipeline stage, whole: context parallelism spreads the places
-of an image over all of them.
+The output for a microbatch's images goes whole to all ranks of its group on the first pipeline stage, because context
+parallelism spreads the tokens of an image over all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.arrange.balancing import max_over_mean, summed
+from overlord.arrange.balancing import bin_sums, max_over_mean
 from overlord.arrange.plan import Plan, PlanStage
 from overlord.arrange.vision.images import ImageCost, Images, sizes_of
 from overlord.errors import DataError, SpecError
@@ -36,7 +35,7 @@ from overlord.stream.facts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -48,9 +47,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Every image of a step: microbatch `micro` (numbered over all groups) trains on it, `place` encodes it. Images are in
-    the order of their microbatches and, in these, of their documents. `by_place` lists them round by round and, in these,
-    place by place: entries bounds[k * num_places + e] to the next bound are what place e encodes in round k."""
+    """The part that `vision.encode` adds to a plan: which place encodes each image of the step.
+
+    Images are sorted by microbatch and, within it, by document. `by_place` lists them round by round and, within a round,
+    place by place: the entries from bounds[k * num_places + e] to the next bound are those that place e encodes in round k.
+    """
 
     axis: Bucket
     num_places: int
@@ -58,22 +59,24 @@ class Encoding:
     """The encoder places of each group."""
     images: Images
     micro: Ints
+    """The microbatch that trains on each image, numbered over all groups."""
     place: Ints
+    """The place that encodes each image."""
     by_place: Ints
     bounds: Ints
 
     def microbatch(self, plan: Plan, group: int, micro: int, documents: Ints, samples: Samples) -> tuple[Samples, Round]:
-        """The round that a group's ranks encode while they run a microbatch, and the microbatch's texts."""
+        """The texts of a microbatch, and the round of images that its group's ranks encode while they run it."""
         number = micro - int(plan.counts[:group].sum())
-        return text_alone(samples), round_of_group(self, plan.samples, plan.counts, group, number, documents)
+        return text_alone(samples), round_of_group(self, plan, group, number, documents)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One group's part of a round: what its places encode, and what its microbatch gets.
+    """One group's part of a round: the images that its places encode, and the images of its own microbatch.
 
-    `samples`, `tokens`, `place` and `home` have one entry per image that a place of the group encodes; `home` is
-    the group that trains on it. `own_*` have one entry per image of the group's own microbatch, in document order.
+    `samples`, `tokens`, `place` and `home` have one entry per image that a place of the group encodes; `home` is the group
+    that trains on it. `own_*` have one entry per image of the group's own microbatch, in document order.
     """
 
     axis: Bucket
@@ -88,11 +91,11 @@ class Round:
 
     @property
     def more_samples(self) -> Samples:
-        """The images that the group's places encode, of whatever group's samples."""
+        """The images that the group's places encode, which may belong to samples of other groups."""
         return self.samples
 
     def build(self, fields: Fields, images: Sequence[NDArray[np.uint8]]) -> tuple[Fields, EncodedRound]:
-        """The fields of the microbatch that gets the images, as they are."""
+        """Check the microbatch's fields against its images; they stay as they are. The images travel to `EncodedRound`."""
         rows: NDArray[Any] | None = fields.get("image_row")
         found, planned = (0, 0) if rows is None else (int(rows.max(initial=-1)) + 1, int(self.own_tokens.sum()))
         if found != planned:
@@ -106,25 +109,25 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class EncodedRound:
-    """A round with the images that the group's ranks encode. The fields that it adds for a rank:
+    """A round with the images that the group's ranks encode. It adds these fields to a rank's microbatch:
 
-        encode_images      uint8 [n, h, w, c]     or a list of [h, w, c] where sizes differ: what this rank encodes
+        encode_images      uint8 [n, h, w, c]     the images that this rank encodes; a list of [h, w, c] where sizes differ
         encode_tokens      int64 [n]              the rows that the encoder returns for each of them
         send_rows          int64 [sent]           the rows of the encoder's output to send, by the place they go to
         send_counts        int64 [places]         how many rows go to each place
         receive_counts     int64 [places]         how many rows come from each
-        receive_rows       int64 [rows]           the rows of what came that the microbatch's images have, in their order
+        receive_rows       int64 [rows]           the received row of each image token of the microbatch, in order
         image_document     int32 [images]         the document of each image of the microbatch
-        image_tokens       int64 [images]         its rows
+        image_tokens       int64 [images]         its number of rows
 
-    The microbatch's images themselves are not there: `images` is missing. `overlord.trainer.exchange` makes one call of it.
+    The microbatch has no field `images`. `overlord.trainer.exchange` does the whole exchange in one call.
     """
 
     round: Round
     images: Sequence[NDArray[np.uint8]]
 
     def fields_for(self, place: Place, tree: ClientPlaceTree) -> Fields:
-        """A rank that is no encoder place sends and receives nothing."""
+        """The fields of one rank. A rank that is no encoder place neither sends nor receives."""
         of = self.round
         own: Fields = {"image_document": of.own_document.astype(np.int32), "image_tokens": of.own_tokens}
         at = place_of(place, tree, of.axis)
@@ -132,7 +135,7 @@ class EncodedRound:
             return own
         found = routing(of, at, places_of_groups(tree, of.axis))
         return own | {
-            "encode_images": stacked_images([self.images[i] for i in found.encoded.tolist()]),
+            "encode_images": stack_images([self.images[i] for i in found.encoded.tolist()]),
             "encode_tokens": of.tokens[found.encoded],
             "send_rows": found.send_rows,
             "send_counts": found.send_counts,
@@ -141,15 +144,15 @@ class EncodedRound:
         }
 
 
-def stacked_images(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | list[NDArray[np.uint8]]:
-    """Images as one array, or as they are where their sizes differ."""
+def stack_images(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | list[NDArray[np.uint8]]:
+    """The images as one array; the list itself where their sizes differ."""
     if len({image.shape for image in images}) > 1:
         return images
-    return _stacked(images) if images else np.empty((0, 0, 0, 3), np.uint8)
+    return _stack_same_shape(images) if images else np.empty((0, 0, 0, 3), np.uint8)
 
 
-def _stacked(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Images of one shape as one array; without a copy where they already lie one after the other."""
+def _stack_same_shape(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Images of one shape as one array, without a copy where they are contiguous in memory already."""
     first, size = images[0], images[0].nbytes
     base, address = first.base, first.ctypes.data
     in_a_row = base is not None and all(
@@ -162,7 +165,7 @@ def _stacked(images: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
 
 
 def places_of_groups(tree: ClientPlaceTree, axis: Bucket) -> list[list[int]]:
-    """For each data-parallel group, its places that train on images: those of the first pipeline stage."""
+    """The places of each data-parallel group that train on images: those of the first pipeline stage."""
     mesh = tree.mesh
     if axis == "cp":
         return [list(range(dp * mesh.cp, (dp + 1) * mesh.cp)) for dp in range(mesh.dp)]
@@ -174,34 +177,37 @@ def places_of_groups(tree: ClientPlaceTree, axis: Bucket) -> list[list[int]]:
 
 
 def encoders_of_groups(tree: ClientPlaceTree, axis: Bucket) -> list[list[int]]:
-    """For each data-parallel group, its places that encode."""
+    """The places of each data-parallel group that encode images."""
     return places_of_groups(tree, axis) if axis == "cp" else [tree.ranks_of(dp) for dp in range(tree.mesh.dp)]
 
 
 def place_of(place: Place, tree: ClientPlaceTree, axis: Bucket) -> int | None:
-    """The encoder place of a rank; None where it has none."""
+    """The encoder place of a rank; None if it has none."""
     if axis == "world":
         return place.rank
     return place.dp * tree.mesh.cp + place.cp if place.pp == 0 else None
 
 
-def _placed(costs: Floats, group: Ints, round_of: Ints, homes: list[list[int]], num_places: int) -> Ints:
-    """The place of each image: in every round all places cost about the same, and as much as can stays in its group."""
+def _place_rounds(costs: Floats, group: Ints, round_of: Ints, homes: list[list[int]], num_places: int) -> Ints:
+    """The place of each image. In every round all places cost about the same, and as many images as possible stay in their
+    group."""
     place = np.empty(len(costs), np.int64)
     order = np.lexsort((-costs, round_of))
     for part in np.split(order, np.flatnonzero(np.diff(round_of[order])) + 1):
-        place[part] = _placed_round(costs[part], group[part], homes, num_places)
+        place[part] = _place_round(costs[part], group[part], homes, num_places)
     return place
 
 
-def _placed_round(costs: Floats, group: Ints, homes: list[list[int]], num_places: int) -> list[int]:
-    """By falling cost: to the group's least place while that stays below the mean, the rest to the least place of all."""
+def _place_round(costs: Floats, group: Ints, homes: list[list[int]], num_places: int) -> list[int]:
+    """The place of each image of a round, sorted by falling cost: the cheapest place of its group while that stays below the
+    mean, otherwise the cheapest place of all."""
     mean = float(costs.sum()) / num_places
     loads, places = [0.0] * num_places, [-1] * len(costs)
-    own = [[(0.0, place) for place in home] for home in homes]
+    own: list[list[tuple[float, int]]] = [[(0.0, place) for place in home] for home in homes]
     surplus: list[tuple[int, float]] = []
     # A loop over images, because each choice depends on those before.
-    for i, (cost, g) in enumerate(zip(costs.tolist(), group.tolist(), strict=True)):
+    items: Iterable[tuple[float, int]] = zip(costs.tolist(), group.tolist(), strict=True)
+    for i, (cost, g) in enumerate(items):
         total, place = own[g][0]
         total += cost
         if total > mean:
@@ -220,7 +226,8 @@ def _placed_round(costs: Floats, group: Ints, homes: list[list[int]], num_places
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where images are encoded, before the order of a plan is known: `costs` and `place` have an entry per image."""
+    """The place that encodes each image, before the order of a plan is known. `costs` and `place` have an entry per
+    image."""
 
     axis: Bucket
     num_places: int
@@ -230,23 +237,23 @@ class Placement:
     costs: Floats
     place: Ints
     share_that_stays: float
-    """Of all image tokens, those that are encoded in the group that trains on them."""
+    """The share of image tokens that are encoded in the group that trains on them."""
 
     def in_plan(self, arrangement: Arrangement, order: Ints) -> Encoding:
-        """Where images are encoded, in a plan whose samples are run in `order`."""
+        """The same for a plan that lists the samples in `order`."""
         return encoding_of(self, arrangement, order)
 
     @property
     def straggler(self) -> float:
-        """How much longer the slowest place encodes in the whole step than the average one."""
-        return max_over_mean(summed(self.place, self.costs, self.num_places))
+        """The costliest place over the mean place, in the whole step."""
+        return max_over_mean(bin_sums(self.place, self.costs, self.num_places))
 
 
-def spread(images: Images, costs: Floats, a: Arrangement, tree: ClientPlaceTree, axis: Bucket) -> Placement:
+def place_images(images: Images, costs: Floats, a: Arrangement, tree: ClientPlaceTree, axis: Bucket) -> Placement:
     """Spread images over all places, evenly in each round of microbatches."""
     num_places, homes = tree.num_groups(axis), places_of_groups(tree, axis)
     group = a.group[images.sample]
-    place = _placed(costs, group, a.micro[images.sample], homes, num_places)
+    place = _place_rounds(costs, group, a.micro[images.sample], homes, num_places)
     group_of_place = np.full(num_places, -1)
     for number, home in enumerate(homes):
         group_of_place[home] = number
@@ -255,21 +262,25 @@ def spread(images: Images, costs: Floats, a: Arrangement, tree: ClientPlaceTree,
 
 
 def encode(graph: DGraph, images: Images, cost: ImageCost, axis: Bucket = "cp") -> DGraph:
-    """Spread the encoding of images over all ranks along an axis ("cp": dp x cp, or "world"), evenly in each round of
-    microbatches, whatever the samples' arrangement. Trainers exchange what comes out."""
+    """Spread the encoding of images over all ranks along an axis: "cp" for dp x cp ranks, "world" for all.
+
+    Call it after `balance(equal_counts=True)`. In each round of microbatches all ranks encode about the same `cost`,
+    wherever the images' samples are. Trainers send the encoder's output to the rank that needs it with
+    `overlord.trainer.exchange`.
+    """
     a = graph.arrangement
     if a is None or (a.counts != a.counts[0]).any():
         raise SpecError(
             "ranks exchange images microbatch by microbatch: call balance(...) with equal_counts=True before encode"
         )
-    found = spread(images, cost(images), a, graph.place, axis)
+    found = place_images(images, cost(images), a, graph.place, axis)
     text = "{} images over {} ranks along {}: slowest {:.3f}x mean; {:.0%} of their tokens stay in their group"
     stage = PlanStage("encode", text, (len(images), found.num_places, axis, found.straggler, found.share_that_stays))
-    return graph.change(stage, parts=(*graph.parts, found))
+    return graph.with_stage(stage, parts=(*graph.parts, found))
 
 
 def encoding_of(of: Placement, a: Arrangement, order: Ints) -> Encoding:
-    """The encoding of a plan whose samples are run in `order`."""
+    """The `Encoding` of a plan that lists the samples in `order`."""
     images, place, num_places = of.images, of.place, of.num_places
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))
@@ -285,9 +296,9 @@ def encoding_of(of: Placement, a: Arrangement, order: Ints) -> Encoding:
     return Encoding(of.axis, num_places, of.places, images, micro, place[at], by_place, bounds)
 
 
-def round_of_group(encoding: Encoding, samples: Samples, counts: Ints, group: int, number: int, documents: Ints) -> Round:
-    """Round `number` as a group sees it. `documents` are the indexes of its microbatch's samples."""
-    images, bounds = encoding.images, encoding.bounds
+def round_of_group(encoding: Encoding, plan: Plan, group: int, number: int, documents: Ints) -> Round:
+    """One group's part of round `number`. `documents` are the indexes of its microbatch's samples in the plan."""
+    images, bounds, samples, counts = encoding.images, encoding.bounds, plan.samples, plan.counts
     slots = number * encoding.num_places + np.array(encoding.places[group], np.int64)
     mine = np.concatenate([encoding.by_place[bounds[slot] : bounds[slot + 1]] for slot in slots.tolist()])
     micro = int(counts[:group].sum()) + number
@@ -308,7 +319,7 @@ def round_of_group(encoding: Encoding, samples: Samples, counts: Ints, group: in
 
 
 def images_alone(samples: Samples, number: Ints) -> Samples:
-    """One image of each sample, and nothing of its text."""
+    """The samples with only one image each, the one with this number, and no text."""
     sizes = sizes_of(samples)
     one = ImageSizes(sizes.first + number, np.ones(len(samples), np.int64), sizes.height, sizes.width)
     wanted = {**samples.sizes, ONLY_IMAGE: number + 1}
@@ -322,14 +333,14 @@ def text_alone(samples: Samples) -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How the rows that an encoder gives for a rank's images reach those who train on them.
+    """How the rows of a place's encoder output reach the ranks that train on them.
 
-    Take the rows `send_rows` of the encoder's output, exchange them so that each place gets `send_counts` of them and gives
-    `receive_counts`, and take the rows `receive_rows` of what came: the rows of the microbatch's images, in their order.
+    The place sends the rows `send_rows` of its output, `send_counts` to each place, and receives `receive_counts` from each.
+    The rows `receive_rows` of the received ones are those of its microbatch's images, in order.
     """
 
     encoded: Ints
-    """Which of the group's images of the round this place encodes."""
+    """The images of the round that this place encodes, as indexes into those of its group."""
     send_rows: Ints
     send_counts: Ints
     receive_rows: Ints
@@ -337,21 +348,22 @@ class Routing:
 
 
 def routing(of: Round, place: int, homes: list[list[int]]) -> Routing:
-    """The routing of one place; `homes` has the places of each group that train on images."""
+    """The routing of one place. `homes` has the places of each group that train on images."""
     encoded = np.flatnonzero(of.place == place)
     tokens, home = of.tokens[encoded], of.home[encoded]
     ends = np.cumsum(tokens)
     send_counts = np.zeros(of.num_places, np.int64)
     sent: list[tuple[int, Ints]] = []
-    # Images lie by home already, so those of a group are one run of rows, which goes to every place of the group.
-    for group in np.unique(home).tolist():
+    # Images are sorted by home, so those of a group are one run of rows, which goes to every place of the group.
+    groups: list[int] = np.unique(home).tolist()
+    for group in groups:
         own = np.flatnonzero(home == group)
         rows = np.arange(int(ends[own[0]] - tokens[own[0]]), int(ends[own[-1]]))
         for target in homes[group]:
             send_counts[target] = len(rows)
             sent.append((target, rows))
     sent.sort(key=lambda entry: entry[0])
-    receive_rows, receive_counts = _received(of, any(place in home for home in homes))
+    receive_rows, receive_counts = _receive(of, any(place in home for home in homes))
     return Routing(
         encoded=encoded,
         send_rows=np.concatenate([np.zeros(0, np.int64), *(rows for _, rows in sent)]),
@@ -361,12 +373,12 @@ def routing(of: Round, place: int, homes: list[list[int]]) -> Routing:
     )
 
 
-def _received(of: Round, trains: bool) -> tuple[Ints, Ints]:
-    """What comes of the microbatch's images, by the place that encodes each, and where each row of it lies then."""
+def _receive(of: Round, trains: bool) -> tuple[Ints, Ints]:
+    """The received row of each image token of the microbatch, and the number of rows received from each place."""
     if not trains:
         return np.zeros(0, np.int64), np.zeros(of.num_places, np.int64)
     counts = np.bincount(of.own_place, of.own_tokens, of.num_places).astype(np.int64)
-    arrival = np.argsort(of.own_place, kind="stable")  # a place sends a group's images in their order
+    arrival = np.argsort(of.own_place, kind="stable")  # a place sends the images of a group in their order
     begins = np.empty(len(arrival), np.int64)
     begins[arrival] = np.cumsum(of.own_tokens[arrival]) - of.own_tokens[arrival]
     ends = np.cumsum(of.own_tokens)

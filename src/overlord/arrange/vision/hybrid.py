@@ -1,8 +1,8 @@
-"""Evening out several costs at once: a VLM's samples by what they cost in the encoder and by what they cost in the backbone.
+"""Balancing several costs at once: the samples of a VLM by their cost in the encoder and by their cost in the backbone.
 
-A sample that is moved takes both of its costs along, so each goes where the larger of the two sums, measured in shares of
-their means, stays least; costly samples first. That looks at every bin for every sample. With many bins, samples are dealt
-to pools of bins beforehand, evenly, so that the work per sample is bounded; all pools are filled side by side.
+Moving a sample moves both of its costs. So, by falling cost, each sample goes to the bin where the larger of the two sums,
+as a share of its mean, stays smallest. That compares all bins for every sample. With many bins, samples are first dealt
+evenly to pools of bins, which bounds the work per sample; all pools are filled side by side.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ if TYPE_CHECKING:
     from overlord.arrange.balancing import Balancer
     from overlord.stream.facts import Floats, Ints
 
-_BINS_OF_POOL = 128  # at least: with fewer, pools come out uneven
+_BINS_OF_POOL = 128  # the fewest: smaller pools come out uneven
 
 
 def hybrid(modules: Sequence[Floats]) -> Balancer:
-    """A balancer that evens out the cost in every module, each one cost per item. Items that cost nothing in one module fill
-    up what is uneven in the others."""
+    """Make a `Balancer` that balances the cost in every module; each of `modules` has one cost per item. Items that cost
+    nothing in one module fill the gaps of the others."""
     costs = np.stack([np.asarray(module, np.float64) for module in modules])
     shares = costs / np.maximum(costs.sum(axis=1, keepdims=True), 1e-300)
 
     def hybrid_balance(total: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
         if total.shape != costs.shape[1:]:
             raise SpecError(
-                f"hybrid was given the costs of {costs.shape[1]} items and is to share out {len(total)}: it moves samples, "
-                "not packed rows"
+                f"hybrid was made for {costs.shape[1]} items and is called with {len(total)}: it balances samples, not "
+                "packed rows"
             )
-        return _shared(shares * num_bins, num_bins, sizes, capacity)
+        return _assign(shares * num_bins, num_bins, sizes, capacity)
 
     return hybrid_balance
 
 
-def _shared(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None) -> Ints:
+def _assign(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None) -> Ints:
     """The bin of each item. `costs` are [module, item], in shares of the mean bin."""
     num_items = costs.shape[1]
     num_pools = max(d for d in range(1, num_bins + 1) if num_bins % d == 0 and (d == 1 or num_bins // d >= _BINS_OF_POOL))
-    pools = _dealt(costs, num_pools)  # [turn, pool], num_items where a pool has no more
+    pools = _deal_to_pools(costs, num_pools)  # [turn, pool], num_items where a pool has no more
     costs = np.concatenate([costs, np.zeros((len(costs), 1))], axis=1)
     sizes = np.append(sizes, 0)
     loads = np.zeros((len(costs), num_pools, num_bins // num_pools))
     room = None if capacity is None else np.full(loads.shape[1:], capacity)
     bins = np.zeros(num_items + 1, np.int64)
     each, first = np.arange(num_pools), np.arange(num_pools) * loads.shape[2]
-    # A loop over items, because each choice depends on those before; as many at once as there are pools.
+    # A loop over items, because each choice depends on those before. Each iteration places one item of every pool.
     for items in pools:
         added = costs[:, items]
         score = (loads + added[:, :, None]).max(axis=0)
         if room is None:
-            best = score.argmin(axis=1)
+            best = np.asarray(score.argmin(axis=1), np.int64)
         else:
-            best = np.where(room >= sizes[items, None], score, np.inf).argmin(axis=1)
+            best = np.asarray(np.where(room >= sizes[items][:, None], score, np.inf).argmin(axis=1), np.int64)
             full = room[each, best] < sizes[items]
-            if full.any():  # the roomiest of the pool takes it, and the caller arranges the surplus
+            if full.any():  # the roomiest bin of the pool takes it, and the caller moves the surplus
                 best = np.where(full, room.argmax(axis=1), best)
             room[each, best] -= sizes[items]
         loads[:, each, best] += added
@@ -67,8 +67,9 @@ def _shared(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None) -> 
     return bins[:num_items]
 
 
-def _dealt(costs: Floats, num_pools: int) -> Ints:
-    """Items to pools in turn and back, costliest first among those that cost most in the same module."""
+def _deal_to_pools(costs: Floats, num_pools: int) -> Ints:
+    """Deal items to pools back and forth, by falling cost among those that cost most in the same module. Returns [turn,
+    pool]."""
     num_items = costs.shape[1]
     order = np.lexsort((-costs.max(axis=0), costs.argmax(axis=0)))
     num_turns = -(-num_items // num_pools)

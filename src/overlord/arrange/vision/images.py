@@ -1,4 +1,5 @@
-"""What images cost: patches for the encoder, tokens for the backbone. All from the sizes in their headers."""
+"""The images of a step, from the sizes in their headers: patches for the encoder, tokens for the backbone, and their
+cost."""
 
 from __future__ import annotations
 
@@ -20,17 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PatchGrid:
-    """How a model sees an image of h x w pixels: ceil(h / patch) x ceil(w / patch) patches for the encoder, of which merge x
-    merge become one token of the backbone.
+    """How a vision-language model divides an image: into patches for the encoder and tokens for the backbone.
 
-    `size` is (height, width) where the trainer brings every image to one size first; without it images keep their own
-    (native resolution). `more_tokens` are added to each image: a class token, or a mark for its end.
+    An image of h x w pixels has ceil(h / patch) x ceil(w / patch) patches, and every merge x merge of them become one token.
     """
 
     patch: int = 14
+    """The side of a patch in pixels."""
     merge: int = 1
+    """merge x merge patches become one token of the backbone."""
     size: tuple[int, int] | None = None
+    """(height, width) that the trainer resizes every image to; None for native resolution."""
     more_tokens: int = 0
+    """Further tokens of each image, such as a class token or an end mark."""
 
     def __post_init__(self) -> None:
         if self.patch < 1 or self.merge < 1:
@@ -41,10 +44,12 @@ class PatchGrid:
             raise SpecError(f"more_tokens must be at least 0, got {self.more_tokens}")
 
     def patches(self, height: Ints, width: Ints) -> Ints:
+        """The number of patches of images of these sizes in pixels."""
         rows, columns = self._sides(height, width)
         return rows * columns
 
     def tokens(self, height: Ints, width: Ints) -> Ints:
+        """The number of backbone tokens of images of these sizes in pixels."""
         rows, columns = self._sides(height, width)
         return -(-rows // self.merge) * -(-columns // self.merge) + self.more_tokens
 
@@ -59,8 +64,9 @@ class Images:
     """The images of a step, sample by sample: one entry of each column per image. Frames of a video are images."""
 
     sample: Ints
+    """The index of the image's sample."""
     number: Ints
-    """Which of its sample's images it is."""
+    """The number of the image within its sample, from 0."""
     patches: Ints
     tokens: Ints
 
@@ -69,11 +75,11 @@ class Images:
 
 
 ImageCost = Callable[[Images], Floats]
-"""From a step's images to what it costs to encode each."""
+"""A function from `Images` to the cost of encoding each."""
 
 
 def sizes_of(samples: Samples) -> ImageSizes:
-    """The size of every image. Where only the largest of a sample is known, its images count as that large."""
+    """The size of every image. Where only the largest image of a sample is known, all of its images count as that large."""
     if samples.images is not None:
         return samples.images
     if "num_images" not in samples.sizes:
@@ -83,7 +89,7 @@ def sizes_of(samples: Samples) -> ImageSizes:
 
 
 def images_of(samples: Samples, grid: PatchGrid) -> Images:
-    """Every image of the samples, with its patches and tokens by the grid."""
+    """List the images of samples, with their patches and tokens by the model's `PatchGrid`."""
     sizes = sizes_of(samples).compact()
     number = np.arange(len(sizes.height)) - np.repeat(sizes.first, sizes.count)
     patches, tokens = (measure(sizes.height, sizes.width) for measure in (grid.patches, grid.tokens))
@@ -91,26 +97,29 @@ def images_of(samples: Samples, grid: PatchGrid) -> Images:
 
 
 def fuse(graph: DGraph, images: Images) -> DGraph:
-    """Count the tokens of its images to every sample's length, for texts that have no places for them."""
+    """Add the tokens of its images to the length of each sample, for texts that have no place for them."""
     extra = np.bincount(images.sample, images.tokens, len(graph.samples)).astype(np.int64)
-    return graph.change(PlanStage("fuse", "{} images with {} tokens", (len(images), int(extra.sum()))), extra=extra)
+    return graph.with_stage(PlanStage("fuse", "{} images with {} tokens", (len(images), int(extra.sum()))), extra=extra)
 
 
-def fused(samples: Samples, images: Images) -> Samples:
-    """The samples as long as the backbone sees them, for texts that have no places for their images."""
+def with_image_tokens(samples: Samples, images: Images) -> Samples:
+    """The samples with the tokens of their images added to their lengths, for texts that have no place for them."""
     places = np.bincount(images.sample, images.tokens, len(samples)).astype(np.int64)
     return samples.with_columns(tokens=samples.tokens + places)
 
 
 @dataclass(frozen=True, slots=True)
 class VisionTransformerCost:
-    """per_patch * p + per_patches_squared * p² + constant, for each image of p patches. In the unit of the backbone's cost:
-    where one rank runs both, they are added up."""
+    """The cost of encoding an image of p patches: per_patch * p + per_patches_squared * p² + constant.
+
+    `cost(images)` returns one number per image. Use the unit of the backbone's cost: the two are added up where one rank
+    runs both. `VisionTransformerCost.of` estimates the coefficients from the shape of an encoder.
+    """
 
     per_patch: float
     per_patches_squared: float
     constant: float = 0.0
-    """Added once an image."""
+    """Added once per image."""
 
     def __post_init__(self) -> None:
         for name in ("per_patch", "per_patches_squared", "constant"):
@@ -130,14 +139,16 @@ class VisionTransformerCost:
         attention_slowdown: float = ATTENTION_SLOWDOWN,
         trained: bool = True,
     ) -> VisionTransformerCost:
-        """The cost of an encoder with full attention and plain feed-forward layers of width `ffn` (4 x hidden unless given),
-        in GFLOP of dense matrix products, as `TransformerCost.of` gives it. An encoder that is not `trained` has no backward
-        pass."""
+        """Estimate the cost of an encoder with full attention, in GFLOP of dense matrix products as `TransformerCost.of`.
+
+        `ffn` is the width of its plain feed-forward layers, 4 x hidden by default. With `trained=False` the encoder is
+        frozen and has no backward pass.
+        """
         ffn = 4 * hidden if ffn is None else ffn
         if min(hidden, layers, ffn) < 1:
             raise SpecError(f"the encoder's shape needs sizes >= 1, got hidden={hidden}, layers={layers}, ffn={ffn}")
         weights = layers * (4 * hidden * hidden + 2 * hidden * ffn)
-        # Attention that is not causal looks at all pairs of patches: twice what it takes in the backbone.
+        # Attention that is not causal covers all pairs of patches: twice the work of causal attention in the backbone.
         attention = layers * 4 * hidden * attention_slowdown
         return cls(weights * (6 if trained else 2) / 1e9, attention * (3.5 if trained else 1.0) / 1e9)
 
