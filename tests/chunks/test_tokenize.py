@@ -119,7 +119,9 @@ def test_worker_processes_encode_special_tokens_alike(make, special):
     fn = Tokenize(encoding=make(), special_tokens=special, eos="<|eot|>")
     table = pa.table({"text": [PAGE] * 5})
     with ProcessPool(1) as pool:
-        outcome = pool.run(InProcesses(fn, batch_rows=2), table, np.arange(5), Context("web", 0, 0), _never, True)
+        outcome = pool.run(
+            InProcesses(fn, batch_rows=2), table, np.arange(5), Context("web", 0, 0), on_bad=_never, stop_at_error=True
+        )
     assert outcome.table is not None
     assert outcome.table["tokens"].to_pylist() == fn(table)["tokens"].to_pylist()
 

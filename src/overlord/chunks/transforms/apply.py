@@ -80,7 +80,7 @@ class Transforms:
         on_bad = None if reporter.log.fails else reporter.add
         try:
             if mark is not None and self._processes is not None:
-                return self._processes.run(mark, table, origin, context, reporter.add, on_bad is None)
+                return self._processes.run(mark, table, origin, context, on_bad=reporter.add, stop_at_error=on_bad is None)
             return stage.run(table, origin, context, on_bad)
         except RowError as error:
             cause = error.cause

@@ -1,14 +1,12 @@
 """A pool of worker processes that survives the death of any of them.
 
-Each worker has an attendant: a thread of this process that starts it, gives it one slice at a time and
-waits. When the worker dies or is silent for too long, the attendant starts another and tries the slice
-again; when a slice has killed twice, its rows are run one by one, and those that kill twice alone are
-handed back as bad. Slices are cut by row count and joined in order, so results do not depend on the number
-of workers or on deaths.
+Each worker has a supervisor: a thread of this process that starts the worker, sends it one slice of rows at a time and
+waits for the result. When the worker dies or does not answer in time, the supervisor starts another and repeats the slice.
+After two deaths on one slice its rows are run one by one, and a row that kills two workers alone is returned as a bad row.
+Slices are cut by row count and joined in order, so results depend neither on the number of workers nor on deaths.
 
-Workers are fresh interpreters, not forks: they are safe to start beside running threads, do not run the
-user's script again, and hold none of this process's files. They exit when this process does. Nothing starts
-before the first run.
+Workers are fresh interpreters, not forks: they are safe to start beside running threads, do not run the user's script
+again, and inherit none of this process's files. They exit when this process does. No worker starts before the first run.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function as it travels; `original` keeps its id from being given to another."""
+    """A function and its pickled form. `original` is held so that no other function can get its id."""
 
     load: Load
     name: str
@@ -98,7 +96,7 @@ _Task = tuple[_Slice, "Future[_Part]"]
 
 
 class ProcessPool:
-    """Worker processes for transforms marked `InProcesses`. Threads may share it; `close` it or use it in a `with`."""
+    """Worker processes for transforms marked `InProcesses`. Thread-safe; call `close`, or use it in a `with` block."""
 
     def __init__(self, num_workers: int) -> None:
         if num_workers < 1:
@@ -106,7 +104,7 @@ class ProcessPool:
         self.num_workers = num_workers
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._attendants: list[_Attendant] = []
+        self._supervisors: list[_WorkerSupervisor] = []
         self._functions: dict[int, _Function] = {}
         self._closed = False
         self._process = os.getpid()
@@ -117,13 +115,14 @@ class ProcessPool:
         table: pa.Table,
         origin: Ints,
         context: Context,
+        *,
         on_bad: OnBadRow,
         stop_at_error: bool,
     ) -> Outcome:
         """Run `mark.fn` over the table, a slice at a time.
 
-        With `stop_at_error` an exception of the function is raised here; otherwise its rows go to `on_bad`.
-        Rows that kill workers go to `on_bad` in both cases.
+        With `stop_at_error` an exception of the function is raised here; otherwise its rows are passed to `on_bad`. Rows
+        that kill workers are passed to `on_bad` in both cases.
         """
         function = self._function(mark.fn)
         whole = _Slice(function, table, origin, context, stop_at_error, mark.timeout_s)
@@ -136,7 +135,7 @@ class ProcessPool:
         try:
             outcome = join_outcomes(outcomes, function.name, is_per_row=True)
         except SchemaError:
-            # Which rows do not go with the others is not to be told from slices: it must not depend on how rows were cut.
+            # The rows that do not fit the others' types must not depend on where slices were cut: run the table whole.
             return join_outcomes(list(self._outcomes([whole], on_bad)), function.name, is_per_row=True)
         for row, error in bad:
             on_bad(row, error)
@@ -157,23 +156,23 @@ class ProcessPool:
                 future.cancel()
 
     def worker_pids(self) -> list[int]:
-        """The processes that run now."""
+        """The process ids of the workers that run now."""
         with self._lock:
-            return [pid for attendant in self._attendants if (pid := attendant.pid) is not None]
+            return [pid for supervisor in self._supervisors if (pid := supervisor.pid) is not None]
 
     def close(self) -> None:
-        """Kill the workers and wait until they are gone; runs under way raise ClosedError. May be called again."""
+        """Kill the workers and wait for their exit; runs under way raise ClosedError. Idempotent."""
         with self._lock:
             self._closed = True
-            attendants, self._attendants = self._attendants, []
+            supervisors, self._supervisors = self._supervisors, []
         if os.getpid() != self._process:
-            return  # a fork of the pool's process has no attendants and must not touch their workers
-        for attendant in attendants:
-            attendant.stop()
-        for _ in attendants:
+            return  # a forked process has no supervisor threads, and the workers are its parent's
+        for supervisor in supervisors:
+            supervisor.stop()
+        for _ in supervisors:
             self._tasks.put(None)
-        for attendant in attendants:
-            attendant.thread.join()
+        for supervisor in supervisors:
+            supervisor.thread.join()
         while not self._tasks.empty():
             task = self._tasks.get()
             if task is not None:
@@ -208,22 +207,22 @@ class ProcessPool:
                 raise ClosedError("the process pool is closed")
             if os.getpid() != self._process:
                 raise ClosedError("a process pool does not survive a fork; make one in the new process")
-            while len(self._attendants) < self.num_workers:
-                self._attendants.append(_Attendant(self._tasks))
+            while len(self._supervisors) < self.num_workers:
+                self._supervisors.append(_WorkerSupervisor(self._tasks))
             for task in tasks:
                 self._tasks.put(task)
         return [future for _, future in tasks]
 
 
-class _Attendant:
-    """The thread that looks after one worker. The worker dies with it."""
+class _WorkerSupervisor:
+    """The thread that starts, feeds and replaces one worker. On Linux the kernel kills the worker when this thread ends."""
 
     def __init__(self, tasks: queue.SimpleQueue[_Task | None]) -> None:
         self._tasks = tasks
         self._lock = threading.Lock()
         self._worker: WorkerProcess | None = None
         self._stopped = False
-        self.thread = threading.Thread(target=self._attend, name="overlord-attendant", daemon=True)
+        self.thread = threading.Thread(target=self._run_tasks, name="overlord-worker-supervisor", daemon=True)
         self.thread.start()
 
     @property
@@ -232,34 +231,36 @@ class _Attendant:
         return None if worker is None else worker.pid
 
     def stop(self) -> None:
-        """Kill the worker, so that the thread stops waiting for it."""
+        """Kill the worker, which ends the thread's wait for its answer."""
         with self._lock:
             self._stopped = True
             if self._worker is not None:
                 self._worker.kill()
 
-    def _attend(self) -> None:
+    def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
             piece, future = task
             if self._stopped:
                 future.cancel()
             elif future.set_running_or_notify_cancel():
-                self._answer(piece, future)
-        self._bury()
+                self._complete(piece, future)
+        self._discard_worker()
 
-    def _answer(self, piece: _Slice, future: Future[_Part]) -> None:
+    def _complete(self, piece: _Slice, future: Future[_Part]) -> None:
         try:
             part = self._run(piece)
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the thread that asked
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits for the future
             future.set_exception(error)
         else:
             future.set_result(part)
 
     def _run(self, piece: _Slice) -> _Part:
-        """Run a slice, whatever it does to workers."""
+        """Run a slice, however many workers it kills."""
         try:
             pauses = repeat(0.0, WORKER_HUNG.misses - 1)
-            return retry(lambda: self._try(piece), on=WorkerGoneError, pauses=pauses, on_failure=lambda _: self._bury())
+            return retry(
+                lambda: self._try(piece), on=WorkerGoneError, pauses=pauses, on_failure=lambda _: self._discard_worker()
+            )
         except WorkerGoneError as error:
             death = str(error)
         if piece.table.num_rows > 1:
@@ -268,16 +269,16 @@ class _Attendant:
         return _Part(Outcome(None, piece.origin[:0]), bad)
 
     def _one_by_one(self, piece: _Slice) -> _Part:
-        """Each row alone. Halving would take fewer asks, but an ask is cheap and the start of a worker is not."""
+        """Run each row alone. Halving the slice would take fewer requests but more deaths, and only deaths are costly."""
         parts = [self._run(piece.part(row, row + 1)) for row in range(piece.table.num_rows)]
         outcome = join_outcomes([part.outcome for part in parts], piece.function.name, piece.function.is_per_row)
         return _Part(outcome, [entry for part in parts for entry in part.bad])
 
     def _try(self, piece: _Slice) -> _Part:
-        worker = self._living()
+        worker = self._ensure_worker()
         self._load(worker, piece.function)
         run = RunSlice(piece.function.load.number, piece.context, piece.origin, piece.stop_at_error)
-        answer, table = worker.ask(run, compact(piece.table), piece.timeout_s)
+        answer, table = worker.request(run, compact(piece.table), piece.timeout_s)
         if isinstance(answer, Failed):
             error = answer.error.open(DataError)
             raise error if answer.origin is None else RowError(answer.origin, error)
@@ -287,17 +288,17 @@ class _Attendant:
     def _load(self, worker: WorkerProcess, function: _Function) -> None:
         if function.load.number in worker.loaded:
             return
-        answer, _ = worker.ask(function.load, timeout_s=START_TIMEOUT_S)  # it may import as much as a start
+        answer, _ = worker.request(function.load, timeout_s=START_TIMEOUT_S)  # unpickling may import as much as a start
         if isinstance(answer, NotLoaded):
             raise SpecError(f"InProcesses({function.name}): a worker process cannot load the function: {answer.error}")
         worker.loaded.add(function.load.number)
 
-    def _living(self) -> WorkerProcess:
+    def _ensure_worker(self) -> WorkerProcess:
         if self._worker is None:
             try:
-                WorkerProcess.started(self._admit)
+                WorkerProcess.start(self._admit)
             except BaseException:
-                self._bury()
+                self._discard_worker()
                 raise
         worker = self._worker
         if worker is None or self._stopped:
@@ -305,13 +306,13 @@ class _Attendant:
         return worker
 
     def _admit(self, worker: WorkerProcess) -> bool:
-        """Take a worker that is starting as this thread's own, so that `stop` need not wait until it is ready."""
+        """Register a worker before it is ready, so that `stop` can kill it at once. False once stopped."""
         with self._lock:
             if not self._stopped:
                 self._worker = worker
             return not self._stopped
 
-    def _bury(self) -> None:
+    def _discard_worker(self) -> None:
         with self._lock:
             worker, self._worker = self._worker, None
         if worker is not None:

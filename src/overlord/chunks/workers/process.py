@@ -1,6 +1,6 @@
-"""One worker process seen from its parent: start, ask, kill.
+"""One worker process as its parent sees it: start, request, kill.
 
-A message to a worker or from it is a small pickled head and an Arrow table, over a socket pair.
+A message in either direction is a small pickled head and, where there are rows, an Arrow stream, over a socket pair.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from overlord.chunks.workers import process as worker_wire
 from overlord.errors import ClosedError, WorkerDiedError
 from overlord.runtime.liveness import WORKER_EXIT, WORKER_STARTING
 from overlord.runtime.retry import retry
@@ -38,21 +37,23 @@ _BOOTSTRAP = (
 
 
 class WorkerGoneError(Exception):
-    """The worker died or did not answer in time; says how. Never leaves the pool."""
+    """The worker died or did not answer in time; the message says how. Never leaves the pool."""
 
 
 class WorkerProcess:
+    """A worker process and the connection to it. One thread at a time may use it."""
+
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         arguments = [orjson.dumps(sys.path).decode(), str(theirs.fileno()), str(os.getpid())]
-        # A worker inherits the blocked signal, so that Ctrl-C cannot hit it before it has set itself to ignore it.
+        # The worker inherits the blocked SIGINT, so that Ctrl-C cannot end it before it ignores the signal itself.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # One worker per core is started: let none of them start threads of its own unless told so.
+                # There is one worker per core: none starts threads of its own unless the environment says so.
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
         except OSError:
@@ -65,9 +66,10 @@ class WorkerProcess:
         self.loaded: set[int] = set()
 
     @staticmethod
-    def started(admit: Callable[[WorkerProcess], bool] = lambda _: True) -> WorkerProcess:
-        """A worker that answers. Must be called from a thread that outlives it: it dies with its thread. `admit` sees each
-        one before it is ready, so that it can be killed; ClosedError when it returns False."""
+    def start(admit: Callable[[WorkerProcess], bool] = lambda _: True) -> WorkerProcess:
+        """Start a worker and wait until it is ready. Call it from a thread that outlives the worker: the kernel kills the
+        worker when that thread ends. `admit` gets each process before it is ready, so that it can be killed meanwhile;
+        ClosedError when it returns False."""
 
         def attempt() -> WorkerProcess:
             worker = WorkerProcess()
@@ -75,7 +77,7 @@ class WorkerProcess:
                 worker.close()
                 raise ClosedError("the process pool was closed while a worker was starting")
             try:
-                worker._answer(START_TIMEOUT_S)
+                worker._receive(START_TIMEOUT_S)
             except WorkerGoneError:
                 worker.close()
                 raise
@@ -91,32 +93,34 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, head: Any, table: pa.Table | None = None, timeout_s: float | None = None) -> tuple[Any, pa.Table | None]:
-        """Send a message and wait for the answer. Raises WorkerGoneError."""
+    def request(
+        self, head: Any, table: pa.Table | None = None, timeout_s: float | None = None
+    ) -> tuple[Any, pa.Table | None]:
+        """Send a message and wait for the answer; raises WorkerGoneError."""
         self._connection.settimeout(timeout_s)
         try:
-            worker_wire.send(self._connection, head, table)
+            send(self._connection, head, table)
         except (ConnectionError, TimeoutError):
-            raise WorkerGoneError(self._last_words(timeout_s)) from None
-        return self._answer(timeout_s)
+            raise WorkerGoneError(self._describe_end(timeout_s)) from None
+        return self._receive(timeout_s)
 
     def kill(self) -> None:
         self._process.kill()
 
     def close(self) -> None:
-        """Kill it, wait for it and let go of the connection."""
+        """Kill the process, wait for its exit and close the connection."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
-    def _answer(self, timeout_s: float | None) -> tuple[Any, pa.Table | None]:
+    def _receive(self, timeout_s: float | None) -> tuple[Any, pa.Table | None]:
         self._connection.settimeout(timeout_s)
         try:
-            return worker_wire.receive(self._connection)
+            return receive(self._connection)
         except (EOFError, ConnectionError, TimeoutError):
-            raise WorkerGoneError(self._last_words(timeout_s)) from None
+            raise WorkerGoneError(self._describe_end(timeout_s)) from None
 
-    def _last_words(self, timeout_s: float | None) -> str:
+    def _describe_end(self, timeout_s: float | None) -> str:
         try:
             # The connection closes a moment before the process can be waited for.
             code = self._process.wait(timeout=WORKER_EXIT.after_s)
@@ -140,15 +144,15 @@ def send(connection: socket.socket, head: Any, table: pa.Table | None = None) ->
 
 
 def receive(connection: socket.socket) -> tuple[Any, pa.Table | None]:
-    """The next message. Raises EOFError when the other side is gone."""
-    head_bytes, body_bytes = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
-    head = pickle.loads(_exactly(connection, head_bytes))
+    """Wait for the next message; raises EOFError when the other side is gone."""
+    head_bytes, body_bytes = _LENGTHS.unpack(_receive_exactly(connection, _LENGTHS.size))
+    head = pickle.loads(_receive_exactly(connection, head_bytes))
     if not body_bytes:
         return head, None
-    return head, table_from_stream(pa.py_buffer(_exactly(connection, body_bytes)))
+    return head, table_from_stream(pa.py_buffer(_receive_exactly(connection, body_bytes)))
 
 
-def _exactly(connection: socket.socket, num_bytes: int) -> memoryview:
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> memoryview:
     data = np.empty(num_bytes, np.uint8).data  # not a bytearray: that would be zeroed first
     done = 0
     while done < num_bytes:

@@ -1,4 +1,4 @@
-"""The worker process of a process pool: receives functions and tables, sends tables back, until its parent is gone."""
+"""What runs inside a worker process: receive functions and tables, send tables back, until the parent is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from overlord.chunks.transforms.invoke import TransformCall
 from overlord.chunks.transforms.outcome import Context, RowError, one_line
-from overlord.chunks.workers import process as worker_wire
+from overlord.chunks.workers.process import receive, send
 from overlord.runtime.liveness import WORKER_PARENT
 from overlord.runtime.transport import ErrorEnvelope
 
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Ask: remember this pickled function under a number."""
+    """Request: keep this pickled function under a number."""
 
     number: int
     pickled: bytes
@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RunSlice:
-    """Ask: run a function over the table that follows. `stop_at_error`: raise rather than leave bad rows out."""
+    """Request: run a function over the table that follows. `stop_at_error`: raise rather than leave bad rows out."""
 
     number: int
     context: Context
@@ -72,7 +72,7 @@ class NotLoaded:
 def main(file_number: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pool
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _die_with(parent)
+    _exit_with(parent)
     pa.set_cpu_count(1)  # there is a worker per core already
     connection = socket.socket(fileno=file_number)
     try:
@@ -83,27 +83,27 @@ def main(file_number: int, parent: int) -> None:
 
 def _serve(connection: socket.socket) -> None:
     functions: dict[int, TransformCall] = {}
-    worker_wire.send(connection, "ready")
+    send(connection, "ready")
     while True:
-        ask, table = worker_wire.receive(connection)
-        if isinstance(ask, Load):
+        request, table = receive(connection)
+        if isinstance(request, Load):
             try:
-                functions[ask.number] = TransformCall(pickle.loads(ask.pickled))
+                functions[request.number] = TransformCall(pickle.loads(request.pickled))
             except Exception as error:  # noqa: BLE001 - unpickling runs the user's own imports
-                worker_wire.send(connection, NotLoaded(one_line(error)))
+                send(connection, NotLoaded(one_line(error)))
             else:
-                worker_wire.send(connection, "loaded")
+                send(connection, "loaded")
         else:
-            answer, result = _run(functions[ask.number], ask, table)
-            worker_wire.send(connection, answer, result)
+            answer, result = _run(functions[request.number], request, table)
+            send(connection, answer, result)
 
 
-def _run(function: TransformCall, ask: RunSlice, table: pa.Table | None) -> tuple[Done | Failed, pa.Table | None]:
-    assert table is not None  # every Run carries one
+def _run(function: TransformCall, request: RunSlice, table: pa.Table | None) -> tuple[Done | Failed, pa.Table | None]:
+    assert table is not None  # every RunSlice carries one
     bad: list[tuple[int, str]] = []
-    on_bad = None if ask.stop_at_error else lambda origin, error: bad.append((origin, error))
+    on_bad = None if request.stop_at_error else lambda origin, error: bad.append((origin, error))
     try:
-        outcome = function.run(table, np.asarray(ask.origin), ask.context, on_bad)
+        outcome = function.run(table, np.asarray(request.origin), request.context, on_bad)
     except RowError as error:
         return Failed(ErrorEnvelope.pickling(error.cause, _PLACE), error.origin), None
     except Exception as error:  # noqa: BLE001 - the user's function may raise anything
@@ -111,15 +111,15 @@ def _run(function: TransformCall, ask: RunSlice, table: pa.Table | None) -> tupl
     return Done(outcome.origin, bad), outcome.table
 
 
-def _die_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     """Exit when the parent does, even in the middle of a function that never returns."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
 
 
-def _watch(parent: int) -> None:
-    # Where the system sends no signal, and for a parent that died before we asked for one.
+def _watch_parent(parent: int) -> None:
+    # For systems that send no signal, and for a parent that died before prctl was called.
     timer = threading.Event()
     while os.getppid() == parent:
         timer.wait(WORKER_PARENT.after_s)
