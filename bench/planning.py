@@ -22,7 +22,7 @@ from overlord.arrange.strategies import plain
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
 from overlord.declare.mixture import Mixture
-from overlord.stream.drawing import Extent
+from overlord.stream.drawing import ComputedFacts, Extent
 from overlord.stream.facts import Ints, Samples
 from overlord.stream.membership import StepDrawer
 from overlord.stream.packing import best_fit
@@ -117,7 +117,7 @@ def drawing_ms(setting: Setting, repeats: int) -> float:
     mixture = Mixture({name: 1.0 + source % 7 for source, name in enumerate(names)})
     batch = Batch(samples=setting.num_samples, sequence_length=setting.context)
     extents = [Extent(1 << 30, None)] * NUM_SOURCES
-    drawer = StepDrawer(Progress.start(names), batch, mixture, extents, lambda source, _: known[source])
+    drawer = StepDrawer(Progress.start(names), batch, mixture, extents, ComputedFacts(lambda source, _: known[source]))
     drawer.next_step()
     times = []
     for _ in range(repeats):

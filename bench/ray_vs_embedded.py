@@ -133,7 +133,7 @@ def costs_of(loader: ol.Loader) -> Costs:
     return Costs(
         empty_ask=_median_ms(lambda: host.ask(LoaderHost.status_lines).result()),
         plan=_median_ms(lambda: planner.ask(Planner.plan, step.number, 0).result()),
-        payload=_median_ms(lambda: list(loader._routes.give_each(samples))),
+        payload=_median_ms(lambda: list(loader._routes.fetch_each(samples))),
         ready_step=_median_ms(fetch),
         step_bytes=sum(field.nbytes for field in fields if hasattr(field, "nbytes")),
     )

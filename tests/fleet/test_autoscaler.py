@@ -13,7 +13,7 @@ import pytest
 import overlord as ol
 from overlord.fleet.control_loop import Meter
 from overlord.loaders.autoscaling import ScalingDecision
-from overlord.roles.data_constructor import Pace, PaceMaker
+from overlord.roles.data_constructor import Pace, PaceMeter
 from overlord.roles.loader_host import LoaderHost, Standing
 from overlord.roles.source_loader import Work
 from tests.roles.mortal import bytes_of
@@ -91,7 +91,7 @@ def test_what_cannot_be_is_refused():
 
 def test_a_pace_tells_work_from_waiting():
     now = [0.0]
-    paces = PaceMaker(lambda: now[0])
+    paces = PaceMeter(lambda: now[0])
 
     def at(second: float) -> float:
         now[0] = second
@@ -99,10 +99,10 @@ def test_a_pace_tells_work_from_waiting():
 
     for step, (asked, got) in enumerate([(0.0, 3.0), (5.0, 5.0), (7.0, 8.0)]):
         at(asked)
-        paces.asks(0, step)
-        paces.asks(0, step)  # asked again, as clients do that wait
+        paces.note_request(0, step)
+        paces.note_request(0, step)  # asked again, as clients do that wait
         at(got)
-        paces.gets(0, step)
+        paces.note_delivery(0, step)
     assert paces.pace == Pace(num_steps=2, busy_s=4.0, num_waits=3, waited_s=4.0)
 
 

@@ -15,7 +15,7 @@ from overlord.fleet.hosts import Fleet
 from overlord.loaders.model import Partition, Share
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Cursor, Planner
-from overlord.runtime.embedded import Given
+from overlord.runtime.embedded import Immediate
 from overlord.runtime.engine import Handle
 from tests.roles.mortal import Mortal, bytes_of
 from tests.small_sources import Numbered, job_of
@@ -140,7 +140,7 @@ def test_hosts_that_nobody_needs_any_more_are_stopped_and_their_buffers_are_empt
         found += steps_of(loader, clients, STEPS - 5)
         fleet.tidy(cursors_of(loader))
         assert [host.name for host in fleet.hosts] == [fleet.names[0]], "all steps that named their chunks were read"
-        assert all(not role._held for role in added)
+        assert all(not role._sources for role in added)
         assert found == expected
 
 
@@ -173,13 +173,13 @@ class Silent(Mortal):
         super().__init__()
         self.silent: set[str] = set()
 
-    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Given:
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Immediate:
         if name in self.silent:
             return _Never()
         return super().ask(name, method, args, kwargs)
 
 
-class _Never(Given):
+class _Never(Immediate):
     def __init__(self) -> None:
         super().__init__(None)
 

@@ -11,8 +11,9 @@ import numpy as np
 
 import overlord as ol
 from overlord.arrange.plan import GroupPlan, Plan
-from overlord.roles.planner import Planned, Planner
-from overlord.runtime.embedded import Embedded, Given
+from overlord.roles.plan_window import Planned
+from overlord.roles.planner import Planner
+from overlord.runtime.embedded import Embedded, Immediate
 from overlord.runtime.engine import Handle, Workplace
 
 
@@ -44,7 +45,7 @@ class Mortal(Embedded):
             _silence(self._roles[name])
             self._roles[name] = self._makes[name](self._workplace)
 
-    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Given:
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Immediate:
         if name == "planner":
             self.num_asks += 1
             if self.num_asks in self.losses:

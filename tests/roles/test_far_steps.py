@@ -94,8 +94,8 @@ def test_readers_are_served_while_somebody_looks_far_ahead():
             steps += more
         assert found == undisturbed(job, 8)
         assert loader.status().reached > 1500
-        assert len(planner._before) < 80
-        assert len(planner._planned) < 40
+        assert len(planner._window._before) < 80
+        assert len(planner._window._plans) < 40
 
 
 def test_several_can_look_far_apart_at_once_and_all_see_the_same_plans():

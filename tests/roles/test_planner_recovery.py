@@ -261,7 +261,7 @@ def test_looking_at_plans_without_reading_keeps_no_more_than_a_few():
             loader.plan(step)
         assert loader.status().num_kept <= 4
         planner = loader._engine._roles["planner"]
-        assert len(planner._before) <= 12
+        assert len(planner._window._before) <= 12
 
 
 @pytest.mark.parametrize("mesh", [ol.Mesh(dp=2), ol.Mesh(cp=2)])

@@ -37,12 +37,12 @@ def threads():
 
 
 def loader_of(threads, buffer_bytes: int, make=chunk_of) -> SourceLoader:
-    return SourceLoader("s", make, lambda number: SIZE, buffer_bytes, threads)
+    return SourceLoader("s", make, lambda number: SIZE, buffer_bytes=buffer_bytes, threads=threads)
 
 
 def give(loader: SourceLoader, number: int, amount: int) -> None:
-    loader.opened(number).left -= amount
-    loader.let_go(number)
+    loader.get(number).left -= amount
+    loader.release_if_empty(number)
 
 
 @given(
@@ -57,7 +57,7 @@ def test_any_order_of_asks_gets_right_answers_within_the_bytes(asks, room):
             if what == "describe":
                 assert loader.describe(number, max(0, number - 2)).num_rows == 1
             elif what == "chunk":
-                values = loader.opened(number).values
+                values = loader.get(number).values
                 assert values is not None
                 assert values[0] == number
             elif what == "prefetch":
@@ -77,7 +77,7 @@ def test_a_chunk_is_kept_until_both_its_text_and_its_images_were_given(threads):
         return replace(chunk, facts=replace(chunk.facts, images=ImageSizes.of([[(8, 8), (9, 9)]])))
 
     loader = loader_of(threads, 4 * SIZE, with_images)
-    loader.opened(0)
+    loader.get(0)
     give(loader, 0, 100)
     give(loader, 0, 1)
     assert loader.buffer_use().num_chunks == 1
@@ -105,7 +105,7 @@ def test_a_chunk_wanted_by_many_threads_at_once_is_made_once(threads):
 
 def test_a_chunk_is_dropped_when_all_of_it_was_given(threads):
     loader = loader_of(threads, 10 * SIZE)
-    loader.opened(0)
+    loader.get(0)
     give(loader, 0, 60)
     assert loader.buffer_use().num_chunks == 1
     give(loader, 0, 40)
@@ -115,7 +115,7 @@ def test_a_chunk_is_dropped_when_all_of_it_was_given(threads):
 def test_a_chunk_dropped_for_room_is_made_again_when_asked_for(threads):
     loader = loader_of(threads, SIZE)
     for number in (0, 1, 0, 1):
-        values = loader.opened(number).values
+        values = loader.get(number).values
         assert values is not None
         assert values[0] == number
     assert loader.buffer_use().chunks_made >= 4
@@ -123,10 +123,10 @@ def test_a_chunk_dropped_for_room_is_made_again_when_asked_for(threads):
 
 def test_describing_ahead_does_not_push_out_what_is_still_needed(threads):
     loader = loader_of(threads, SIZE)
-    loader.opened(0)
+    loader.get(0)
     loader.describe(1)
     made = loader.buffer_use().chunks_made
-    loader.opened(0)
+    loader.get(0)
     assert loader.buffer_use().chunks_made == made
 
 
@@ -147,11 +147,11 @@ def test_an_error_is_raised_to_the_asker_and_the_next_ask_tries_again(threads):
 def test_a_chunk_over_the_whole_buffer_is_an_error(threads):
     loader = loader_of(threads, SIZE - 1)
     with pytest.raises(BufferTooSmallError, match="chunk 0 takes"):
-        loader.opened(0)
+        loader.get(0)
 
 
 def test_a_closed_loader_refuses(threads):
     loader = loader_of(threads, SIZE)
     loader.close()
     with pytest.raises(ClosedError):
-        loader.opened(0)
+        loader.get(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 
 from overlord.declare.batch import Batch
 from overlord.declare.mixture import Mixture
-from overlord.stream.drawing import Extent, Peek
+from overlord.stream.drawing import ComputedFacts, Extent
 from overlord.stream.facts import ChunkFacts
 from overlord.stream.membership import DrawnStep, StepDrawer
 from overlord.stream.progress import Progress
+
+Peek = Callable[[int, int], ChunkFacts | None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Stream:
         self, batch: Batch, mixture: Mixture, progress: Progress | None = None, peek: Peek | None = None
     ) -> StepDrawer:
         start = progress or Progress.start(self.names)
-        return StepDrawer(start, batch, mixture, self.extents, self.describe, peek=peek)
+        return StepDrawer(start, batch, mixture, self.extents, ComputedFacts(self.describe, peek))
 
 
 def steps(drawer: StepDrawer, most: int) -> list[DrawnStep]:

@@ -13,7 +13,7 @@ from overlord.declare.batch import Batch
 from overlord.declare.mixture import Mixture
 from overlord.errors import DataError
 from overlord.stream.chunk_order import chunks_per_epoch, units_of_chunk
-from overlord.stream.drawing import Extent
+from overlord.stream.drawing import ComputedFacts, Extent
 from overlord.stream.facts import ChunkFacts
 from overlord.stream.membership import StepDrawer
 from overlord.stream.progress import Progress
@@ -179,7 +179,9 @@ def test_a_source_without_a_usable_row_is_an_error_and_not_a_hang(num_chunks, be
     progress = Progress.start(("empty",))
     progress.chunk[0] = begin
     batch, mixture = Batch(samples=1, sequence_length=8), Mixture({"empty": 1})
-    drawer = StepDrawer(progress, batch, mixture, [Extent(num_chunks, None)], lambda source, chunk: facts_of(0))
+    drawer = StepDrawer(
+        progress, batch, mixture, [Extent(num_chunks, None)], ComputedFacts(lambda source, chunk: facts_of(0))
+    )
     with pytest.raises(DataError, match=rf"'empty' gave no usable row in a whole epoch \({num_chunks} chunks\)"):
         drawer.next_step()
 
@@ -190,7 +192,7 @@ def test_a_finite_source_that_ends_without_having_given_a_row_is_an_error_too(st
     batch, mixture = Batch(samples=2, sequence_length=8), Mixture({"empty": 1, "full": 1}, stop=stop)
     extents = [Extent(3, 1), Extent(3, 1)]
     drawer = StepDrawer(
-        Progress.start(("empty", "full")), batch, mixture, extents, lambda source, chunk: facts_of(source * 5)
+        Progress.start(("empty", "full")), batch, mixture, extents, ComputedFacts(lambda source, chunk: facts_of(source * 5))
     )
     with pytest.raises(DataError, match="'empty' gave no usable row in a whole epoch"):
         steps(drawer, 100)
@@ -207,7 +209,7 @@ def test_a_source_in_which_a_single_unit_has_rows_is_read_for_ever(num_units, wi
 
     def drawer(progress: Progress) -> StepDrawer:
         batch, mixture = Batch(samples=1, sequence_length=8), Mixture({"rare": 1})
-        return StepDrawer(progress, batch, mixture, [Extent(per_epoch, None)], describe)
+        return StepDrawer(progress, batch, mixture, [Extent(per_epoch, None)], ComputedFacts(describe))
 
     begin = Progress.start(("rare",))
     begin.chunk[0] = data.draw(st.integers(0, 3 * per_epoch))  # in the middle of an epoch, as after a change of sources

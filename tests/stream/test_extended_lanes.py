@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from overlord.declare.batch import Batch
 from overlord.declare.mixture import Mixture
 from overlord.planlog.records import same
-from overlord.stream.drawing import Peek
 from overlord.stream.facts import ChunkFacts
-from tests.stream.streams import Stream, keys, steps, streams, weights
+from tests.stream.streams import Peek, Stream, keys, steps, streams, weights
 
 BATCHES = st.sampled_from(
     [

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from overlord.declare.batch import Batch
 from overlord.declare.mixture import Mixture
 from overlord.planlog.records import same
+from overlord.stream.drawing import ComputedFacts
 from overlord.stream.membership import StepDrawer
 from overlord.stream.packing import concat_and_split, cut_samples
 from overlord.stream.progress import Progress
@@ -53,7 +54,12 @@ def test_weights_that_change_meanwhile_hold_from_the_step_they_were_given_for(at
     mixture = Mixture(first)
     schedule = WeightSchedule(mixture, MANY_ROWS.names)
     drawer = StepDrawer(
-        Progress.start(MANY_ROWS.names), BATCH, mixture, MANY_ROWS.extents, MANY_ROWS.describe, schedule=schedule
+        Progress.start(MANY_ROWS.names),
+        BATCH,
+        mixture,
+        MANY_ROWS.extents,
+        ComputedFacts(MANY_ROWS.describe),
+        schedule=schedule,
     )
     before = steps(drawer, at)
     schedule.change(at, then)
@@ -62,5 +68,5 @@ def test_weights_that_change_meanwhile_hold_from_the_step_they_were_given_for(at
     told = WeightSchedule(mixture, MANY_ROWS.names)
     told.change(at, then)
     start = Progress.start(MANY_ROWS.names)
-    planned = StepDrawer(start, BATCH, mixture, MANY_ROWS.extents, MANY_ROWS.describe, schedule=told)
+    planned = StepDrawer(start, BATCH, mixture, MANY_ROWS.extents, ComputedFacts(MANY_ROWS.describe), schedule=told)
     assert [keys(step) for step in before + after] == [keys(step) for step in steps(planned, at + 5)]

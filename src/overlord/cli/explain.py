@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from overlord.arrange.plan import Plan
     from overlord.declare.job import Job
-    from overlord.roles.planner import Planned
+    from overlord.roles.plan_window import Planned
     from overlord.stream.facts import Floats
 
 

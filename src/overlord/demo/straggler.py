@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from overlord.arrange.cost import TransformerCost
     from overlord.arrange.mesh_tree import ClientPlaceTree
     from overlord.declare.job import Job
-    from overlord.roles.planner import Planned
+    from overlord.roles.plan_window import Planned
     from overlord.stream.facts import Floats
 
 CONTEXT = 131_072

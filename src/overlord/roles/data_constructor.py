@@ -1,21 +1,21 @@
 """A Data Constructor: carries out the plans of one data-parallel group and keeps the next steps ready for its ranks.
 
-What it promises: every rank of the group that asks for a step gets its part of the same microbatches, built once. Built
-steps are kept until all ranks have taken them, and never more than `prefetch` beyond the slowest are built, so a rank
-that stops reading stops the group, not the memory. A step that is asked for again after that is built again. It decides
-nothing.
+What it promises: every rank of the group that requests a step gets its part of the same microbatches, built once. Built
+steps are kept until all ranks have taken them, and at most `prefetch` steps beyond the slowest rank are built: a rank that
+stops reading stops its group instead of filling memory. A step that is requested again after that is built again. The
+constructor decides nothing.
 
-A rank that is expected and has not asked yet holds nobody back, but no step is recorded as taken by all before it has asked,
-or has left.
+A rank that is expected but has not requested a step yet holds nobody back. No step is recorded as taken by all before that
+rank has requested one or has left.
 
-When the mesh is to change, it is frozen: it hands out no step that no rank has yet, until it thaws or is replaced.
+While the mesh changes the constructor is frozen: it delivers no step that no rank has yet, until it thaws or is replaced.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
     from overlord.declare.batch import Batch
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Handle
-    from overlord.runtime.threads import Threads
+    from overlord.runtime.threads import Executor, StealingFuture
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOut:
-    """What the ranks of a group were given."""
+    """What was delivered to the ranks of a group."""
 
     next_of_rank: dict[int, int]
-    """For each rank that reads, the first step that it was not given."""
+    """For each rank that reads, the first step that was not delivered to it."""
     untaken: int
-    """The first step that no rank was given, as far as this constructor knows."""
+    """The first step that was delivered to no rank, as far as this constructor knows."""
 
 
 @dataclass(slots=True)
 class _Built:
-    """A step as the group's ranks share it; context-parallel slices are cut once."""
+    """A built step, shared by the ranks of the group. Context-parallel slices are cut once."""
 
     loss_tokens: int | float
     whole: tuple[Fields, ...]
@@ -85,21 +85,22 @@ class _Built:
 
 
 class DataConstructor:
-    """See the module's docstring."""
+    """Builds the steps of a data-parallel group and delivers them to its ranks. The module's docstring has the promises."""
 
     def __init__(
         self,
         group: int,
         batch: Batch,
         tree: ClientPlaceTree,
+        *,
         planner: Handle[Planner],
         routes: Routes,
         prefetch: int,
-        threads: Threads,
+        threads: Executor,
         arenas: Arenas,
         weighted: bool = False,
     ) -> None:
-        """`arenas` may be shared with other groups; `weighted` says whether batches have loss weights."""
+        """`arenas` may be shared with other groups; `weighted`: batches have loss weights."""
         self.generation = 0
         """How often the run was moved to another state."""
         self._group = group
@@ -115,46 +116,40 @@ class DataConstructor:
         arenas.keep_more(self._most_idle)
         self._num_ranks = len(tree.ranks_of(group))
         self._lock = threading.Lock()
-        self._at: dict[int, int] = {}  # rank to the step it asks for next
-        self._expected: set[int] = set()  # ranks that have not asked yet
-        self._taken: dict[int, int] = {}  # rank to the first step it was not given
+        self._at: dict[int, int] = {}  # rank to the step it requested last
+        self._expected: set[int] = set()  # ranks that have not requested a step yet
+        self._taken: dict[int, int] = {}  # rank to the first step that was not delivered to it
         self._untaken = 0
         self._frozen_from: int | None = None
-        self._steps: dict[int, Future[_Built | Later | None]] = {}
+        self._steps: dict[int, StealingFuture[_Built | Later | None]] = {}
         self._doing: dict[int, str] = {}
-        self._paces = PaceMaker()
+        self._paces = PaceMeter()
         self._closed = False
 
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
-        """A rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`."""
+        """Return a rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`."""
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the constructor of data-parallel group {self._group} is closed")
             before = self._at.get(rank), self._taken.get(rank), rank in self._expected
             self._at[rank] = self._taken[rank] = step
             self._expected.discard(rank)
-            self._paces.asks(rank, step)
+            self._paces.note_request(rank, step)
             oldest = min(self._at.values())
             for number in [n for n in self._steps if n < oldest]:
                 self._steps.pop(number).cancel()
             slowest = min(self._taken, key=lambda r: self._taken[r])
             if step > self._taken[slowest] + self._prefetch:
                 return Later(f"rank {slowest} of the same data-parallel group has not taken step {self._taken[slowest]} yet")
-            # With no threads nothing is built before it is asked for.
-            last = max(step, oldest + self._prefetch) if self._threads.num_threads else step
-            for number in range(step, last + 1):
-                if number not in self._steps or _came_to_nothing(self._steps[number]):
-                    self._steps[number] = self._threads.submit(self._build, number)
-            future = self._steps[step]
-            # Without threads the rank that asks first builds the step.
-            is_mine = self._threads.num_threads == 0 and not future.running() and not future.done()
-            if is_mine:
-                future.set_running_or_notify_cancel()
+            self._steps[step] = future = self._future_of(step) or self._threads.submit(self._build, step)
+            for number in range(step + 1, oldest + self._prefetch + 1):
+                ahead = self._future_of(number) or self._threads.submit_ahead(self._build, number)
+                if ahead is not None:
+                    self._steps[number] = ahead
         try:
-            built = self._built_here(step, future) if is_mine else future.result(timeout=wait_s)
+            built = future.result(timeout=wait_s)
         except NotYet as error:
-            # A timeout may also be what building the step came to.
-            if is_mine or (future.done() and not future.cancelled() and future.exception() is error):
+            if future.done() and not future.cancelled() and future.exception() is error:  # raised by a source or a transform
                 self._forget(step, future)
                 raise
             return Later(self._doing.get(step, f"step {step} waits for a thread to build it"))
@@ -176,12 +171,12 @@ class DataConstructor:
             if self._at.get(rank) == step:  # it may have left meanwhile
                 self._taken[rank] = step + 1
             self._untaken = max(self._untaken, step + 1)
-            self._paces.gets(rank, step)
+            self._paces.note_delivery(rank, step)
             self._drop_taken()
         return Delivery(step, built.loss_tokens, microbatches)
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Note that these ranks will come, from wherever they were: late is not gone."""
+        """Note that these ranks will come: late is not gone."""
         with self._lock:
             self._expected |= set(ranks) - self._at.keys()
             is_late = bool(self._expected)
@@ -202,13 +197,13 @@ class DataConstructor:
             self._planner.ask(Planner.group_left, self._group, is_late).result()
 
     def freeze(self) -> HandedOut:
-        """Hand out no step that no rank has yet."""
+        """Deliver no step that no rank has yet."""
         with self._lock:
             self._frozen_from = self._untaken
             return HandedOut(dict(self._taken), self._untaken)
 
     def thaw(self, to: int | None = None) -> HandedOut:
-        """Hand out steps again, those before `to` if given."""
+        """Deliver steps again, those before `to` if given."""
         with self._lock:
             self._frozen_from = to
             return HandedOut(dict(self._taken), self._untaken)
@@ -225,7 +220,7 @@ class DataConstructor:
             self._drop_all()
 
     def status_lines(self) -> list[str]:
-        """What it is busy with. Answered at once."""
+        """What it is busy with. Returns at once."""
         with self._lock:
             return [f"data-parallel group {self._group}: {line}" for _, line in sorted(dict(self._doing).items())]
 
@@ -235,7 +230,7 @@ class DataConstructor:
             return self._paces.pace
 
     def reached(self) -> int:
-        """The first step that this constructor has asked no plan for."""
+        """The first step that this constructor has requested no plan for."""
         with self._lock:
             return max([self._untaken, *(number + 1 for number in self._steps)])
 
@@ -251,6 +246,11 @@ class DataConstructor:
             self._at.clear()
             self._drop_all()
 
+    def _future_of(self, step: int) -> StealingFuture[_Built | Later | None] | None:
+        """The step if it is built or on its way; None too when it could not be planned yet, so that it is tried again."""
+        future = self._steps.get(step)
+        return None if future is None or _was_postponed(future) else future
+
     def _drop_taken(self) -> None:
         if len(self._taken) == self._num_ranks:
             slowest = min(self._taken.values())
@@ -262,7 +262,7 @@ class DataConstructor:
             future.cancel()
         self._steps.clear()
 
-    def _forget(self, step: int, future: Future) -> None:
+    def _forget(self, step: int, future: StealingFuture[_Built | Later | None]) -> None:
         with self._lock:
             if self._steps.get(step) is future:
                 del self._steps[step]
@@ -277,16 +277,6 @@ class DataConstructor:
             if was_expected:
                 self._expected.add(rank)
 
-    def _built_here(self, step: int, future: Future[_Built | Later | None]) -> _Built | Later | None:
-        try:
-            built = self._build(step)
-        except BaseException as error:
-            self._forget(step, future)
-            future.set_exception(error)
-            raise
-        future.set_result(built)
-        return built
-
     def _build(self, step: int) -> _Built | Later | None:
         try:
             self._doing[step] = f"step {step} waits for its plan"
@@ -294,14 +284,14 @@ class DataConstructor:
             if plan is None or isinstance(plan, Later):
                 return plan
             self._doing[step] = f"step {step} waits for its rows"
-            more = [part.more_samples for micro in plan.microbatches for part in micro.parts]
-            asked = [micro.samples for micro in plan.microbatches] + [samples for samples in more if samples is not None]
-            payloads = self._routes.give_each(asked)
+            extra = [part.more_samples for micro in plan.microbatches for part in micro.parts]
+            wanted = [micro.samples for micro in plan.microbatches] + [samples for samples in extra if samples is not None]
+            payloads = self._routes.fetch_each(wanted)
             whole = [
                 collate(micro, payload, self._batch, self._arenas, self._weighted)
-                for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of `more` come after
+                for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of `extra` come after
             ]
-            rank_parts = _add_parts(plan, whole, payloads) if more else ()
+            rank_parts = _add_parts(plan, whole, payloads) if extra else ()
             return _Built(plan.loss_tokens, tuple(whole), plan.broadcast, plan.counts, rank_parts)
         except Exception as error:
             error.add_note(f"while data-parallel group {self._group} built step {step}")
@@ -323,7 +313,7 @@ class DataConstructor:
 
 
 def _add_parts(plan: GroupPlan, whole: list[Fields], payloads: Iterator[Payload]) -> tuple[tuple[RankPart, ...], ...]:
-    """Let every feature of a plan add its fields to the collated microbatches; returns what it adds for single ranks."""
+    """Let every feature of a plan add its fields to the collated microbatches; returns the parts that differ by rank."""
     rank_parts: list[tuple[RankPart, ...]] = []
     for i, micro in enumerate(plan.microbatches):
         of_micro: list[RankPart] = []
@@ -335,21 +325,20 @@ def _add_parts(plan: GroupPlan, whole: list[Fields], payloads: Iterator[Payload]
     return tuple(rank_parts)
 
 
-def _came_to_nothing(future: Future[_Built | Later | None]) -> bool:
-    """Whether a step could not be planned when it was tried, so that it has to be tried again."""
+def _was_postponed(future: StealingFuture[_Built | Later | None]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None and isinstance(future.result(), Later)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of all ranks of a group together, since its constructor was made."""
+    """How fast the ranks of a group go through their steps, summed over ranks, since its constructor was made."""
 
     num_steps: int = 0
     busy_s: float = 0.0
-    """From getting a step to asking for the next: what a trainer takes for it."""
+    """From receiving a step to requesting the next: the time that the trainer works on it."""
     num_waits: int = 0
     waited_s: float = 0.0
-    """From asking for a step to getting it."""
+    """From requesting a step to receiving it."""
 
     def plus(self, other: Pace) -> Pace:
         return Pace(
@@ -363,8 +352,8 @@ class Pace:
         return self.plus(Pace(-other.num_steps, -other.busy_s, -other.num_waits, -other.waited_s))
 
 
-class PaceMaker:
-    """Told when a rank asks for a step and when it gets it. Not safe for threads by itself."""
+class PaceMeter:
+    """Measures a `Pace` from when ranks request steps and when they receive them. Callers hold a lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -377,8 +366,8 @@ class PaceMaker:
     def pace(self) -> Pace:
         return Pace(self._num_steps, self._busy_s, self._num_waits, self._waited_s)
 
-    def asks(self, rank: int, step: int) -> None:
-        """A rank asks for a step, maybe again."""
+    def note_request(self, rank: int, step: int) -> None:
+        """A rank requests a step, maybe again."""
         asked, got, now = self._asked.get(rank), self._got.get(rank), self._clock()
         if asked is not None and asked[0] == step:
             return
@@ -387,7 +376,7 @@ class PaceMaker:
             self._num_steps += 1
             self._busy_s += now - got[1]
 
-    def gets(self, rank: int, step: int) -> None:
+    def note_delivery(self, rank: int, step: int) -> None:
         asked, got, now = self._asked.get(rank), self._got.get(rank), self._clock()
         if asked is not None and asked[0] == step and (got is None or got[0] != step):
             self._num_waits += 1

@@ -1,19 +1,19 @@
 """A Source Loader: owns one source, or a share of it, and keeps a byte-bounded buffer of its chunks.
 
-What it promises: `describe(k)` and `give(k, ...)` may be asked in any order, any number of times, from any thread, and
-always answer the same, because a chunk is a function of its number. So the buffer may drop any chunk at any time and make
-it again when it is asked for; it never holds more than its bytes. A chunk that one ask is making is made once.
+What it promises: `describe(k)` and `get(k)` may be called in any order, any number of times, from any thread, and always
+return the same, because a chunk is a function of its number. So the buffer may drop any chunk at any time and make it again
+on the next request; it never holds more than its bytes. Concurrent requests for a chunk make it once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Executor, Future
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from overlord.errors import BufferTooSmallError, ClosedError
+from overlord.runtime.threads import StealingFuture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -22,56 +22,57 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from overlord.chunks.chunk import Chunk
+    from overlord.runtime.threads import Executor
     from overlord.stream.facts import ChunkFacts
 
 
 @dataclass(slots=True)
-class _Making:
+class _Pending:
     """A chunk that is being made, or waits for a thread."""
 
-    future: Future[Opened]
+    future: StealingFuture[HotChunk]
     since: float
 
 
 @dataclass(slots=True)
-class Opened:
-    """A chunk whose rows are being handed out: row r is `values[begin[r]:...]`, of a document up to `document_end[r]`, which
-    are the chunk's own, seen so that one entry costs little to read."""
+class HotChunk:
+    """A chunk whose rows are being delivered. Row r is `values[begin[r]:...]`, of a document that ends at `document_end[r]`;
+    both are memoryviews of the chunk's own arrays, because reading one entry of an array costs more."""
 
     chunk: Chunk
     values: NDArray[np.integer] | None
     begin: memoryview
     document_end: memoryview
     left: int
-    """Tokens (or rows, for a source without text) and images that were not handed out yet. Counted down without a lock: a
-    note lost to another thread only keeps the chunk until it is released."""
+    """Tokens (or rows, for a source without text) and images that were not delivered yet. Counted down without a lock: an
+    update lost to another thread only keeps the chunk until it is released."""
     tokens: int
     num_bytes: int
     mask: NDArray[np.generic] | None
 
     @staticmethod
-    def of(chunk: Chunk) -> Opened:
+    def of(chunk: Chunk) -> HotChunk:
         tokens, images = int(chunk.facts.tokens.sum()), chunk.facts.images
-        # Images are counted too, because others may ask for them than for the text.
+        # Images count too, because their text may be delivered to other ranks at another time.
         left = (tokens or chunk.facts.num_rows) + (0 if images is None else int(images.count.sum()))
         rows = chunk.begin.data, chunk.document_end.data
-        return Opened(chunk, chunk.values, *rows, left, tokens, chunk.num_bytes, chunk.mask)
+        return HotChunk(chunk, chunk.values, *rows, left, tokens, chunk.num_bytes, chunk.mask)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a loader has done so far, in all."""
+    """What a loader has done since it was made."""
 
     num_chunks: int = 0
     cpu_s: float = 0.0
-    """Of processor time in the threads that made chunks."""
+    """CPU time of the threads while they made chunks."""
     wait_s: float = 0.0
-    """The rest of the time that making them took."""
+    """The rest of the elapsed time: waiting for storage, or for the GIL."""
     rows: int = 0
     tokens: int = 0
     num_bytes: int = 0
     waited_s: float = 0.0
-    """How long asks had to wait for a chunk."""
+    """How long requests waited for a chunk."""
 
     def plus(self, other: Work) -> Work:
         return Work(
@@ -90,7 +91,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class BufferUse:
-    """How a loader's buffer stands."""
+    """How full a loader's buffer is."""
 
     num_chunks: int
     num_bytes: int
@@ -108,149 +109,158 @@ class BufferUse:
         )
 
 
-_QUICK_S = 0.01  # to make a chunk: several ahead of time are hardly felt
+_QUICK_S = 0.01  # to make a chunk: making one inline is hardly noticed
 
 
 class SourceLoader:
-    """See the module's docstring."""
+    """Makes the chunks of one source and buffers them, within `buffer_bytes`. The module's docstring has the promises."""
 
     def __init__(
         self,
         name: str,
         make: Callable[[int], Chunk],
         expected_bytes: Callable[[int], int],
+        *,
         buffer_bytes: int,
         threads: Executor,
-        clock: Callable[[], float] = time.monotonic,
+        makes_inline: bool = False,
         at_close: Callable[[], None] | None = None,
-        makes_ahead: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`makes_ahead`: whether `made_ahead` may make chunks, because none of them can keep one waiting for long."""
-        self._makes_ahead = makes_ahead
-        self._at_close = at_close
+        """`makes_inline`: `peek` makes a chunk in the caller's thread when that is quick. For loaders without threads, and
+        only where no read can block for long."""
         self._name = name
         self._make = make
         self._expected_bytes = expected_bytes
         self._limit = buffer_bytes
         self._threads = threads
+        self._makes_inline = makes_inline
+        self._at_close = at_close
         self._clock = clock
         self._lock = threading.Lock()
-        self._chunks: dict[int, Opened] = {}
+        self._chunks: dict[int, HotChunk] = {}
         self.find = self._chunks.get
-        """The chunk of a number if it is in the buffer, without asking for it."""
+        """Returns a chunk if it is in the buffer, without a lock."""
         self._facts: dict[int, ChunkFacts] = {}
-        self._making: dict[int, _Making] = {}
-        self._failed: set[int] = set()  # chunks that could not be made ahead
+        self._pending: dict[int, _Pending] = {}
+        self._failed: set[int] = set()  # chunks that could not be made inline
         self._keep_from = 0
         self._bytes = 0
         self._peak = 0
-        self._made = Work()
-        self._seen_ratio = 1.0  # decoded bytes per byte that the unit list promised
+        self._work = Work()
+        self._seen_ratio = 1.0  # decoded bytes per byte that the list of units promised
         self._closed = False
 
-    def describe(self, chunk: int, keep_from: int = 0) -> ChunkFacts:
-        """The facts of a chunk. Chunks before `keep_from` will not be asked for again, if all goes well."""
+    def describe(self, number: int, keep_from: int = 0) -> ChunkFacts:
+        """Return the facts of a chunk. Chunks before `keep_from` are released: normally nobody requests them again."""
         with self._lock:
             self._release_before(keep_from)
-            facts = self._facts.get(chunk)
-        return self._obtain(chunk, needed=False).chunk.facts if facts is None else facts
+            facts = self._facts.get(number)
+        return self._obtain(number).chunk.facts if facts is None else facts
 
-    def known(self, chunk: int, keep_from: int = 0) -> ChunkFacts | None:
-        """The facts of a chunk if it is in the buffer."""
+    def peek(self, number: int, keep_from: int = 0) -> ChunkFacts | None:
+        """Return the facts of a chunk if that takes no waiting: it is buffered, or it can be made inline."""
         with self._lock:
             self._release_before(keep_from)
-            return self._facts.get(chunk) if chunk in self._chunks else None
+            if number in self._chunks:
+                return self._facts.get(number)
+        return self._make_if_quick(number) if self._makes_inline else None
 
-    def made_ahead(self, number: int) -> ChunkFacts | None:
-        """Make a chunk now that will be asked for soon; None if there is no room for it, if that would hold up whoever asks,
-        or if it cannot be made: why is said when it is asked for."""
-        with self._lock:
-            is_quick = self._makes_ahead and self._made.cpu_s + self._made.wait_s <= _QUICK_S * self._made.num_chunks
-            has_room = self._bytes + self._expected(number) <= self._limit
-            is_known = number in self._facts or number in self._failed
-            if self._closed or is_known or not (is_quick and has_room):
-                return None
-        try:
-            return self._obtain(number, needed=False).chunk.facts
-        except Exception:  # noqa: BLE001 - and raised again when somebody needs the chunk
-            with self._lock:
-                self._failed.add(number)
-            return None
-
-    def opened(self, number: int) -> Opened:
-        """The chunk itself, for handing out its rows."""
+    def get(self, number: int) -> HotChunk:
+        """Return a chunk, for delivering its rows."""
         found = self._chunks.get(number)
         if found is not None:
             return found
-        return self._obtain(number, needed=True)
+        hot = self._obtain(number)
+        with self._lock:
+            return self._admit(number, hot, is_needed=True)
 
-    def let_go(self, number: int) -> None:
-        """Drop a chunk if all of it was handed out."""
+    def release_if_empty(self, number: int) -> None:
+        """Drop a chunk if all of it was delivered."""
         with self._lock:
             found = self._chunks.get(number)
             if found is not None and found.left <= 0:
                 self._drop(number)
 
     def prefetch(self, number: int) -> None:
-        """Begin to make a chunk, if the buffer has room for it beside what it holds."""
+        """Start making a chunk if there are threads for it and room in the buffer."""
         with self._lock:
-            if self._closed or number in self._chunks or number in self._making or number in self._facts:
+            if self._closed or number in self._chunks or number in self._pending or number in self._facts:
                 return
-            reserved = sum(self._expected(other) for other in self._making)
+            reserved = sum(self._expected(other) for other in self._pending)
             if self._bytes + reserved + self._expected(number) > self._limit:
                 return
-            self._making[number] = _Making(self._threads.submit(self._made_here, number), self._clock())
+            future = self._threads.submit_ahead(self._make_now, number)
+            if future is not None:
+                self._pending[number] = _Pending(future, self._clock())
 
     def status_lines(self) -> list[str]:
-        """What this loader is busy with, for whoever waits for it."""
+        """What this loader is busy with, one line a chunk."""
         now = self._clock()
         with self._lock:
-            making = sorted(self._making.items())
+            pending = sorted(self._pending.items())
         return [
-            f"source {self._name!r} is {'making' if m.future.running() else 'waiting for a thread to make'} chunk {k} "
-            f"for {now - m.since:.1f} s"
-            for k, m in making
+            f"source {self._name!r} is {'making' if one.future.running() else 'waiting for a thread to make'} "
+            f"chunk {number} for {now - one.since:.1f} s"
+            for number, one in pending
         ]
 
     def buffer_use(self) -> BufferUse:
         with self._lock:
-            return BufferUse(len(self._chunks), self._bytes, self._peak, self._limit, self._made.num_chunks)
+            return BufferUse(len(self._chunks), self._bytes, self._peak, self._limit, self._work.num_chunks)
 
     def work(self) -> Work:
         with self._lock:
-            return self._made
+            return self._work
 
-    def holding(self) -> list[int]:
-        """The chunks that are in the buffer or being made for it."""
+    def chunks_held(self) -> list[int]:
+        """The chunks that are in the buffer or on their way into it."""
         with self._lock:
-            return sorted({*self._chunks, *self._making})
+            return sorted({*self._chunks, *self._pending})
 
     def mirror(self, numbers: Collection[int]) -> None:
-        """Hold these chunks, as far as they fit, lowest first, and of others only later ones."""
+        """Hold these chunks, lowest first, as far as they fit; of other chunks keep only later ones."""
         newest = max(numbers, default=-1)
         with self._lock:
             for number in [k for k in self._chunks if k not in numbers and k < newest]:
                 self._drop(number)
             for number in [k for k in self._facts if k not in self._chunks]:
-                del self._facts[number]  # else a chunk that was dropped for room would not be made again
+                del self._facts[number]  # else a chunk that was dropped for room would not be prefetched again
         for number in sorted(numbers):
             self.prefetch(number)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            making, self._making = list(self._making.values()), {}
+            pending, self._pending = list(self._pending.values()), {}
             self._chunks.clear()
             self._bytes = 0
-        for entry in making:
-            entry.future.cancel()
-        self._let_go_of_source()
+        for one in pending:
+            one.future.cancel()
+        self._close_source()
 
-    def _let_go_of_source(self) -> None:
+    def _close_source(self) -> None:
         if self._at_close is not None:
             self._at_close()
 
-    def _obtain(self, number: int, needed: bool) -> Opened:
+    def _make_if_quick(self, number: int) -> ChunkFacts | None:
+        """Make a chunk that will be requested soon. None if there is no room, if chunks of this source take long, or if it
+        cannot be made: the request for the chunk reports why."""
+        with self._lock:
+            is_quick = self._work.cpu_s + self._work.wait_s <= _QUICK_S * self._work.num_chunks
+            has_room = self._bytes + self._expected(number) <= self._limit
+            is_known = number in self._facts or number in self._failed
+            if self._closed or is_known or not (is_quick and has_room):
+                return None
+        try:
+            return self._obtain(number).chunk.facts
+        except Exception:  # noqa: BLE001 - raised again by the request that needs the chunk
+            with self._lock:
+                self._failed.add(number)
+            return None
+
+    def _obtain(self, number: int) -> HotChunk:
+        """Return a chunk from the buffer, from whoever is making it, or make it here."""
         began = self._clock()
         with self._lock:
             if self._closed:
@@ -258,50 +268,37 @@ class SourceLoader:
             found = self._chunks.get(number)
             if found is not None:
                 return found
-            entry = self._making.get(number)
-            # No thread has begun it: make it here rather than wait, so that asks never wait in a circle.
-            is_mine = entry is None or entry.future.cancel()
-            if entry is None or is_mine:
-                entry = self._making[number] = _Making(Future(), began)
-                entry.future.set_running_or_notify_cancel()
-        opened = self._made_for_all(number, entry.future) if is_mine else entry.future.result()
+            pending = self._pending.get(number)
+            if pending is None or pending.future.cancelled():  # by the end of its threads
+                pending = self._pending[number] = _Pending(StealingFuture(lambda: self._make_now(number)), began)
+        hot = pending.future.result()
         with self._lock:
-            self._made = self._made.plus(Work(waited_s=self._clock() - began))
-            return self._admit(number, opened, needed=True) if needed else opened
+            self._work = self._work.plus(Work(waited_s=self._clock() - began))
+        return hot
 
-    def _made_for_all(self, number: int, future: Future[Opened]) -> Opened:
-        """Make a chunk in this thread, for whoever else waits for it too."""
-        try:
-            opened = self._made_here(number)
-        except BaseException as error:
-            future.set_exception(error)
-            raise
-        future.set_result(opened)
-        return opened
-
-    def _made_here(self, number: int) -> Opened:
+    def _make_now(self, number: int) -> HotChunk:
         began, began_cpu = self._clock(), time.thread_time()
         try:
-            opened = Opened.of(self._make(number))
+            hot = HotChunk.of(self._make(number))
         except BaseException:
             with self._lock:
-                self._making.pop(number, None)
+                self._pending.pop(number, None)
             raise
         with self._lock:
-            self._making.pop(number, None)
-            self._made = self._made.plus(_work_on(opened, self._clock() - began, time.thread_time() - began_cpu))
-            self._facts[number] = opened.chunk.facts
-            opened = self._admit(number, opened, needed=False)
+            self._pending.pop(number, None)
+            self._work = self._work.plus(_work_on(hot, self._clock() - began, time.thread_time() - began_cpu))
+            self._facts[number] = hot.chunk.facts
+            hot = self._admit(number, hot, is_needed=False)
         if self._closed:
-            self._let_go_of_source()  # once more: this read may have been under way then
-        return opened
+            self._close_source()  # once more: this read may have reopened files after the first time
+        return hot
 
-    def _admit(self, number: int, opened: Opened, needed: bool) -> Opened:
-        """Keep the chunk if there is room; when it is needed now, make room by dropping others, lowest first. Gives the one
-        that is kept, where there was one already."""
+    def _admit(self, number: int, hot: HotChunk, is_needed: bool) -> HotChunk:
+        """Buffer a chunk if there is room; one that is needed now makes room by dropping others, lowest first. Returns the
+        chunk that was buffered under this number already, if there is one."""
         if self._closed or number in self._chunks:
-            return self._chunks.get(number, opened)
-        size = opened.num_bytes
+            return self._chunks.get(number, hot)
+        size = hot.num_bytes
         expected = self._expected_bytes(number)
         if expected:
             self._seen_ratio = max(self._seen_ratio, size / expected)
@@ -310,15 +307,15 @@ class SourceLoader:
                 f"source {self._name!r}: chunk {number} takes {size:,} bytes decoded, but buffer_bytes is {self._limit:,}; "
                 "raise buffer_bytes, lower window, or write the data with smaller row groups"
             )
-        for other in sorted(self._chunks) if needed else [k for k in self._chunks if k < self._keep_from]:
+        for other in sorted(self._chunks) if is_needed else [k for k in self._chunks if k < self._keep_from]:
             if self._bytes + size <= self._limit:
                 break
             self._drop(other)
         if self._bytes + size <= self._limit:
-            self._chunks[number] = opened
+            self._chunks[number] = hot
             self._bytes += size
             self._peak = max(self._peak, self._bytes)
-        return opened
+        return hot
 
     def _drop(self, number: int) -> None:
         dropped = self._chunks.pop(number, None)
@@ -339,5 +336,5 @@ class SourceLoader:
         return int(self._expected_bytes(number) * self._seen_ratio)
 
 
-def _work_on(made: Opened, seconds: float, cpu_s: float) -> Work:
-    return Work(1, cpu_s, max(seconds - cpu_s, 0.0), made.chunk.facts.num_rows, made.tokens, made.num_bytes)
+def _work_on(hot: HotChunk, seconds: float, cpu_s: float) -> Work:
+    return Work(1, cpu_s, max(seconds - cpu_s, 0.0), hot.chunk.facts.num_rows, hot.tokens, hot.num_bytes)

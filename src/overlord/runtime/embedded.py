@@ -1,4 +1,5 @@
-"""Every role in this process. An ask is a plain call, made in the asker's thread; roles guard their own state."""
+"""The engine that runs every role in this process. A call to a role is a plain call in the caller's thread; roles guard
+their own state."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Given(Generic[T]):
-    """An answer that is already there."""
+class Immediate(Generic[T]):
+    """The result of a call that was made already."""
 
     __slots__ = ("_value",)
 
@@ -54,12 +55,14 @@ class Embedded:
             self._roles[name] = role
         return Handle(self, name)
 
+    is_in_process = True
+
     @property
     def num_hosts(self) -> int | None:
         return None
 
     def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
-        """Nothing to wait for: `spawn` makes a role before it returns."""
+        """Return at once: `spawn` has made every role before it returned."""
 
     def publish(self, key: str, value: object) -> None:
         self._values[key] = value
@@ -72,11 +75,11 @@ class Embedded:
     def store_use(self) -> None:
         return None
 
-    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Given:
+    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Immediate[Any]:
         role = self._roles.get(name)
         if role is None:
             raise ClosedError(f"no role named {name!r} is running; the loader was closed")
-        return Given(getattr(role, method)(*args, **kwargs))
+        return Immediate(getattr(role, method)(*args, **kwargs))
 
     def rebind(self, name: str, to: str) -> None:
         with self._lock:
@@ -93,7 +96,7 @@ class Embedded:
             self._closed = True
             roles, self._roles = list(self._roles.values()), {}
         busy = [line for role in roles if hasattr(role, "status_lines") for line in role.status_lines()]
-        for role in reversed(roles):  # a role is closed before those it asks
+        for role in reversed(roles):  # a role is closed before those it calls
             _close(role)
         if self._workplace is not None:
             self._workplace.close(busy)

@@ -29,20 +29,20 @@ def make_serving_constructor(
         group,
         job.batch,
         tree,
-        planner,
-        routes,
-        job.prefetch,
-        workplace.build_threads,
-        workplace.arenas,
-        job.is_weighted,
+        planner=planner,
+        routes=routes,
+        prefetch=job.prefetch,
+        threads=workplace.build_threads,
+        arenas=workplace.arenas,
+        weighted=job.is_weighted,
     )
 
 
 class ServingConstructor(DataConstructor):
     """Asks about serving may be repeated, and are, when the constructor was made anew: it has no server then."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._serving = threading.Lock()
         self._service: Service | None = None
 

@@ -26,10 +26,10 @@ from overlord.errors import SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.fleet.control_loop import Loaders, Upkeep
 from overlord.messages import StepReport, WeightChange
 from overlord.planlog.plan_log import Era, resumed, starting_point
-from overlord.roles.assembly import is_kept, list_units, make_partition, make_planner
+from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner
 from overlord.roles.client import Client
 from overlord.roles.data_constructor import DataConstructor
-from overlord.roles.planner import Mix, Planned, Planner, PlannerStatus
+from overlord.roles.planner import Mix, Planner, PlannerStatus
 from overlord.roles.routes import Routes
 from overlord.runtime.embedded import Embedded
 from overlord.runtime.engine import Answer, Engine, Handle, StoreUse, WorkplaceSize
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from overlord.fleet.shadows import ShadowChange
     from overlord.loaders.autoscaling import ScalingDecision
     from overlord.loaders.model import Budget, Partition
+    from overlord.roles.plan_window import Planned
     from overlord.roles.source_loader import BufferUse
     from overlord.service.serving import OneServer, ServerPerGroup
     from overlord.stream.progress import Progress
@@ -150,7 +151,7 @@ class Loader:
         job, engine = self.job, self._engine
         partition = make_partition(job, units, engine.num_hosts, loaders.partition)
         self._fleet = loaders.fleet(engine, job, units, partition)
-        self._routes = Routes(engine, tuple(job.sources), are_here=engine.num_hosts is None)
+        self._routes = Routes(engine, tuple(job.sources))
         self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(job, progress, self._era))
         self._constructors: list[Handle[ServingConstructor]] = [
             self._spawn_constructor(job, group) for group in range(job.mesh.dp)
@@ -460,7 +461,7 @@ class Loader:
             return {client.rank: client.step for client in self._clients if client.is_reading}
 
     def _planner_from(self, job: Job, progress: Progress, era: Era | None) -> partial[Planner]:
-        is_safe, is_served = is_kept(job, era, self._engine), self._serving is not None
+        is_safe, is_served = are_decisions_safe(job, era, self._engine), self._serving is not None
         return partial(make_planner, job, self._num_units, progress, self._steered, self._routes, era, is_safe, is_served)
 
     def _move_to_mesh(self, job: Job, progress: Progress) -> None:

@@ -19,7 +19,7 @@ from overlord.declare.mesh import Mesh
 from overlord.declare.mixture import Mixture
 from overlord.errors import SpecError
 from overlord.simulate.plan_time import PlanTime, plan_time
-from overlord.stream.drawing import Extent
+from overlord.stream.drawing import ComputedFacts, Extent
 from overlord.stream.membership import DrawnStep, StepDrawer
 from overlord.stream.progress import Progress
 
@@ -50,7 +50,7 @@ def drawer_of(documents: Facts, batch: Batch, num_sources: int, seed: int) -> St
         return documents.facts(_ROWS_OF_CHUNK, batch.sequence_length, (seed, source, chunk))
 
     mixture = Mixture({name: 1.0 for name in names})
-    return StepDrawer(Progress.start(names), batch, mixture, [Extent(_CHUNKS, None)] * num_sources, describe)
+    return StepDrawer(Progress.start(names), batch, mixture, [Extent(_CHUNKS, None)] * num_sources, ComputedFacts(describe))
 
 
 def static_mesh(num_ranks: int, *, context: int, capacity: int, tp: int = 1, pp: int = 1, cp: int | None = None) -> Mesh:

@@ -1,17 +1,16 @@
-"""Drawing samples by weight. The order of draws is a function of the weights and the facts, wherever a run is cut.
+"""Draws samples by weight. The order of draws is a function of the weights and the facts, wherever a run is cut.
 
-Every source moves along one virtual time: a sample of size s (1, or its tokens) of a source with weight w takes s / w of
-it, and the sample whose middle comes first is drawn next. So at any moment a source is within half a sample of its share
-of the virtual time, and sources do not influence each other's order. Draws are made in blocks: what is known of all
-sources is merged up to the first moment at which something is not known yet.
+All sources share one virtual time: a sample of size s (1, or its tokens) of a source with weight w takes s / w of it, and
+the sample whose middle comes first is drawn next. So at any moment a source is within half a sample of its share of the
+virtual time, and sources do not influence each other's order. Draws are made in blocks: the known rows of all sources are
+merged up to the first moment for which some source's rows are not known yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,25 +21,62 @@ from overlord.stream.facts import (
     Floats,
     ImageSizes,
     Ints,
+    LossCount,
     Samples,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
     from overlord.declare.mixture import Stop
     from overlord.stream.progress import Progress
 
-Describe = Callable[[int, int], ChunkFacts]
-"""(source index, chunk) to facts."""
-Expect = Callable[[int, int], None]
-"""(source index, chunk): that chunk will be described soon."""
-Peek = Callable[[int, int], ChunkFacts | None]
-"""(source index, chunk) to facts, if they can be had without waiting for anybody."""
+
+class FactSource(Protocol):
+    """Where drawing gets facts from. Sources are named by their index."""
+
+    def describe(self, source: int, chunk: int) -> ChunkFacts:
+        """The facts of a chunk; waits for the loader that makes it."""
+        ...
+
+    def peek(self, source: int, chunk: int) -> ChunkFacts | None:
+        """The facts of a chunk if that takes no waiting."""
+        ...
+
+    def expect(self, source: int, chunk: int) -> None:
+        """Advice: this chunk will be described soon."""
+        ...
+
+    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> LossCount:
+        """The loss of tokens `start` to `stop` of a row, where only the row's loss mask tells."""
+        ...
+
+
+@record
+class ComputedFacts:
+    """Facts that functions of (source, chunk) compute: nothing is prefetched, and there are no loss masks."""
+
+    compute: Callable[[int, int], ChunkFacts]
+    at_hand: Callable[[int, int], ChunkFacts | None] | None = None
+
+    def describe(self, source: int, chunk: int) -> ChunkFacts:
+        return self.compute(source, chunk)
+
+    def peek(self, source: int, chunk: int) -> ChunkFacts | None:
+        return None if self.at_hand is None else self.at_hand(source, chunk)
+
+    def expect(self, source: int, chunk: int) -> None:
+        """Nothing is prepared."""
+
+    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> LossCount:
+        raise NotImplementedError(f"computed facts have no loss masks, so no loss for tokens {start} to {stop} of row {row}")
+
 
 _MOST_ROWS_OF_A_SOURCE = 8192  # per block: keeps the first step quick when chunks are huge
-_ROWS_POOLED = 2048  # about: enough that visiting every source seldom matters, few enough that merging stays quick
-_CHUNKS_EXPECTED = 8  # enough to keep several readers busy; more would only fill memory sooner than needed
-_FEWEST_CHUNKS_LOOKED_AT = 16  # before a source counts as one without rows
-_CHUNKS_EXTENDED = 8  # at most, in a block: about as many as are expected
+_ROWS_POOLED = 2048  # about: enough to visit each source rarely, few enough to merge quickly
+_CHUNKS_EXPECTED = 8  # enough to keep several readers busy; more would only fill memory early
+_FEWEST_CHUNKS_TRIED = 16  # before a source counts as one without rows
+_CHUNKS_EXTENDED = 8  # at most, in a block: about as many as are prefetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +92,19 @@ class Extent:
 
     @property
     def most_chunks_without_rows(self) -> int:
-        """So many chunks in a row without a usable row show that the source has none.
+        """This many consecutive chunks without a usable row prove that the source has none.
 
-        An epoch of n chunks has every unit once, so where some unit has a usable row, no whole epoch is without one. Between
-        two chunks with rows, of which the first may begin one epoch and the second end the next, lie at most 2 n - 2 others:
-        2 n chunks in a row, wherever they begin, hold a whole epoch. There are more where n is small, for filters that draw
-        lots and may leave nothing of a few rows several times in a row.
+        An epoch of n chunks has every unit once. So if some unit has a usable row, every whole epoch has one, and any 2 n
+        consecutive chunks contain a whole epoch. The limit is higher where n is small, because a random filter may leave
+        nothing of a few rows several times in a row.
         """
-        return max(2 * self.chunks_per_epoch, _FEWEST_CHUNKS_LOOKED_AT)
+        return max(2 * self.chunks_per_epoch, _FEWEST_CHUNKS_TRIED)
 
 
 @dataclass(slots=True)
 class _Lane:
-    """One source inside a queue: a stretch of rows of one chunk, their virtual times, and how many are in the pool. `since`
-    is the source's progress of that name after the stretch."""
+    """One source inside a queue: a range of rows of one chunk, their virtual times, and how many of them are in the pool.
+    `since` is the source's progress of that name after the range."""
 
     chunk: int
     facts: ChunkFacts
@@ -87,10 +122,10 @@ class DrawQueue:
     """The endless sequence of draws under fixed weights, from a progress on.
 
     Every source with weight has a lane. The pool holds the rows of all lanes up to the virtual time `_until`, in the order
-    of their times. The block is the part of the pool up to the first lane's last row: what comes after that row is not
-    settled before more of that source is known. A lane that is all in the pool may be extended: replaced by one of the
-    source's next rows, at most one chunk beyond that of the source's first row in the block. Neither pool nor block nor
-    what was extended decides the order: they only bound the work.
+    of their times. The block is the part of the pool up to the earliest last row of any lane: draws beyond that row depend
+    on rows that are not known yet. A lane whose rows are all in the pool may be extended: replaced by a lane of the source's
+    next rows, at most one chunk beyond that of the source's first row in the block. Pool, block and extensions bound the
+    work; they never decide the order.
     """
 
     def __init__(
@@ -99,17 +134,13 @@ class DrawQueue:
         unit: str,
         stop: Stop,
         extents: Sequence[Extent],
-        describe: Describe,
-        expect: Expect | None = None,
-        peek: Peek | None = None,
+        facts: FactSource,
     ) -> None:
         self._at = progress  # where the current block begins
         self._by_tokens = unit == "tokens"
         self._stop = stop
         self._extents = extents
-        self._describe = describe
-        self._expect = expect
-        self._peek = peek
+        self._facts = facts
         self._ended = False
         self._read_once = progress.read_once.copy()
         self._lanes: dict[int, _Lane] = {}
@@ -123,7 +154,7 @@ class DrawQueue:
         self._start_block(Samples.none(progress.names))
 
     def next_samples(self, count: int) -> Samples:
-        """The next `count` draws; fewer when the run ends before."""
+        """Draw the next `count` samples; fewer when the run ends."""
         parts = []
         while count > 0 and (self._position < len(self._block) or self._refill()):
             end = min(self._position + count, len(self._block))
@@ -132,7 +163,7 @@ class DrawQueue:
         return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
 
     def next_tokens(self, tokens: int, multiple: int = 1) -> Samples:
-        """The fewest next draws that hold at least `tokens` (documents padded to `multiple`); fewer at the run's end."""
+        """Draw until the samples hold at least `tokens` (documents padded to `multiple`), or the run ends."""
         parts = []
         while tokens > 0 and (self._position < len(self._block) or self._refill()):
             before = self._block_tokens[self._position - 1] if self._position else 0
@@ -147,24 +178,23 @@ class DrawQueue:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is nothing left to draw, now and later."""
+        """True when there is nothing left to draw, now and later."""
         return self._ended and self._position == len(self._block)
 
     @property
     def samples_at_hand(self) -> int:
-        """Draws that need nothing more to be known."""
+        """Samples that can be drawn from known facts."""
         return len(self._block) - self._position
 
     @property
     def tokens_at_hand(self) -> int:
-        """The tokens of those draws."""
+        """The tokens of those samples."""
         if self._position == len(self._block):
             return 0
         return int(self._block_tokens[-1] - (self._block_tokens[self._position - 1] if self._position else 0))
 
     def bookmark(self, draws_ago: int = 0) -> Callable[[], Progress]:
-        """A function that gives the progress at this moment, or some draws ago (no more than were settled together with the
-        last one), computed when it is called."""
+        """A function that computes the progress at this moment, or some draws ago (not before the start of the block)."""
         lanes = self._first_rows, self._lane_chunk, self._lane_rows
         return partial(_advance, self._at, self._block, self._position - draws_ago, self._by_tokens, *lanes)
 
@@ -179,11 +209,11 @@ class DrawQueue:
         self._position = 0
 
     def _refill(self) -> bool:
-        """Replace the block, all drawn, by the next one. False when the run has ended."""
+        """Replace the block, all of which is drawn, by the next one. False when the run has ended."""
         if self._ended:
             return False
         self._at = self.bookmark()()
-        # Bookmarks look into what was: it is changed no more.
+        # Bookmarks refer to the old arrays, so these are copied rather than changed.
         self._first_rows = np.where(self._at.chunk == self._lane_chunk, self._lane_rows, self._first_rows)
         self._lane_chunk, self._lane_rows = self._lane_chunk.copy(), self._lane_rows.copy()
         is_first = not self._lanes
@@ -195,21 +225,19 @@ class DrawQueue:
             self._start_block(Samples.none(self._at.names))
             return False
         self._fill_pool(entered)
-        if not is_first:  # which is to be there soon
+        if not is_first:  # the first block should be there soon
             self._extend()
-        self._start_block(self._settled())
+        self._start_block(self._take_known())
         self._look_ahead()
         return True
 
     def _look_ahead(self) -> None:
-        """Tell which chunks come next: those of the sources whose known rows run out first."""
-        if self._expect is None:
-            return
+        """Announce which chunks come next: those of the sources whose known rows run out first."""
         for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXPECTED].tolist():
             if source in self._lanes:
                 chunk, end = self._lanes[source].chunk + 1, self._extents[source].end
                 if end is None or chunk < end or self._stop == "all_exhausted":
-                    self._expect(source, chunk)
+                    self._facts.expect(source, chunk)
 
     def _enter(self, source: int) -> bool:
         """Give the source a lane of its next rows; False when the source has ended."""
@@ -225,11 +253,11 @@ class DrawQueue:
                     f"source {at.names[source]!r} gave no usable row in a whole epoch ({extent.chunks_per_epoch} chunks): "
                     "look at its filters, its bad-row policy and long_documents, or give it weight 0"
                 )
-            if extent.end is not None and chunk >= extent.end and self._has_ended(source):
+            if extent.end is not None and chunk >= extent.end and self._end_source(source):
                 self._lanes.pop(source, None)
                 self._last_times[source], self._lane_chunk[source] = np.inf, -1
                 return False
-            facts = self._describe(source, chunk)
+            facts = self._facts.describe(source, chunk)
             if row < facts.num_rows:
                 break
             chunk, row = chunk + 1, 0
@@ -248,8 +276,8 @@ class DrawQueue:
         self._last_times[source], self._lane_chunk[source], self._lane_rows[source] = times[-1], chunk, facts.num_rows
 
     def _extend(self) -> None:
-        """Extend the lanes that bound the block, as far as their next rows are at hand: one large block costs less than
-        several small ones."""
+        """Extend the lanes that bound the block, as far as the facts of their next rows are at hand: one large block costs
+        less than several small ones."""
         extended = []
         for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXTENDED].tolist():
             if self._last_times[source] > self._until or not self._extend_lane(source):
@@ -263,17 +291,17 @@ class DrawQueue:
             self._begin_lane(source, lane.chunk, lane.facts, lane.end, lane.since)
             return True
         chunk, end = lane.chunk + 1, self._extents[source].end
-        # What the end of a source means is decided when it is reached, not before.
-        if self._peek is None or chunk == end or lane.chunk != self._at.chunk[source]:
+        # A source ends when its end is reached, not before.
+        if chunk == end or lane.chunk != self._at.chunk[source]:
             return False
-        facts = self._peek(source, chunk)
+        facts = self._facts.peek(source, chunk)
         if facts is None or facts.num_rows == 0:
             return False
         self._begin_lane(source, chunk, facts, 0, lane.since)
         return True
 
-    def _has_ended(self, source: int) -> bool:
-        """What the end of a finite source means; False when the source starts again."""
+    def _end_source(self, source: int) -> bool:
+        """Note that a finite source came to its end. True when that ends it; False when it starts again."""
         if self._stop == "all_exhausted":
             self._read_once[source] = True
             active = [i for i in np.flatnonzero(self._at.weights > 0).tolist() if self._extents[i].end is not None]
@@ -283,14 +311,14 @@ class DrawQueue:
         return True
 
     def _fill_pool(self, entered: Sequence[int]) -> None:
-        """Put the rows of new lanes that belong into the pool there; when the pool is empty, those of all, further on."""
+        """Move rows of new lanes into the pool, up to `_until`; when it stays empty, raise `_until` and take all lanes."""
         self._merge(entered)
         while len(self._pool.times) == 0:
             soonest = min(lane.times[lane.pooled] for lane in self._lanes.values() if lane.pooled < len(lane.times))
             ahead = sum((lane.times[-1] - lane.times[0]) / len(lane.times) for lane in self._lanes.values()) / len(
                 self._lanes
             )
-            # A source draws once in the mean distance of its rows, so this many times that gives about so many rows.
+            # Each source draws one row per mean distance between its rows, so this gives about _ROWS_POOLED rows.
             self._until = soonest + ahead * max(1, _ROWS_POOLED // len(self._lanes))
             self._merge(self._lanes)
 
@@ -308,9 +336,9 @@ class DrawQueue:
             return
         self._pool = self._pool.with_rows(samples_of(self._at.names, spans), times)
 
-    def _settled(self) -> Samples:
-        """Take the rows out of the pool that come before anything that is not known yet."""
-        bounding = int(self._last_times.argmin())  # of equal times the first source's, which is the one drawn first
+    def _take_known(self) -> Samples:
+        """Take the rows out of the pool whose turn comes before any row that is not known yet."""
+        bounding = int(self._last_times.argmin())  # of equal times the first source's, which is drawn first
         horizon = self._last_times[bounding]
         if horizon > self._until:
             block, self._pool = self._pool.first(len(self._pool.times)), Pool.empty(self._at.names)
@@ -324,15 +352,15 @@ class DrawQueue:
 def _advance(
     at: Progress, block: Samples, position: int, by_tokens: bool, first_rows: Ints, lane_chunk: Ints, lane_rows: Ints
 ) -> Progress:
-    """The progress after the first `position` draws of a block that begins at `at`. A source that has drawn all rows of a
-    chunk comes to stand before the next one; a chunk has `lane_rows` if it is the lane's, else `first_rows`."""
+    """The progress after the first `position` draws of a block that begins at `at`. A source whose chunk is all drawn stands
+    at the start of the next one; a chunk has `lane_rows` rows if it is the lane's, else `first_rows`."""
     if position == 0:
         return replace(at, chunk=at.chunk.copy(), row=at.row.copy(), read_once=at.read_once.copy())
     n, source = len(at.names), block.source[:position]
     drawn = np.bincount(source, minlength=n)
     tokens = np.bincount(source, weights=block.tokens[:position], minlength=n).astype(np.int64)
     last = np.zeros(n, np.int64)
-    last[source] = np.arange(position)  # of equal sources the last stays
+    last[source] = np.arange(position)  # the last assignment to a source wins
     has_drawn = drawn > 0
     chunk = np.where(has_drawn, block.chunk[last], at.chunk)
     row = np.where(has_drawn, block.row[last] + 1, at.row)
@@ -349,8 +377,8 @@ def _advance(
     )
 
 
-def reweighted(progress: Progress, weights: Floats, ended: Ints | np.ndarray) -> Progress:
-    """The same progress under new weights: what each source is ahead of the others, in samples or tokens, is kept.
+def with_weights(progress: Progress, weights: Floats, ended: Ints | np.ndarray) -> Progress:
+    """The same progress under new weights: the lead of each source over the others, in samples or tokens, is kept.
 
     A source that had no weight, or has none now, starts level with the one that is furthest behind.
     """
@@ -367,9 +395,9 @@ def reweighted(progress: Progress, weights: Floats, ended: Ints | np.ndarray) ->
 
 @record
 class Pool:
-    """Rows waiting for their turn: row `order[i]` of `rows`, which lie as they came, has the time `times[i]`.
+    """Rows waiting for their turn: row `order[i]` of `rows`, which are in the order they came, has the time `times[i]`.
 
-    Rows that were taken stay in `rows` until all are: most are moved twice, once in and once out.
+    Rows that were taken stay in `rows` until all are, so most rows are copied only twice, in and out.
     """
 
     rows: Samples
@@ -385,7 +413,7 @@ class Pool:
         first = len(rows) - len(new)
         order = np.concatenate([self.order, np.arange(first, len(rows))])
         all_times = np.concatenate([self.times, *times])
-        by_time = all_times.argsort(kind="stable")  # quick on what is a few sorted runs
+        by_time = all_times.argsort(kind="stable")  # fast: the input is a few sorted runs
         in_order = all_times[by_time]
         if (in_order[1:] == in_order[:-1]).any():
             by_time = np.lexsort((rows.source[order], all_times))
@@ -393,7 +421,7 @@ class Pool:
         return Pool(rows, order[by_time], in_order)
 
     def num_before(self, time: float, source: int) -> int:
-        """How many rows come before that time, or at it and are of that source or an earlier one."""
+        """How many rows come before that time, or at that time from that source or an earlier one."""
         first, last = self.times.searchsorted(time, "left"), self.times.searchsorted(time, "right")
         return int(first + np.count_nonzero(self.rows.source[self.order[first:last]] <= source))
 

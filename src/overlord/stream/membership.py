@@ -1,4 +1,4 @@
-"""Which samples make which step. Decided by the mixture and the batch alone, before any strategy sees the step."""
+"""Decides which samples make which step: by the mixture and the batch alone, before any strategy sees the step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ import numpy as np
 
 from overlord.declare.policies import limit_at
 from overlord.records import record
-from overlord.stream.drawing import (
-    Describe,
-    DrawQueue,
-    Expect,
-    Extent,
-    Peek,
-    reweighted,
-)
+from overlord.stream.drawing import DrawQueue, Extent, FactSource, with_weights
 from overlord.stream.facts import (
     LOSS_EXTRA,
     Floats,
@@ -46,8 +39,8 @@ _STEPS_TOGETHER = 8  # drawn at once where they can be: a call costs the same fo
 
 @record
 class DrawnStep:
-    """The samples of one step, the row that membership packing gave each (None for steps counted in samples and for those
-    that cut documents), and the progress after the step, computed when asked for."""
+    """The samples of one step, the row that packing put each into (None for steps counted in samples and for those that cut
+    documents), and the progress after the step, computed on demand."""
 
     number: int
     samples: Samples
@@ -55,10 +48,10 @@ class DrawnStep:
     weights: Floats
     after: Callable[[], Progress]
     in_rows: SamplesInRows | None = None
-    """The samples cut at the ends of rows, where documents are cut and that was worked out for several steps at once."""
+    """The samples cut at the ends of rows, where that was computed for several steps at once."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # `after` looks into what the planner has drawn: only what it gives may travel.
+        # `after` refers to the queue of the drawer: pickle its result instead.
         after = partial(_same, self.after())
         return DrawnStep, (self.number, self.samples, self.rows, self.weights, after, self.in_rows)
 
@@ -76,21 +69,20 @@ class StepDrawer:
         batch: Batch,
         mixture: Mixture,
         extents: Sequence[Extent],
-        describe: Describe,
-        count_loss: CountLoss | None = None,
-        expect: Expect | None = None,
+        facts: FactSource,
+        *,
         schedule: WeightSchedule | None = None,
-        peek: Peek | None = None,
+        has_loss_masks: bool = False,
     ) -> None:
+        """`schedule`: the weights in force, where they may change while the run goes on. `has_loss_masks`: the loss of a cut
+        document depends on where it is cut."""
         self._batch = batch
         self._mixture = mixture
         self._schedule = schedule or WeightSchedule(mixture, progress.names)
         self._extents = extents
         self._ends = np.array([-1 if e.end is None else e.end for e in extents], np.int64)
-        self._describe = describe
-        self._count_loss = count_loss
-        self._expect = expect
-        self._peek = peek
+        self._facts = facts
+        self._count_loss = facts.count_loss if has_loss_masks else None
         self._number = progress.step
         self._carried = progress.carried
         self._num_first = 0  # candidates of a step that are placed before all others
@@ -101,12 +93,12 @@ class StepDrawer:
 
     @property
     def number(self) -> int:
-        """The step that `next_step` will give."""
+        """The step that `next_step` will return."""
         return self._number
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step can be drawn from what is known: no loader has to be asked."""
+        """True when the next step can be drawn from known facts, without waiting for a loader."""
         if self._schedule.at(self._number) is not self._weights:
             return False
         if self._drawn:
@@ -116,14 +108,14 @@ class StepDrawer:
         return self._queue.tokens_at_hand >= (self._batch.tokens or 0)
 
     def next_step(self) -> DrawnStep | None:
-        """The next step, or None when the run has ended; once ended it stays so."""
+        """Draw the next step. None when the run has ended; once ended it stays so."""
         weights = self._schedule.at(self._number)
         if weights is not self._weights:
             progress = self._here()
-            self._drawn.clear()  # these steps were drawn by the weights that held until now
+            self._drawn.clear()  # these steps were drawn by the old weights
             self._carried = progress.carried
             ended = (self._ends >= 0) & (progress.chunk >= self._ends) & (self._mixture.stop == "drop_exhausted")
-            self._queue = self._new_queue(reweighted(progress, weights, ended))
+            self._queue = self._new_queue(with_weights(progress, weights, ended))
             self._weights = weights
         if not self._drawn:
             self._drawn.extend(self._draw())
@@ -134,7 +126,7 @@ class StepDrawer:
         return step
 
     def _draw(self) -> list[DrawnStep]:
-        """The next step, with some after it where they can be had at once; nothing when the run has ended."""
+        """Draw the next step, with some after it where that costs little; nothing when the run has ended."""
         batch, number = self._batch, self._number
         if batch.samples is not None:
             drawn = self._by_samples(batch.samples)
@@ -151,9 +143,7 @@ class StepDrawer:
         return [DrawnStep(number, *drawn, self._weights, after)]
 
     def _new_queue(self, progress: Progress) -> DrawQueue:
-        mixture = self._mixture
-        ask = self._describe, self._expect, self._peek
-        return DrawQueue(progress, mixture.unit, mixture.stop, self._extents, *ask)
+        return DrawQueue(progress, self._mixture.unit, self._mixture.stop, self._extents, self._facts)
 
     def _by_samples(self, count: int) -> tuple[Samples, None] | None:
         def more(have: Samples) -> Samples:
@@ -169,8 +159,8 @@ class StepDrawer:
         return samples, None
 
     def _cut_together(self, tokens: int) -> list[DrawnStep]:
-        """Steps of exactly `tokens` tokens, as many as are at hand: what `_cut` gives one after the other. Every sample has
-        tokens: a job whose steps are counted in them takes no source without."""
+        """Draw steps of exactly `tokens` tokens, as many as are at hand: the same as `_cut` returns one by one. Every sample
+        has tokens: a job whose steps are counted in tokens takes no source without text."""
         carried, number = self._carried, self._number
         parts = [carried, self._queue.next_tokens(tokens - int(carried.tokens.sum()))]
         surplus = int(parts[0].tokens.sum()) + int(parts[1].tokens.sum()) - tokens
@@ -182,7 +172,7 @@ class StepDrawer:
         samples = Samples.concatenated([part for part in parts if len(part)])
         ends = np.cumsum(samples.tokens)
         steps, row_tokens, count = _cut_every(samples, ends, tokens, more + 1), self._batch.sequence_length, more + 1
-        # A step ends where a row does, so that the ends of all rows are as easy to find as those of the steps.
+        # A step ends where a row ends, so all rows of all steps are cut in one pass.
         per_step = tokens // row_tokens
         rows = _cut_every(samples, ends, row_tokens, count * per_step)
         bounds = range(tokens, count * tokens + 1, tokens)
@@ -201,7 +191,7 @@ class StepDrawer:
         return drawn
 
     def _num_alike(self, most: int) -> int:
-        """How many steps from the next one on are drawn by the same weights, up to `most`."""
+        """How many steps, from the next one on, are drawn by the same weights; at most `most`."""
         count = 1
         while count < most and self._schedule.at(self._number + count) is self._weights:
             count += 1
@@ -229,7 +219,7 @@ class StepDrawer:
         """The samples with `surplus` tokens cut off the last, and what was cut off as a sample of its own."""
         last = len(samples) - 1
         start, cut = samples.start.item(last), samples.stop.item(last) - surplus
-        loss = LossCount(cut - start)  # the document goes on, so every token of the first part has a successor to predict
+        loss = LossCount(cut - start)  # the document continues, so every token of the first part has a label
         if self._count_loss is not None:
             source, chunk, row = (column.item(last) for column in (samples.source, samples.chunk, samples.row))
             loss = self._count_loss(source, chunk, row, start, cut)
@@ -243,8 +233,8 @@ class StepDrawer:
         return replace(samples, table=table, sizes=sizes), rest
 
     def _whole_documents(self, tokens: int) -> tuple[Samples, Ints] | None:
-        """As many whole documents as can be packed into the step's rows; those that do not fit are carried to the next
-        step, where they are placed first."""
+        """Pack as many whole documents as fit into the step's rows. The rest is carried to the next step, where it is placed
+        first."""
         batch = self._batch
 
         def more(have: Samples) -> Samples:
@@ -267,8 +257,8 @@ class StepDrawer:
         return candidates.take(np.flatnonzero(placed)), rows[placed]
 
     def _candidates(self, more: Callable[[Samples], Samples]) -> tuple[Samples, Samples]:
-        """The samples that may come in the next step, those carried to it first, and those that go on waiting. `more` draws
-        what is missing beside the samples that it is given."""
+        """The samples that may be part of the next step, carried ones first, and those that stay set aside. `more` draws
+        what is missing beside the samples that it gets."""
         policy, step = self._batch.outliers, self._number
         if policy is None:
             self._num_first = len(self._carried)
@@ -277,7 +267,7 @@ class StepDrawer:
         divided = released(self._carried, policy, step)
         found, waiting, drawn = divided.coming, divided.waiting, Samples.none(self._carried.source_names)
         self._num_first = len(found)
-        # What is set aside leaves room for more, which may have to be set aside too, until enough waits.
+        # A sample that is set aside leaves room for another, which may have to be set aside too.
         while len(drawn := more(found)) > 0:
             divided = set_aside(drawn, policy, step, waiting, self._batch)
             found, waiting = Samples.concatenated([found, divided.coming]), divided.waiting
@@ -287,7 +277,7 @@ class StepDrawer:
         return found, waiting
 
     def _limited(self, samples: Samples) -> Samples:
-        """Documents in parts no longer than the batch's curriculum has it at this step."""
+        """Documents cut into parts no longer than the length curriculum allows at this step."""
         limits = self._batch.document_limits
         return samples if limits is None else in_parts(samples, limit_at(limits, self._number), self._count_loss)
 
@@ -313,7 +303,7 @@ def _cut_every(samples: Samples, ends: Ints, tokens: int, num_bins: int) -> _Cut
 
 
 def _rest(samples: Samples, ends: Ints, last: int, bound: int) -> Samples:
-    """What is left of the sample at place `last` after `bound` tokens of all samples."""
+    """The rest of the sample at place `last` beyond the first `bound` tokens of all samples."""
     surplus = ends.item(last) - bound
     if surplus <= 0:
         return Samples.none(samples.source_names)
@@ -356,7 +346,7 @@ def in_parts(samples: Samples, limit: int, count_loss: CountLoss | None = None) 
         return found
     loss = found.loss_tokens.copy()
     extra = found.sizes[LOSS_EXTRA].copy() if LOSS_EXTRA in found.sizes else np.zeros_like(loss)
-    # One by one, since each is asked of a loader: only with loss masks, and only for what is cut.
+    # One request to a loader for each: only with loss masks, and only for documents that are cut.
     for i in np.flatnonzero(is_long[sample]).tolist():
         columns = (found.source, found.chunk, found.row, found.start, found.stop)
         loss[i], extra[i] = count_loss(*(column.item(i) for column in columns))

@@ -154,6 +154,8 @@ class Ray:
         if self._hung_after_s is not None:
             self._watch = HangWatch(self._spawned, self._hung_after_s, self._patience_s)
 
+    is_in_process = False
+
     @property
     def num_hosts(self) -> int | None:
         import ray

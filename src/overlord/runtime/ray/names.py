@@ -42,6 +42,8 @@ _GONE = (
 class Names:
     """The names of one job. Pickles as its namespace, so that handles work inside actors."""
 
+    is_in_process = False
+
     def __init__(self, namespace: str, patience_s: float) -> None:
         self.namespace = namespace
         self.table = Table(namespace)
