@@ -1,7 +1,7 @@
-"""Memory for batches that is used again as soon as nobody holds any part of it.
+"""A pool of reusable buffers for batches.
 
-Fresh memory is the largest cost of handing out large arrays: the system clears every page of it first. An arena is given
-back by itself when the last array (or tensor) that looks into it is gone, so a batch that is kept stays what it was.
+Fresh memory is the largest cost of delivering large arrays, because the system zeroes each page first. A buffer returns to
+the pool when the last array or tensor over it is collected, so a batch that the trainer keeps is never overwritten.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _STEP = 1 << 16
-"""Arenas are multiples of this, so that batches of nearly one size share them."""
+"""Sizes are rounded up to a multiple of this, so that batches of nearly equal size share buffers."""
 
 
 class Arenas:
-    """Keeps at most `most` arenas that nobody uses."""
+    """A pool that keeps at most `most` idle buffers."""
 
     def __init__(self, most: int = 0) -> None:
         self.most = most
-        # No lock: an arena comes back wherever its last array dies, which may be inside any other call. Each
-        # operation of a deque is atomic.
+        # No lock: a buffer returns from a finalizer, which may run inside any other call. Operations of a deque are atomic.
         self._idle: deque[NDArray[np.uint8]] = deque()
 
     def lease(self, num_bytes: int) -> NDArray[np.uint8]:
-        """An array of that many bytes, with anything in it."""
+        """An uninitialised array of `num_bytes`."""
         size = max(-(-num_bytes // _STEP), 1) * _STEP
         memory = self._idle_of(size)
         if memory is None:
@@ -39,7 +38,7 @@ class Arenas:
         return lease.view(np.ndarray)[:num_bytes]
 
     def keep_more(self, number: int) -> None:
-        """Keep so many more arenas, fewer if it is negative: who shares them comes and goes."""
+        """Raise the number of idle buffers to keep, or lower it where `number` is negative."""
         self.most += number
         with contextlib.suppress(IndexError):
             while len(self._idle) > self.most:
@@ -56,27 +55,27 @@ class Arenas:
     def _idle_of(self, size: int) -> NDArray[np.uint8] | None:
         for _ in range(len(self._idle)):
             try:
-                memory = self._idle.pop()  # the one used last, which the processor may still have at hand
+                memory = self._idle.pop()  # the one used last may still be in the cache
             except IndexError:
                 return None
             if size <= len(memory) <= 2 * size:
                 return memory
-            # One of another size goes: what is asked for now is the best guess of what will be.
+            # A buffer of another size is dropped: the next request is likely to be of the present size.
         return None
 
 
 class _Arena(np.ndarray):
-    """An arena. Of a class of its own, because an array made from a view holds what the view holds instead, where that is
-    of the array's own class: a lease would be passed over."""
+    """A pooled buffer. A subclass of its own, because numpy collapses `.base` chains of arrays of one class, which would
+    drop the lease in between."""
 
 
 class _Lease(np.ndarray):
-    """Stands between an arena and the arrays that look into it: it lives as long as any of them, and gives the arena back
-    when it goes."""
+    """Stands between a buffer and the arrays over it. It lives as long as any of them, and its finalizer returns the
+    buffer to the pool."""
 
     owner: Arenas
 
     def __del__(self) -> None:
-        # No name of this module here, nor in `take_back`: when the program ends, those of modules are set to None before the
-        # arrays that a script still holds are gone.
-        self.owner.take_back(self.base)  # type: ignore[arg-type] - the arena, whatever numpy calls it
+        # No global of this module here or in `take_back`: at interpreter exit globals become None before the arrays that a
+        # script still holds are collected.
+        self.owner.take_back(self.base)  # type: ignore[arg-type] - an _Arena, by construction

@@ -1,15 +1,15 @@
 """From planned samples to the arrays of one microbatch.
 
-Both layouts share one picture: documents lie at `starts` in a flat run of token places, and whatever no
-document covers is padding. `packed` (thd) leaves the run flat; `padded` (bshd) folds it into rows of one
+Both layouts work alike: documents lie at `starts` in a flat run of token places, and places that no document covers are
+padding. `packed` (thd) leaves the run flat; `padded` (bshd) folds it into rows of one
 document each. A packed batch holds, for `num_tokens` places in `num_rows` rows of equal length (or in one
 row of any length):
 
     tokens             int32 [num_tokens]     pad_token on padding
     labels             int64 [num_tokens]     the token to predict; -100 where there is no loss
     loss_mask          bool  [num_tokens]     labels != -100
-    loss_weights       float32 [num_tokens]   only where a source has them: what each label counts in the loss, 0 where
-                                              there is none; 1 for labels of other sources
+    loss_weights       float32 [num_tokens]   only where a source has them: the weight of each label in the loss, 0 where
+                                              there is no loss; 1 for labels of other sources
     position_ids       int32 [num_tokens]     from 0 in each segment
     cu_seqlens         int32 [segments + 1]   ends of the segments that attention must not cross, from 0
     cu_seqlens_padded  int32 [segments + 1]   only with document_multiple > 1, see below
@@ -21,7 +21,7 @@ row of any length):
     image_row          int32 [num_tokens]     only with Batch.image_token: which row of the encoded images lies there, or -1
     images             uint8 [n, h, w, c]     or a list of [h, w, c] where sizes differ; if there are any
     image_document     int32 [n]              the document each image belongs to
-    ...                Arrow arrays           the columns asked for, one entry per document
+    ...                Arrow arrays           the columns of Batch.columns, one entry per document
 
 A padded batch has tokens, labels, loss_mask, loss_weights and position_ids as [num_rows, width], `attention_mask`
 (bool) of that shape, true on tokens, and no cu_seqlens. The width is that of the longest document, up to a
@@ -71,17 +71,18 @@ PADDING_SEGMENT = 512
 
 @record
 class _Layout:
-    """Where everything lies. `order` lists the documents that have text, by place; None when all have, and lie in turn."""
+    """The places of documents and padding. `order` lists the documents with text by place; None when all documents have
+    text and lie in the order of the plan."""
 
     starts: Ints
     lengths: Ints
     order: Ints | None
     bounds: Ints
-    """Where segments begin, and the end of the last one."""
+    """The begin of each segment, and the end of the last one."""
     ends: Ints
-    """Where each document of `order` ends."""
+    """The end of each document of `order`."""
     gaps: Ints | None
-    """How many places lie uncovered before each document of `order`, and after the last one; None when there are none."""
+    """The number of padding places before each document of `order`, and after the last; None without padding."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +94,7 @@ class _Layout:
         return self.lengths if self.order is None else np.diff(self.bounds)
 
     def padding_slices(self) -> Iterator[slice]:
-        """The stretches of places that no document covers."""
+        """The runs of places that no document covers."""
         if self.gaps is not None:
             for begin, gap in zip([0, *self.ends.tolist()], self.gaps.tolist(), strict=True):
                 if gap:
@@ -103,9 +104,9 @@ class _Layout:
 def collate(
     micro: MicroPlan, payload: Payload, batch: Batch, arenas: Arenas | None = None, weighted: bool = False
 ) -> Fields:
-    """The whole microbatch, as one data-parallel group sees it: not yet sliced for context-parallel ranks.
+    """The whole microbatch of a data-parallel group, not yet sliced for context-parallel ranks.
 
-    The large fields lie in one arena, where arenas are given. With `weighted` there are loss weights.
+    With `arenas` the large fields share one pooled buffer. With `weighted` there are loss weights.
     """
     _check_payload(micro, payload)
     packed = batch.layout == "packed"
@@ -141,7 +142,7 @@ def collate(
     taken = fields.keys() & payload.columns.keys()
     if taken:
         raise SpecError(
-            f"Batch.columns asks for {sorted(taken)}, but a batch has fields of that name; rename the column in a transform"
+            f"Batch.columns names {sorted(taken)}, but a batch has fields of that name; rename the column in a transform"
         )
     return fields | dict(payload.columns)
 
@@ -184,8 +185,8 @@ def _packed_layout(micro: MicroPlan, multiple: int) -> _Layout:
 
 
 def _full_layout(micro: MicroPlan) -> _Layout | None:
-    """The layout when documents lie one after the other as the plan lists them, and fill every row. So it mostly is, and
-    then a handful of operations tell."""
+    """The layout when documents follow one another in the order of the plan and fill every row; otherwise None. This is the
+    usual case, and a few array operations recognise it."""
     lengths, row_tokens = micro.samples.tokens, micro.row_tokens
     if len(lengths) == 0 or np.count_nonzero(lengths) < len(lengths):
         return None
@@ -194,7 +195,7 @@ def _full_layout(micro: MicroPlan) -> _Layout | None:
     lengths.cumsum(out=ends)
     if row_tokens:
         row, place = np.divmod(starts, row_tokens)
-        # As many documents begin at the begin of a row as there are rows: none lies in two.
+        # As many documents begin at the start of a row as there are rows, so no document crosses a row.
         is_full = bounds.item(-1) == micro.num_rows * row_tokens == (len(place) - np.count_nonzero(place)) * row_tokens
         if not is_full or np.count_nonzero(row - micro.row):
             return None
@@ -234,7 +235,7 @@ def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
     lengths, rows = micro.samples.tokens, micro.row
     if len(np.unique(rows)) != len(rows):
         raise SpecError("layout='padded' holds one document a row, but the strategy put several in one row; use 'packed'")
-    # A row of one place where there are no samples: all ranks run their models together, and this one needs some input.
+    # Without samples, one row of one place: ranks run collectives together, so this one needs an input too.
     longest, multiple = int(lengths.max()) if len(lengths) else 1, batch.document_multiple
     width = micro.row_tokens or -(-longest // multiple) * multiple
     used = np.bincount(rows, lengths, micro.num_rows).astype(np.int64)
@@ -246,7 +247,7 @@ def _padded_layout(micro: MicroPlan, batch: Batch) -> _Layout:
 
 
 def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], fill: int) -> Sequence[NDArray[Any]]:
-    """What to put one after the other: each document at its place, and in between what fills gaps."""
+    """The arrays to concatenate: each document at its place, with filler in the gaps."""
     if layout.gaps is None or layout.order is None:
         return documents
     filler = np.full(layout.gaps.max(), fill, np.int32)
@@ -261,8 +262,7 @@ def _pieces(layout: _Layout, documents: Sequence[NDArray[Any]], fill: int) -> Se
 
 
 def _large_fields(n: int, arenas: Arenas | None, weighted: bool) -> tuple[NDArray[Any], ...]:
-    """Uninitialised labels, tokens, position_ids, loss_weights (empty unless weighted) and loss_mask, side by side in one
-    piece of memory."""
+    """Uninitialised labels, tokens, position_ids, loss_weights (empty unless weighted) and loss_mask, in one buffer."""
     w = n if weighted else 0
     num_bytes = 17 * n + 4 * w
     memory = np.empty(num_bytes, np.uint8) if arenas is None else arenas.lease(num_bytes)
@@ -278,7 +278,7 @@ def _fill_labels(
     tokens: NDArray[np.int32],
     payload: Payload,
 ) -> None:
-    """Each place's next token, where there is loss on it; `loss_mask` says where that is."""
+    """Write the next token of each place that has a loss, and set `loss_mask` there."""
     labels[:-1] = tokens[1:]
     last = layout.ends - 1
     following = payload.following if layout.order is None else payload.following[layout.order]
@@ -298,7 +298,7 @@ def _fill_labels(
 
 
 def _fill_weights(weights: NDArray[np.float32], loss_mask: NDArray[np.bool_], layout: _Layout, payload: Payload) -> None:
-    """What each label counts: nothing where there is no loss, 1 for documents without weights."""
+    """Write the weight of each label: 0 where there is no loss, 1 for documents without weights."""
     if payload.loss_masks is None:
         np.copyto(weights, loss_mask)
         return
@@ -307,8 +307,8 @@ def _fill_weights(weights: NDArray[np.float32], loss_mask: NDArray[np.bool_], la
 
 
 def _shift_masks(layout: _Layout, masks: Sequence[NDArray[np.generic] | None]) -> Sequence[NDArray[np.generic]]:
-    """Loss masks, or weights, at the places that they are about: entry t of a mask is about predicting token t, so about
-    place t - 1. There is 1 on padding."""
+    """Loss masks or weights shifted to the places they apply to: entry t of a mask is about predicting token t, which
+    happens at place t - 1. Padding gets 1."""
     ones = np.ones(layout.lengths.max(initial=0) + 1, np.bool_)
     shifted = []
     for i, (mask, n) in enumerate(zip(masks, layout.lengths.tolist(), strict=True)):
@@ -327,12 +327,12 @@ def _fill_positions(position_ids: NDArray[np.int32], starts: NDArray[np.int32], 
     np.subtract(_ramp(len(position_ids)), starts.repeat(segments), out=position_ids)
 
 
-_MOST_KEPT = 1 << 20
+_LONGEST_CACHED = 1 << 20
 
 
 def _ramp(n: int) -> NDArray[np.int32]:
-    """0, 1, 2, ...: `n` of them, made anew only where the lengths asked for differ by much."""
-    return _ramp_of(1 << max(n - 1, 0).bit_length())[:n] if n <= _MOST_KEPT else np.arange(n, dtype=np.int32)
+    """The numbers from 0 to n - 1, out of a cached array."""
+    return _ramp_of(1 << max(n - 1, 0).bit_length())[:n] if n <= _LONGEST_CACHED else np.arange(n, dtype=np.int32)
 
 
 @lru_cache(maxsize=4)
@@ -368,7 +368,7 @@ def _images(images: Sequence[Sequence[NDArray[np.uint8]]]) -> Fields:
 
 
 def _image_rows(tokens: NDArray[np.int32], layout: _Layout, image_token: int) -> NDArray[np.int32]:
-    """Image places numbered in the order they come; padding has none, whatever the pad token is."""
+    """Image places numbered in order. Padding has none, even where the pad token is the image token."""
     places = tokens == image_token
     for gap in layout.padding_slices():
         places[gap] = False

@@ -1,7 +1,7 @@
-"""What a Source Loader gives for planned rows: views into its chunks, never copies it need not make.
+"""The planned rows that a Source Loader returns, as views into its chunks.
 
-Pickled, it becomes a few flat arrays that hold the planned rows and nothing else of the chunks they are of. With
-protocol 5 these travel out of band, so that whoever unpickles them looks into the memory they arrived in.
+A pickled payload is a few flat arrays with the planned rows and nothing else of their chunks. With protocol 5 these travel
+out of band, and the receiver's arrays are views of the memory they arrived in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Payload:
     """The planned samples of one microbatch, in packing order. Every sequence has one entry per sample.
 
     `following[i]` is the token that comes after sample i in its document, or NO_LOSS where the document ends with it: the
-    last label of a cut document is known. `loss_masks[i]`, where given, has one entry per token of the sample and one
+    last label of a cut document is known. `loss_masks[i]`, if present, has one entry per token of the sample and one
     more for `following`; 0 means no loss on predicting that token, floats are loss weights. `images[i]` are the decoded
     uint8 images of sample i (height, width, channels). `ignored` names samples whose deferred decode failed:
     no loss is taken on them.
@@ -46,13 +46,15 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         masks = None if self.loss_masks is None else FlatArrays.of(self.loss_masks)
-        images = None if self.images is None else FlatArrays.of([image for images in self.images for image in images])
-        counts = None if self.images is None else [len(images) for images in self.images]
+        images = None
+        if self.images is not None:
+            flat = FlatArrays.of([image for images in self.images for image in images])
+            images = flat, [len(images) for images in self.images]
         columns = _write_stream(self.columns) if self.columns else None
-        return _unflatten, (FlatArrays.of(self.tokens), self.following, masks, images, counts, columns, self.ignored)
+        return _unflatten, ((FlatArrays.of(self.tokens), masks), self.following, images, columns, self.ignored)
 
     def split(self, counts: Iterable[int]) -> Iterator[Payload]:
-        """The payload cut into payloads of that many samples each: what none of its samples has, a part does not have."""
+        """Payloads of `counts` samples each. A part has masks or images only where one of its samples has them."""
         begin = 0
         for count in counts:
             end = begin + count
@@ -70,8 +72,8 @@ class Payload:
 
     @staticmethod
     def merge(parts: Sequence[Payload], places: Sequence[NDArray[np.integer]], owners: Sequence[str] = ()) -> Payload:
-        """One payload from several, where sample j of part i belongs at `places[i][j]`. `owners` says, for errors, whose
-        each part is."""
+        """One payload from several: sample j of part i goes to `places[i][j]`. `owners` names the sources of each part, for
+        error messages."""
         n = sum(len(where) for where in places)
         order = np.empty(n, np.int64)
         order[np.concatenate(list(places)) if n else []] = np.arange(n)
@@ -94,11 +96,11 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class FlatArrays:
-    """Many arrays as one flat array for each dtype among them (there is rarely more than one)."""
+    """Many arrays as one flat array for each dtype, of which there is rarely more than one."""
 
     flat: tuple[NDArray[Any], ...]
     kind: NDArray[np.int8]
-    """Which of `flat` an array lies in, one after the other; -1 for None."""
+    """The index in `flat` of each array; -1 for None. Arrays of one dtype follow one another."""
     shapes: NDArray[np.int64]
     """[array, dimension]"""
 
@@ -132,27 +134,27 @@ class FlatArrays:
 
 
 def _unflatten(
-    tokens: FlatArrays,
+    tokens_and_masks: tuple[FlatArrays, FlatArrays | None],
     following: NDArray[np.integer],
-    masks: FlatArrays | None,
-    images: FlatArrays | None,
-    image_counts: Sequence[int] | None,
+    images_and_counts: tuple[FlatArrays, Sequence[int]] | None,
     columns: pa.Buffer | None,
     ignored: frozenset[int],
 ) -> Payload:
+    tokens, masks = tokens_and_masks
+    images, counts = images_and_counts or (None, ())
     all_images: Any = iter(() if images is None else images.views())
     return Payload(
         tokens=cast("Any", tokens.views()),
         following=following,
         loss_masks=None if masks is None else masks.views(),
-        images=None if image_counts is None else [list(islice(all_images, count)) for count in image_counts],
+        images=None if images is None else [list(islice(all_images, count)) for count in counts],
         columns={} if columns is None else _read_stream(columns),
         ignored=ignored,
     )
 
 
 def _write_stream(columns: Mapping[str, pa.Array]) -> pa.Buffer:
-    """The columns as one Arrow stream: unlike their own pickled form it has only the rows that they show."""
+    """The columns as one Arrow stream. Pickled arrays would carry the whole buffers that they are slices of."""
     import pyarrow as pa
 
     from overlord.sources.views import compact

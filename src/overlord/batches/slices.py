@@ -1,5 +1,5 @@
-"""What each rank of a data-parallel group sees of a microbatch: its context-parallel slice, the fields of
-its pipeline stage, or only the shapes of what the trainer will broadcast to it.
+"""The part of a microbatch that each rank of a data-parallel group receives: its context-parallel slice, the fields of
+its pipeline stage, or only the shapes of arrays that another rank's trainer broadcasts to it.
 
 Context parallelism cuts every segment (a document with its padding, or a run of row padding; a whole row in
 the padded layout) into 2 x cp chunks. Rank i takes chunks i and 2 x cp - 1 - i, so that under causal
@@ -11,7 +11,7 @@ Slicing cuts `tokens`, `labels`, `position_ids`, `loss_mask`, `loss_weights` and
 rank: cu_seqlens and max_seqlen because Transformer Engine divides them itself, images because a document's places, and with
 them the places of its images, are spread over all ranks. A model that encodes each image on one rank alone
 takes `images[index::cp]`. Where images are encoded on other ranks than those that train on them, see
-`exchange.py`.
+`trainer/image_exchange.py`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def cp_slices(batch: Fields, cp: int) -> list[Fields]:
 
 
 def cp_slice(batch: Fields, cp: int, index: int) -> Fields:
-    """The slice of context-parallel rank `index` of `cp`; all of them together are cheaper by `cp_slices`."""
+    """The slice of context-parallel rank `index` of `cp`. Use `cp_slices` for several ranks: it is cheaper."""
     _check_cp(cp, index)
     return batch if cp == 1 else _take_places(batch, _places(batch, cp, [index])[0])
 
 
 def join_cp(slices: Sequence[Fields]) -> Fields:
-    """The whole that `cp_slices` cut: its inverse. `slices` are in the order of their ranks."""
+    """The inverse of `cp_slices`. `slices` are in the order of their ranks."""
     cp = len(slices)
     _check_cp(cp, 0)
     if cp == 1:
@@ -70,10 +70,10 @@ def join_cp(slices: Sequence[Fields]) -> Fields:
 
 
 def fields_for(batch: Fields, stage: int, num_stages: int) -> Fields:
-    """What pipeline stage `stage` of `num_stages` needs; everything when there is only one.
+    """The fields that pipeline stage `stage` of `num_stages` needs; all of them when there is only one stage.
 
     The first stage gets tokens, positions and images, the last labels, loss mask and loss weights, both the extra columns.
-    What is left goes to all stages, since attention and the shapes of activations depend on it; so do fields
+    All other fields go to all stages, since attention and the shapes of activations depend on them. So do fields that are
     added after collation, such as the step's loss tokens.
     """
     if not 0 <= stage < num_stages:
@@ -91,7 +91,7 @@ def fields_for(batch: Fields, stage: int, num_stages: int) -> Fields:
 
 
 def receive_only(batch: Fields) -> Fields:
-    """What a rank sees that gets its data by broadcast from another rank's trainer.
+    """The fields of a rank whose large arrays another rank's trainer broadcasts to it.
 
     The large arrays are missing; `broadcast` has the (shape, dtype name) of each, in the order in which both
     sides broadcast them (for images of different sizes, a list of these). Numbers, cu_seqlens and other small
@@ -134,7 +134,7 @@ def _places(batch: Fields, cp: int, ranks: Sequence[int]) -> list[Ints]:
     begins = starts + chunk_begins(lengths, parts, chunks)
     counts = starts + chunk_begins(lengths, parts, chunks + 1) - begins
     ends = np.cumsum(counts).reshape(counts.shape)
-    # Counting runs on from chunk to chunk, so each takes back what was counted before it.
+    # One running count over all chunks: each chunk subtracts the count at its begin.
     places = np.arange(ends.max(initial=0))
     places += np.repeat(begins - (ends - counts), counts.ravel())
     return np.split(places, counts.sum(axis=(1, 2)).cumsum()[:-1])

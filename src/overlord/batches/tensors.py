@@ -1,4 +1,4 @@
-"""From numpy to torch, without a copy."""
+"""Conversion of batches from numpy to torch without a copy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def to_torch(batch: Fields, pin_memory: bool = False) -> Fields:
     """The batch with every array as a tensor over the same memory; numbers and Arrow columns stay.
 
-    A read-only array (it came over the wire, or is mapped from a file) becomes a tensor that must not be
-    written to in place: torch cannot say so. With `pin_memory` tensors are copied once into page-locked
+    A read-only array (from the wire, or mapped from a file) becomes a tensor that must not be written to in place: torch
+    has no read-only tensors. With `pin_memory` tensors are copied once into page-locked
     memory, so that `.to(device, non_blocking=True)` overlaps with compute.
     """
     torch = _torch()
@@ -32,7 +32,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise SpecError("torch tensors need torch: pip install 'overlord-dataloader[torch]', or ask for numpy") from error
+        raise SpecError("torch tensors need torch: pip install 'overlord-dataloader[torch]', or use numpy") from error
     return torch
 
 

@@ -1,4 +1,4 @@
-"""The bad rows of one source: counted against a budget, and listed in a quarantine file where that is asked for."""
+"""The bad rows of one source: counted against a budget, and listed in a quarantine file if the policy has one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MOST_ERROR_CHARS = 2000
 
 BadRow = tuple[str, int | str]
-"""A file, and the row in it; the error where it is not known which row."""
+"""A file, and the row in it; the error message where the row is unknown."""
 
 
 class BadRowLog:
-    """Safe to use from many threads. A row counts once, however often its chunk is computed again.
+    """Counts and reports bad rows, from any thread. A row counts once, however often its chunk is made again.
 
     Each quarantined row is appended to the file with one write, so that several processes may share it.
     Rows that an earlier run already listed there are not listed again.
@@ -33,7 +33,7 @@ class BadRowLog:
         self._source = source_name
         self._policy = policy
         self._lock = threading.Lock()
-        self._seen: dict[BadRow, int] = {}  # to how many there were with it
+        self._seen: dict[BadRow, int] = {}  # the number of rows dropped up to and including this one
         self._listed: set[BadRow] = set()
         self._num_dropped = 0
         self._last_error: str | None = None
@@ -61,7 +61,7 @@ class BadRowLog:
         return self._last_error
 
     def add(self, where: str, row: int, error: str) -> None:
-        """Note that row `row` of file `where` is bad. `row` -1: it is not known which."""
+        """Report row `row` of file `where` as bad, -1 where unknown. Raises BadRowError where the policy says so."""
         where, error = _as_utf8(where), _as_utf8(" ".join(error.split())[:MOST_ERROR_CHARS])
         place = f"{where}, row {row}" if row >= 0 else where
         if self.fails:
@@ -76,8 +76,8 @@ class BadRowLog:
                 self._last_error = f"{place}: {error}"
                 if self._policy.policy == "quarantine" and key not in self._listed:
                     self._append({"source": self._source, "file": where, "row": row, "error": error})
-            # Said again of a row that is known to be one too many, because the chunk may have been made ahead, with nobody
-            # there to be told; not of those before it, whose chunks may be made again for somebody who is behind.
+            # A row beyond the budget raises each time: the first time its chunk may have been prefetched, where nobody saw
+            # the error. Rows within the budget never raise, so a slow rank can still have their chunks made again.
             if self._seen[key] > self._policy.budget:
                 raise BadRowError(
                     f"source {self._source!r}: {self._num_dropped} bad rows are more than its budget of "
@@ -106,7 +106,7 @@ class BadRowLog:
             raise StorageError(f"the quarantine file {path} took {written} of {len(line)} bytes; is its disk full?")
 
     def _read_back(self, path: str) -> set[BadRow]:
-        """The rows of this source that the file lists already; also shows that the file can be written."""
+        """The rows of this source that the file lists already. Raises SpecError where the file cannot be written."""
         try:
             file = os.open(path, _APPEND, 0o644)
             try:
@@ -156,11 +156,11 @@ class _Entry(msgspec.Struct):
 
 
 _ENTRY = msgspec.json.Decoder(_Entry)
-# Without O_NONBLOCK a FIFO in place of the file would be waited for until somebody reads from it.
+# Without O_NONBLOCK, opening a FIFO in place of the file would block until another process reads from it.
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
 _log = logging.getLogger("overlord.bad_rows")
 
 
 def _as_utf8(text: str) -> str:
-    """The text as a file of UTF-8 can hold it: what is no character becomes an escape."""
+    """The text with lone surrogates as escapes, so that it can be written as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

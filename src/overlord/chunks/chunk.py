@@ -1,4 +1,4 @@
-"""A chunk in memory: decoded rows, the order they come in, and the facts that planning sees of them."""
+"""A chunk in memory: decoded rows, their order, and the facts that planning uses."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where the rows of a chunk were read from, by their number in reading order."""
+    """The origin of the rows of a chunk, by their number in reading order."""
 
     units: tuple[Unit, ...]
     first: Ints
     """The number of each unit's first row."""
     row_numbers: tuple[NDArray[np.int64] | None, ...]
     mapped: tuple[MappedFile, ...] = ()
-    """Files that the rows look into where they lie: not memory that the chunk holds."""
+    """Files that the rows point into: they do not count as memory of the chunk."""
 
     def where(self, number: int) -> tuple[str, int]:
         """(file or unit, row in it); row -1 where a transform lost track."""
@@ -69,7 +69,9 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        own_mask = self.mask.nbytes if self.mask is not None and self.mask.flags.owndata else 0  # else it is in the table
+        own_mask = (
+            self.mask.nbytes if self.mask is not None and self.mask.flags.owndata else 0
+        )  # a mask that is a view is counted with the table
         per_row = self.table_row.nbytes + self.origin.nbytes + self.begin.nbytes * 3 + self.facts.tokens.nbytes * 2
         sizes = sum(column.nbytes for column in self.facts.sizes.values())
         return table_bytes(self.table, self.lineage.mapped) + per_row + sizes + own_mask
@@ -99,8 +101,8 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How documents were turned into rows by the long-document policy, in reading order: row r is the tokens from `begin`
-    to `end` of the document that counts as ended at `document_end` (its end, or the cut where it was truncated)."""
+    """The rows that the long-document policy makes of documents, in reading order. Row r is the tokens from `begin` to `end`
+    of the document that ends at `document_end`: at its real end, or at the cut where it was truncated."""
 
     document: Ints
     begin: Ints
@@ -108,11 +110,12 @@ class Rows:
     document_end: Ints
     counts: Mapping[str, int]
     are_documents: bool = False
-    """Whether every document is a row, as it is."""
+    """Whether each document is one row."""
 
 
 def rows_of(documents: Documents, policy: str, most: int) -> Rows:
-    """Documents as rows of at most `most` tokens. Empty documents are left out and counted; `fail` is the caller's."""
+    """Documents as rows of at most `most` tokens. Empty documents are dropped and counted. The caller checks the
+    policy `fail`."""
     offsets, lengths = documents.offsets, documents.lengths
     num_long = int(np.count_nonzero(lengths > most))
     if num_long == 0 and lengths.all():
@@ -165,11 +168,11 @@ def loss_extra(begin: Ints, end: Ints, document_end: Ints, weights: NDArray[np.g
 def _sum_over_labels(begin: Ints, end: Ints, document_end: Ints, per_token: NDArray[np.generic]) -> Ints:
     """The sum over the tokens that each row predicts: those after its first, and the one after its last."""
     last = np.minimum(end + 1, document_end)
-    # Sums over a whole chunk may wrap around; their differences are right all the same.
+    # Sums over a whole chunk may wrap around; differences of wrapped sums are still right.
     summed = np.concatenate([[0], np.cumsum(per_token, dtype=np.int64)])
     return summed[last] - summed[np.minimum(begin + 1, last)]
 
 
 def _extra(weights: NDArray[np.generic]) -> Ints:
-    """What each weight is above 1, or above 0 for a weight of 0, in units of 2**-WEIGHT_BITS."""
+    """Each weight less 1 (0 for a weight of 0), in units of 2**-WEIGHT_BITS."""
     return np.rint(np.ldexp(weights.astype(np.float64) - (weights != 0), WEIGHT_BITS)).astype(np.int64)

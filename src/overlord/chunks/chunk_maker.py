@@ -1,4 +1,4 @@
-"""Making chunk k of a source: read its units, transform, apply the policies, shuffle, and state the facts."""
+"""Makes chunk k of a source: reads its units, transforms, applies the policies, shuffles, and computes the facts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from overlord.chunks.chunk import (
     Chunk,
     Documents,
     Lineage,
-    Rows,
     is_weights,
     loss_extra,
     loss_tokens,
@@ -44,7 +43,7 @@ _FIRST_OF_ONE = np.zeros(1, np.int64)
 MOST_ID = 2**31 - 1
 MOST_WEIGHT = 1024
 """The largest loss weight: the sum over a row is counted in units of 2**-32 and must fit int64."""
-_PLAIN = pa.list_(pa.int32())  # as nearly all token columns are: nothing else has to be asked about their type
+_PLAIN = pa.list_(pa.int32())  # nearly all token columns: a fast path that skips the checks of other types
 
 
 class ChunkMaker:
@@ -97,7 +96,7 @@ class ChunkMaker:
         return self._chunk(number, table, origin, lineage)
 
     def report_bad_decode(self, chunk: Chunk, table_row: int, error: str) -> None:
-        """Note a row whose deferred decode failed."""
+        """Report a row whose deferred decode failed."""
         file, row = chunk.where(table_row)
         self._bad_rows.add(file, row, error)
 
@@ -121,8 +120,8 @@ class ChunkMaker:
         return tables[0] if len(tables) == 1 else pa.concat_tables(tables), lineage
 
     def _merge_schemas(self, units: Sequence[Unit], tables: Sequence[pa.Table]) -> list[pa.Table]:
-        """The tables of units whose types differ, each column under the type that holds them all: what is inferred from the
-        rows of one unit (nulls, empty lists, whole numbers) may be narrower than what another needs."""
+        """The tables cast to one schema, each column to the type that holds the values of all units. Types inferred from one
+        unit (nulls, empty lists, whole numbers) may be narrower than another unit needs."""
         schema = tables[0].schema.remove_metadata()
         for unit, table in zip(units[1:], tables[1:], strict=True):
             if sorted(table.column_names) != sorted(schema.names):
@@ -159,7 +158,7 @@ class ChunkMaker:
         return result
 
     def _chunk(self, number: int, table: pa.Table, origin: Ints, lineage: Lineage) -> Chunk:
-        if table.num_rows == 0:  # whatever columns it has, and of whatever types
+        if table.num_rows == 0:  # its columns and types mean nothing
             return _empty_chunk(table, lineage, has_text=self._source.tokens is not None)
         self._check_columns(table)
         table, origin, images = self._add_image_facts(table, origin, lineage)
@@ -174,23 +173,15 @@ class ChunkMaker:
         if text.bad:
             table, origin, images = self._drop_bad(text.bad, table, origin, lineage, images)
             text = self._text(table, origin, lineage)
-        documents, mask = text.documents, text.mask
         if batch.long_documents == "fail":
-            self._check_lengths(documents, origin, lineage)
-        rows = rows_of(documents, batch.long_documents, batch.sequence_length)
-        return self._with_text(number, table, origin, lineage, images, documents, mask, rows)
+            self._check_lengths(text.documents, origin, lineage)
+        return self._text_chunk(number, table, text, origin=origin, lineage=lineage, images=images)
 
-    def _with_text(
-        self,
-        number: int,
-        table: pa.Table,
-        origin: Ints,
-        lineage: Lineage,
-        images: ImageFacts | None,
-        documents: Documents,
-        mask: NDArray[np.generic] | None,
-        rows: Rows,
+    def _text_chunk(
+        self, number: int, table: pa.Table, text: _Text, *, origin: Ints, lineage: Lineage, images: ImageFacts | None
     ) -> Chunk:
+        documents, mask = text.documents, text.mask
+        rows = rows_of(documents, self._batch.long_documents, self._batch.sequence_length)
         order = self._order(number, len(rows.begin))
         document = order if rows.are_documents else rows.document[order]
         begin, end = rows.begin[order], rows.end[order]
@@ -216,7 +207,7 @@ class ChunkMaker:
         return row_order(self._seed, self._name, number, num_rows)
 
     def _select_columns(self, table: pa.Table) -> pa.Table:
-        """Only what may still be asked for: the token column stays (its values are in use), others unless named go."""
+        """The table with the columns that batches may need. The token column stays, because its values are in use."""
         source = self._source
         decode = getattr(source.decode, "column", None)
         wanted = {source.tokens, source.loss_mask, source.loss_weights, decode, *self._batch.columns}
@@ -224,7 +215,7 @@ class ChunkMaker:
         return table if len(kept) == table.num_columns else table.select(kept)
 
     def _add_image_facts(self, table: pa.Table, origin: Ints, lineage: Lineage) -> tuple[pa.Table, Ints, ImageFacts | None]:
-        """The facts of deferred columns, without the rows whose header already shows that they are broken."""
+        """The facts of images that are decoded later, without the rows whose image headers are broken."""
         decode: Any = self._source.decode
         if decode is None:
             return table, origin, None
@@ -241,27 +232,27 @@ class ChunkMaker:
         lineage: Lineage,
         images: ImageFacts | None,
     ) -> tuple[pa.Table, Ints, ImageFacts | None]:
-        """The other rows, when these (row, error) are left to the source's policy for bad rows."""
+        """Report bad rows, given as (row, error), and return the others."""
         for row, error in bad:
             self._bad_rows.add(*lineage.where(int(origin[row])), error)
         keep = np.setdiff1d(np.arange(table.num_rows), [row for row, _ in bad])
         return take_rows(table, keep), origin[keep], None if images is None else images.take(keep)
 
     def _check_columns(self, table: pa.Table) -> None:
-        """Refuse a column that the trainer is to have and that is not here: null for every sample would be silent."""
+        """Raise where a column of Batch.columns is missing: filling it with nulls would hide the mistake."""
         present = table.column_names
         missing = [name for name in self._batch.columns if name not in present and name not in self._source.null_columns]
-        if missing and present:  # a chunk of which nothing is left may have no columns at all
+        if missing and present:  # a chunk without rows may have no columns
             names = ", ".join(map(repr, missing))
             raise SchemaError(
-                f"source {self._name!r} has no column {names}, which Batch(columns=...) asks for; after its transforms it "
+                f"source {self._name!r} has no column {names}, which Batch(columns=...) names; after its transforms it "
                 f"has {present}. Correct the name, keep the column in the transforms (as ol.Tokenize(keep=...) does), or, "
                 f"if the source has no such column, give it null_columns={tuple(missing)!r}"
             )
 
     def _text(self, table: pa.Table, origin: Ints, lineage: Lineage) -> _Text:
-        """The token column and its loss mask or weights, checked by their smallest and largest value: rows are looked at one
-        by one only where these show that something is wrong."""
+        """The token column and its loss mask or weights, checked by minimum and maximum. Rows are checked one by one only
+        where these are out of range."""
         source = self._source
         assert source.tokens is not None  # only sources with text come here
         tokens = self._lists(table, source.tokens, "tokens")
@@ -285,7 +276,7 @@ class ChunkMaker:
                 given = given.with_values(given.values.astype(np.float32, copy=False))
             mask = None if bad else given.align_with(tokens)
         if not bad and self._batch.special_ids and tokens.smallest < 0:
-            # An id below 0 is never a label: so labels, loss mask and loss tokens agree on it.
+            # An id below 0 is never a label; labels, loss mask and loss tokens must agree.
             is_label = tokens.values >= 0
             mask = is_label.astype(np.int8) if mask is None else np.where(is_label, mask, mask.dtype.type(0))
         return _Text(documents, mask, sorted(bad.items()))
@@ -299,11 +290,11 @@ class ChunkMaker:
             file, number = lineage.where(int(origin[row]))
             raise DataError(
                 f"source {self._name!r}: {file}, row {number}: loss_mask={given.name!r} is a column of 0 and 1, it has "
-                f"{value}; for what each token counts in the loss give loss_weights={given.name!r} instead"
+                f"{value}; for weights of tokens in the loss use loss_weights={given.name!r} instead"
             )
 
     def _lists(self, table: pa.Table, name: str, option: str) -> _Lists:
-        """A column of lists of numbers, without a copy: integers for tokens, and truth values or floats for masks too."""
+        """A column of lists of numbers, without a copy: integers for tokens; integers, booleans or floats for masks."""
         if name not in table.column_names:
             raise SchemaError(self._missing_text(name, table, option))
         array: Any = combine_chunks(table.column(name))  # any kind of list array
@@ -315,14 +306,14 @@ class ChunkMaker:
             kind = array.type
         if pa.types.is_fixed_size_list(kind):
             array = array.cast(pa.list_(kind.value_type))
-        elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):  # Arrow's own cast gives broken lists
+        elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):  # Arrow's own cast returns broken lists
             lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             array = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), array.flatten())
         kind = array.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         if pa.types.is_null(kind) or (is_list and pa.types.is_null(kind.value_type)):
-            # Nothing but nulls or empty lists, of which no type can be told.
+            # Nothing but nulls or empty lists: the type is unknown.
             array, kind, is_list = array.cast(_PLAIN), _PLAIN, True
         value = kind.value_type if is_list else kind
         if pa.types.is_dictionary(value):
@@ -365,7 +356,7 @@ class _Text:
     documents: Documents
     mask: NDArray[np.generic] | None
     bad: list[tuple[int, str]]
-    """(row, what is wrong with it): with any of these the mask is not to be used."""
+    """(row, error). The mask is only valid where this is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +368,7 @@ class _Lists:
     offsets: Ints
     lengths: Ints
     is_null: NDArray[np.bool_] | None = None
-    """Which values are null (they are 0 here); None where none is."""
+    """Which values are null (and 0 in `values`); None where none is."""
 
     @property
     def smallest(self) -> float:
@@ -399,7 +390,7 @@ class _Lists:
         return {row: f"{self.name!r} has a null inside its list" for row in self.rows_where(self.is_null)}
 
     def rows_where(self, is_wrong: NDArray[np.bool_]) -> dict[int, Any]:
-        """The lists that have such a value, in order, with the first of these values."""
+        """The lists with a wrong value, in order, with the first such value of each."""
         places = np.flatnonzero(is_wrong)
         row = self.offsets.searchsorted(places, side="right") - 1
         inside = (row >= 0) & (places < self.offsets[row] + self.lengths[row]) if len(self.offsets) else row >= 0
@@ -410,7 +401,7 @@ class _Lists:
         return self if values is self.values else replace(self, values=values)
 
     def align_with(self, other: _Lists) -> NDArray[Any]:
-        """The values where those of another column of lists of the same lengths lie."""
+        """The values rearranged to the offsets of another column of lists of the same lengths."""
         if np.array_equal(self.offsets, other.offsets):
             return self.values
         aligned = np.zeros(len(other.values), self.values.dtype)  # only when the two columns were sliced differently
@@ -451,7 +442,7 @@ def _note_bad_ids(tokens: _Lists, special_ids: Sequence[int], bad: dict[int, str
 
 
 def _note_bad_weights(weights: _Lists, bad: dict[int, str]) -> None:
-    if weights.smallest >= 0 and weights.largest <= MOST_WEIGHT:  # neither holds where there is a NaN
+    if weights.smallest >= 0 and weights.largest <= MOST_WEIGHT:  # both are false where there is a NaN
         return
     for row, value in weights.rows_where(~((weights.values >= 0) & (weights.values <= MOST_WEIGHT))).items():
         bad[row] = f"a loss weight is a number from 0 to {MOST_WEIGHT}, {weights.name!r} has {value}"

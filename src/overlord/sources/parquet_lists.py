@@ -1,13 +1,10 @@
-"""Columns of long lists of numbers, decoded without the levels that Arrow would spend half of its time on.
+"""A faster decoder for Parquet columns of long lists of numbers. Unlike Arrow's it holds the GIL most of the time.
 
-A page of a list column holds levels, which say where lists begin, and then the values. `read_lists` reads the levels by
-their runs (`levels`), puts the values, still encoded, into a Parquet file in memory whose one column has no levels, and
-lets Arrow decode that. The result is the array that Arrow gives for the column. What does not lend itself to
-this (short lists, missing numbers, encodings of old) raises `NotFlat`; Arrow is then to read the column as it is.
-
-Parquet's levels, which say where lists begin and what is missing: runs of equal values, and bits in groups of eight.
-
-Arrow makes a number of each level. Where lists are long, reading the few bytes of the runs is much less work.
+A page of a list column holds levels, which say where lists begin and which values are missing, and then the values. Levels
+are stored as runs of equal values and as bits in groups of eight. Arrow expands each level to a number, which takes half of
+its time. `read_lists` reads the levels by their runs, puts the values, still encoded, into a Parquet file in memory whose
+one column has no levels, and lets Arrow decode that file. The result equals the array that Arrow returns for the column.
+Columns that do not lend themselves to this (short lists, missing numbers, old encodings) raise `NotFlat`: Arrow reads them.
 """
 
 from __future__ import annotations
@@ -39,11 +36,11 @@ if TYPE_CHECKING:
 
 
 _SHORTEST = 160
-"""Lists of fewer numbers, on average, are about as quick by Arrow: the two meet at some 120."""
+"""The least average length of lists: the two decoders are equally fast at about 120."""
 _LARGEST_BYTES = 64 << 20
-"""Of a row group's column: the encoded values are held twice, so large ones are left to Arrow."""
+"""Of a column chunk: the encoded values are in memory twice, so larger ones are left to Arrow."""
 _VALUES_OF_A_BYTE = 32
-"""At least so many values for each byte of levels, of which a list has some five; unless they are few."""
+"""The least number of values for each byte of levels, unless there are few. A list has about five bytes of levels."""
 _FEW_BYTES = 256
 _MAGIC = b"PAR1"
 _KIND, _PAGE_BYTES, _COMPRESSED_BYTES, _CHECKSUM, _DATA_PAGE_HEADER, _DATA_PAGE_V2_HEADER = 1, 2, 3, 4, 5, 8
@@ -65,7 +62,7 @@ _CODECS: dict[str, Codec] = {
 
 
 class Number(NamedTuple):
-    """Parquet's type, its number, and what says which of Arrow's types is meant."""
+    """A physical type of Parquet, its number, and the converted type that selects one of Arrow's types."""
 
     name: str
     number: int
@@ -90,7 +87,7 @@ Lists = pa.ListArray | pa.LargeListArray
 
 
 class NotFlat(Exception):
-    """The column is to be read by Arrow as it is."""
+    """Arrow must read the column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ class ListColumn:
 
 
 def list_columns(footer: FileMetaData, schema: pa.Schema) -> tuple[ListColumn, ...]:
-    """Those of the schema's columns that `read_lists` can be tried on."""
+    """The columns of the schema that `read_lists` may be able to read."""
     paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
     columns = []
     for field in schema:
@@ -133,18 +130,18 @@ def list_columns(footer: FileMetaData, schema: pa.Schema) -> tuple[ListColumn, .
 
 
 def is_worth_it(chunk: ColumnChunkMetaData, num_rows: int) -> bool:
-    """Whether `read_lists` is likely to be quicker than Arrow, by what the footer says."""
+    """Whether `read_lists` is likely to be faster than Arrow, by the footer."""
     return chunk.num_values >= num_rows * _SHORTEST and chunk.total_uncompressed_size <= _LARGEST_BYTES
 
 
 def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Lists:
-    """The lists of one row group; `data` is what the file has from its first page on. The codec in the footer must be one
-    that Arrow knows: pyarrow aborts the process when it is asked for the name of another."""
+    """The lists of one row group; `data` is the column chunk from its first page on. The footer's codec must be one that
+    Arrow knows: pyarrow aborts the process when it looks up the name of another."""
     try:
         return _read(column, chunk, data)
     except NotFlat:
         raise
-    except Exception as error:  # whatever damage leads to here, Arrow's answer is the one that counts
+    except Exception as error:  # damage of any kind: Arrow's result or error counts
         raise NotFlat(f"the pages could not be taken apart: {error}") from error
 
 
@@ -181,7 +178,7 @@ def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Li
 class Page(NamedTuple):
     header: dict[int, Any]
     whole: memoryview
-    """With the header."""
+    """Header and body."""
     body: pa.Buffer
 
 
@@ -212,7 +209,7 @@ class Split(NamedTuple):
     definition: bytes
     values: memoryview
     values_bytes: int
-    """When uncompressed."""
+    """Their size uncompressed."""
     is_compressed: bool
 
 
@@ -247,7 +244,7 @@ def _split_v1(page: Page, codec: Codec) -> Split:
 
 
 def _split_v2(page: Page) -> Split:
-    """Levels stand before the values, which alone are compressed."""
+    """Levels come before the values and are not compressed."""
     header, view = page.header[_DATA_PAGE_V2_HEADER], memoryview(page.body).cast("B")
     num_levels, encoding, definition_bytes, middle = (header[i] for i in (1, 4, 5, 6))
     is_compressed = header.get(7, True)
@@ -272,7 +269,7 @@ def _flat_header(split: Split, num_values: int) -> bytes:
 def _flat_file(
     column: ListColumn, compression: str, num_values: int, dictionary: bytes | memoryview, pages: list[bytes | memoryview]
 ) -> bytes:
-    """A Parquet file of one column, `v`, of numbers none of which is missing."""
+    """A Parquet file of one required column, `v`, of numbers."""
     begin, name, known = len(_MAGIC), binary(b"v"), _TYPES[column.field.type.value_type]
     data_begin = begin + len(dictionary)
     num_bytes = len(dictionary) + sum(map(len, pages))
@@ -299,7 +296,7 @@ def _decode_flat(file: bytes) -> pa.Array:
 
 
 def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> Lists:
-    """`bounds` are where lists begin, and the end, counted in levels; those of `absent` have no value."""
+    """`bounds` are the begins of lists and the end, counted in levels. The levels in `absent` have no value."""
     mask = None
     if absent:
         where, level = np.array(absent).T
@@ -321,12 +318,12 @@ _ZERO_BITS = tuple(tuple(bit for bit in range(8) if not byte >> bit & 1) for byt
 
 
 def zero_levels(levels: bytes, num_values: int, first: int = 0) -> list[int]:
-    """Where the level is 0, of levels that are 0 or 1, counted from `first` on."""
+    """The places of level 0 among levels that are 0 or 1, counted from `first` on."""
     found: list[int] = []
     append, position = found.append, first
     left = iter(levels)
     try:
-        for head in left:  # twice for each list, so no calls in here, and what is usual first
+        for head in left:  # hot: twice per list, so no calls in the loop, and the usual case first
             if head == 3:
                 for bit in _ZERO_BITS[next(left)]:
                     append(position + bit)
@@ -353,13 +350,18 @@ def zero_levels(levels: bytes, num_values: int, first: int = 0) -> list[int]:
     except StopIteration:
         raise ValueError("levels end in the middle of a run") from None
     _check_length(position - first, num_values)
-    while found and found[-1] >= first + num_values:  # what fills the last group up
-        found.pop()
-    return found
+    return _without_padding(found, first + num_values)
+
+
+def _without_padding(places: list[int], end: int) -> list[int]:
+    """The places before `end`; the others fill up the last group of eight."""
+    while places and places[-1] >= end:
+        places.pop()
+    return places
 
 
 def other_levels(levels: bytes, num_values: int, usual: int) -> list[tuple[int, int]]:
-    """(where, level) of every level but the `usual` one, which is the largest there is and below 256."""
+    """(place, level) of all levels but the `usual` one, which is the largest possible and below 256."""
     width = usual.bit_length()
     all_usual = sum(usual << width * i for i in range(8)).to_bytes(width, "little")
     found: list[tuple[int, int]] = []

@@ -1,9 +1,9 @@
-"""Where the members of a tar archive lie: one walk over its headers, which touches nothing of the members' data.
+"""The members of a tar archive and their places, from one walk over its headers. The data of members is not read.
 
 Reads ustar, GNU (long names, sizes beyond 8 GiB) and pax (path, linkpath, size). Links are members with the bytes of their
-target. Sparse files are refused, because their bytes do not lie in one piece. A damaged or cut archive is an error with
-its place: the end of a tar cannot be told from a missing rest in any other way than that every header is whole and where
-it should be, and that zeros stand only where a writer puts them.
+target. Sparse files are refused, because their bytes are not contiguous. A damaged or truncated archive is an error with
+its place. A tar does not state its length, so truncation shows only in headers that are incomplete or misplaced, and in
+zeros where no writer puts them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 512
 FIRST_BYTES = 12
 ZEROS = bytes(BLOCK)
 RECORD = 20 * BLOCK
-"""What tar programs fill an archive up to, unless told otherwise."""
+"""Tar programs pad archives to a multiple of this by default."""
 LONGEST_PADDING = (1 << 20) + 2 * BLOCK
 """The end-of-archive marker, and the rest of the largest record that a tar program is likely to be told to write."""
 _HARD_LINK, _SYMBOLIC_LINK, _DIRECTORY = ord("1"), ord("2"), ord("5")
@@ -46,9 +46,9 @@ class Member:
     offset: int
     num_bytes: int
     first: bytes = b""
-    """Its first bytes, up to twelve: they lie beside its header."""
+    """Its first bytes, up to twelve: they are read with the header."""
     fault: str = ""
-    """Why it has no bytes: it is a device, or a link to something that is not there."""
+    """The reason why it has no bytes: it is a device, or a link whose target is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,46 @@ class _Found:
     members: list[Member] = field(default_factory=list)
     links: list[_Link] = field(default_factory=list)
     headers: dict[int, bytes] = field(default_factory=dict)
-    """By their place."""
+    """By offset."""
+
+
+@dataclass(slots=True)
+class _Extended:
+    """The extended headers (GNU or pax) before a member."""
+
+    kinds: set[int] = field(default_factory=set)
+    long_name: str = ""
+    long_link: str = ""
+    pax: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str | None:
+        return self.long_name or self.pax.get("GNU.sparse.name") or self.pax.get("path")
+
+    @property
+    def link(self) -> str | None:
+        return self.long_link or self.pax.get("linkpath")
+
+    def add(self, path: str, offset: int, kind: int, content: bytes, size: int) -> None:
+        if kind in self.kinds and kind != _GLOBAL_PAX:
+            raise _damage_error(path, offset, "has two extended headers of one kind for one member")
+        self.kinds.add(kind)
+        if kind == _LONG_NAME:
+            self.long_name = _long_text(path, offset, content, size)
+        elif kind == _LONG_LINK:
+            self.long_link = _long_text(path, offset, content, size)
+        elif kind == _GLOBAL_PAX:
+            _check_global(path, offset, _pax_records(path, offset, content[:size]))
+        else:
+            self.pax = _pax_records(path, offset, content[:size])
+
+    def check_names(self, path: str, offset: int, name: str) -> None:
+        if (self.long_name and "path" in self.pax) or (self.long_link and "linkpath" in self.pax):
+            raise _damage_error(path, offset, f"has two names for the member {name!r}, a GNU and a pax one")
+
+    def check_used(self, path: str, offset: int) -> None:
+        if self.kinds:
+            raise _damage_error(path, offset, "has an extended header (GNU or pax) without the member that it belongs to")
 
 
 def read_members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None = None) -> list[Member]:
@@ -87,8 +126,7 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
     total = data.size if num_bytes is None else num_bytes
     view = data if isinstance(data, FileBytes) else memoryview(data)
     offset = begin = 0
-    long_name, long_link, pax = "", "", {}
-    extended: set[int] = set()  # the kinds of headers that wait for their member
+    extended = _Extended()
     while offset < total:
         if offset + BLOCK > total:
             raise _damage_error(path, offset, "is cut off in the middle of a header")
@@ -96,13 +134,13 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
             return
         header = bytes(view[offset : offset + BLOCK])
         if header == ZEROS:
-            _check_used(path, offset, extended)
+            extended.check_used(path, offset)
             offset = begin = _after_zeros(path, data, offset, begin, total)
             continue
         kind, size = header[156], _size(path, offset, header)
-        if kind not in _NOT_MEMBERS and "size" in pax:
-            size = int(pax["size"])
-        name = long_name or pax.get("GNU.sparse.name") or pax.get("path") or _name(header)
+        if kind not in _NOT_MEMBERS and "size" in extended.pax:
+            size = int(extended.pax["size"])
+        name = extended.name or _name(header)
         start = offset + BLOCK
         after = start if kind in _WITHOUT_DATA else start + (size + BLOCK - 1) // BLOCK * BLOCK
         if after > total:
@@ -110,34 +148,17 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
         if kind in _NOT_MEMBERS:
             if start + size > data.size:
                 return
-            content = bytes(view[start : min(after, data.size)])
-            if kind in extended and kind != _GLOBAL_PAX:
-                raise _damage_error(path, offset, "has two extended headers of one kind for one member")
-            extended.add(kind)
-            if kind == _LONG_NAME:
-                long_name = _long_text(path, offset, content, size)
-            elif kind == _LONG_LINK:
-                long_link = _long_text(path, offset, content, size)
-            elif kind == _GLOBAL_PAX:
-                _check_global(path, offset, _pax_records(path, offset, content[:size]))
-            else:
-                pax = _pax_records(path, offset, content[:size])
+            extended.add(path, offset, kind, bytes(view[start : min(after, data.size)]), size)
         else:
-            _check_in_one_piece(path, offset, name, kind, pax)
-            if (long_name and "path" in pax) or (long_link and "linkpath" in pax):
-                raise _damage_error(path, offset, f"has two names for the member {name!r}, a GNU and a pax one")
-            target = long_link or pax.get("linkpath") or _text(header[157:257])
+            _check_in_one_piece(path, offset, name, kind, extended.pax)
+            target = extended.link or _text(header[157:257])
             _add(found, kind, Member(name, start, size, bytes(view[start : start + min(size, FIRST_BYTES)])), target)
-            long_name, long_link, pax = "", "", {}
-            extended.clear()
+            if extended.kinds:
+                extended.check_names(path, offset, name)
+                extended = _Extended()
         found.headers[offset] = header
         offset = after
-    _check_used(path, offset, extended)
-
-
-def _check_used(path: str, offset: int, extended: set[int]) -> None:
-    if extended:
-        raise _damage_error(path, offset, "has an extended header (GNU or pax) without the member that it belongs to")
+    extended.check_used(path, offset)
 
 
 def _add(found: _Found, kind: int, member: Member, target: str) -> None:
@@ -148,12 +169,12 @@ def _add(found: _Found, kind: int, member: Member, target: str) -> None:
     elif kind in _NO_FILES:
         found.members.append(Member(member.name, member.offset, 0, fault=f"is {_NO_FILES[kind]}"))
     elif kind != _DIRECTORY and kind not in _LEFT_OUT and not member.name.endswith("/"):
-        found.members.append(member)  # kinds that nobody knows are files, as POSIX has it
+        found.members.append(member)  # unknown kinds are files, by POSIX
 
 
 def _with_links(found: _Found) -> list[Member]:
-    """Links with the place of their target: for a hard link the last such member before it, for a symbolic link the last of
-    all, as Python's tarfile has it."""
+    """The members with links resolved to their targets, as Python's tarfile does: a hard link to the last member of that
+    name before it, a symbolic link to the last of all."""
     if not found.links:
         return found.members
     links = {link.index: link for link in found.links}
@@ -180,7 +201,7 @@ def _target(name: str, link: _Link, places: dict[str, list[int]]) -> int | None:
 
 
 def _after_zeros(path: str, data: pa.Buffer | FileBytes, offset: int, begin: int, total: int) -> int:
-    """Where the archive goes on after the zeros at `offset`: at its end, or at another archive that was joined to it.
+    """The offset after the zeros at `offset`: the end, or the begin of another archive that was appended.
 
     Two blocks of zeros end an archive, which is then filled up to a whole record. Other zeros may be a hole that a broken
     copy left, and skipping it would lose the members that stood there.
@@ -239,11 +260,11 @@ def _check_sums(path: str, headers: Mapping[int, bytes]) -> None:
     for begin in range(0, len(offsets), 4096):
         places = offsets[begin : begin + 4096]
         blocks = np.frombuffer(b"".join(map(headers.__getitem__, places)), np.uint8).reshape(-1, BLOCK)
-        # The sum is taken with the field of the sum itself seen as eight spaces.
+        # The checksum counts its own field as eight spaces.
         sums = blocks.sum(axis=1, dtype=np.int64) - blocks[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 32
         for i, block in enumerate(blocks[:, 148:156]):
             stated = _octal(block.tobytes())
-            # Programs of old added bytes up as if they had a sign.
+            # Old programs summed signed bytes.
             if stated != sums[i] and stated != _signed_sum(blocks[i]):
                 raise _damage_error(path, places[i], "has a header whose checksum is wrong")
 
@@ -285,7 +306,7 @@ def _text(raw: bytes) -> str:
 
 
 def _long_text(path: str, offset: int, content: bytes, size: int) -> str:
-    """The name in the blocks after a header: nothing but zeros follows it, or a part of it would be taken for the whole."""
+    """The name in the blocks after a header. Only zeros may follow it: otherwise the name is incomplete."""
     name = content[:size].partition(b"\0")[0]
     if not name or name != content.rstrip(b"\0"):
         raise _damage_error(path, offset, "has a damaged header for a long name")

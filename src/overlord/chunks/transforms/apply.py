@@ -1,4 +1,4 @@
-"""Running the transforms of a source over a chunk: lineage kept, schema held, bad rows handed to their policy."""
+"""Runs the transforms of a source over a chunk: keeps lineage, checks schemas, and reports bad rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 Locate = Callable[[int], tuple[str, int]]
-"""From a row's origin to (file, row in it)."""
+"""Maps the origin of a row to (file, row in the file)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Hands the bad rows of one chunk to the log of their source, by file and row."""
+    """Reports the bad rows of one chunk to the log of their source, by file and row."""
 
     log: BadRowLog
     locate: Locate
@@ -42,7 +42,7 @@ class Reporter:
 
 
 class Transforms:
-    """The transforms of one source. Remembers the schema that each returned first; safe to run from many threads."""
+    """The transforms of one source. Checks that each returns one schema for all chunks. Thread-safe."""
 
     def __init__(self, transforms: Sequence[Callable[..., pa.Table]], processes: ProcessPool | None = None) -> None:
         self._marks = [fn if isinstance(fn, InProcesses) else None for fn in transforms]
@@ -53,13 +53,13 @@ class Transforms:
         self._lock = threading.Lock()
 
     def run(self, table: pa.Table, context: Context, origin: Ints, reporter: Reporter) -> tuple[pa.Table, Ints]:
-        """The transformed table and, for each of its rows, the origin it came from or -1.
+        """The transformed table and, for each of its rows, its origin or -1.
 
         `origin[i]` is the number of row i of `table` among the rows of the chunk as they were read.
         """
         for index in range(len(self._stages)):
             if table.num_rows == 0:
-                break  # nothing to transform, and types that mean nothing: a function need not cope with either
+                break  # functions need not handle empty tables, whose types mean nothing
             outcome = self._run_stage(index, table, replace(context, stage=index), origin, reporter)
             table = self._check_schema(index, outcome.table, context)
             origin = unknown_origin(table.num_rows) if outcome.origin is None else outcome.origin
@@ -71,7 +71,7 @@ class Transforms:
         return (table if table.num_rows else self._empty_table()), np.maximum(origin, -1)
 
     def _empty_table(self) -> pa.Table:
-        """No rows: with the columns that others came out with, as far as they are known."""
+        """No rows, with the columns of other chunks as far as they are known."""
         known = self._schemas[-1]
         return pa.table({}) if known is None else known.empty_table()
 
@@ -98,10 +98,10 @@ class Transforms:
         return f"transform {stage.name} of source {context.source!r}, chunk {context.chunk}"
 
     def _check_schema(self, index: int, table: pa.Table | None, context: Context) -> pa.Table:
-        """The table, if its types go with those that this transform has returned for other chunks.
+        """The table, if its types are compatible with those of other chunks; otherwise SchemaError.
 
-        Types are the chunk's own, so that they do not depend on which chunks were made before. Only where a chunk has but
-        nulls or empty lists are they filled in with what is known from others. A chunk without rows says nothing of types.
+        A chunk keeps its own types, so that they do not depend on which chunks were made before. Only types that its rows do
+        not show (all nulls, or empty lists) are taken from other chunks.
         """
         if table is None or table.num_rows == 0:
             return pa.table({})
@@ -133,7 +133,7 @@ _REMEDY = {
 
 
 def _fill_null_types(schema: pa.Schema, known: pa.Schema) -> pa.Schema:
-    """The schema with its columns that are missing, or have a type of which a part is not known, as they are known."""
+    """The schema with missing columns and unknown types replaced by the known ones."""
     own = dict(zip(schema.names, schema.types, strict=True))
     fields = [(field.name, own.get(field.name, pa.null()), field.type) for field in known]
     return pa.schema([(name, wide if has_null_type(type_) else type_) for name, type_, wide in fields])

@@ -1,4 +1,4 @@
-"""Calling a user's transform on a table: with or without context, keeping lineage, finding the rows that fail.
+"""Calls a user's transform on a table: with or without context, keeping lineage, and finding the rows that fail.
 
 A function over a table that raises is run again on halves of the table until the rows that fail stand
 alone; so it must treat rows independently of each other. Errors that Overlord raises on purpose (a missing
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TransformCall:
-    """One transform, its way of being called decided once."""
+    """A transform with its calling convention resolved."""
 
     def __init__(self, fn: Callable[..., pa.Table]) -> None:
         if not callable(fn):
@@ -49,7 +49,7 @@ class TransformCall:
         return result
 
     def run(self, table: pa.Table, origin: Ints, context: Context, on_bad: OnBadRow | None) -> Outcome:
-        """`on_bad` None: the function's own exception is raised (as RowError where the row is known)."""
+        """Run the transform. Without `on_bad` the function's own exception is raised, as RowError where the row is known."""
         if isinstance(self.fn, PerRow):
             return self.fn.run(table, origin, context, on_bad)
         try:
@@ -77,10 +77,10 @@ class TransformCall:
 
 @dataclass(frozen=True, slots=True)
 class InProcesses:
-    """Run `fn` on worker processes, `batch_rows` rows at a time: for functions that hold the interpreter's lock.
+    """Run `fn` on worker processes, `batch_rows` rows at a time: for functions that hold the GIL.
 
-    `fn` must pickle, and must treat rows independently of each other: it sees slices. A worker that dies is
-    replaced and its slice tried again; a row that kills workers twice is a bad row. A slice that takes
+    `fn` must pickle, and must treat rows independently of each other, because it gets slices. A worker that dies is
+    replaced and its slice retried; a row that kills workers twice is a bad row. A slice that takes
     longer than `timeout_s` counts as a death. Columns of views arrive as plain binary or text.
     """
 
@@ -99,7 +99,7 @@ class InProcesses:
             raise SpecError(f"timeout_s must be positive, got {self.timeout_s}")
 
     def __call__(self, table: pa.Table, context: Context) -> pa.Table:
-        """Called directly, it runs here."""
+        """Run the function in this process."""
         return TransformCall(self.fn).call(table, context)
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class InProcesses:
 
 
 def name_of(fn: Any) -> str:
-    """What to call a user's function in a message."""
+    """The name of a user's function in messages."""
     if isinstance(fn, PerRow):
         return f"per_row({name_of(fn.fn)})"
     if isinstance(fn, functools.partial):

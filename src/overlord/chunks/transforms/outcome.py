@@ -1,11 +1,11 @@
-"""What running a transform over some rows returned, and how the outcomes of neighbouring slices are joined.
+"""The outcome of a transform over some rows, its lineage, and how outcomes of consecutive slices are joined.
 
-A hidden column says which row of the chunk each row of a table came from. Every transform sees it as `__origin__` (int64)
-beside the source's columns. A function that filters, repeats or reorders rows and keeps the column keeps exact lineage. A
-function that leaves it out and returns as many rows as it was given is taken to have kept their order. Otherwise lineage
-ends there: the rows count as coming from nowhere (-1).
+A hidden column `__origin__` (int64) holds, for each row of a table, the row of the chunk that it was made from. Every
+transform gets it beside the source's columns. A function that filters, repeats or reorders rows and keeps the column keeps
+exact lineage. A function that drops the column and returns as many rows as it was given is taken to have kept their order.
+Otherwise lineage ends there: the origin of the rows is -1.
 
-`Context` says where a transform runs, and has the randomness that belongs to each of its rows.
+`Context` tells a transform its source and chunk, and has a random generator for each row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outcome:
 
     table: pa.Table | None
     origin: Ints | None
-    """None: the transform lost track of where its rows came from."""
+    """None: the transform lost the lineage of its rows."""
 
 
 class RowError(Exception):
@@ -47,7 +47,7 @@ class RowError(Exception):
 
 
 def row_error(table: pa.Table, row: int, cause: Exception) -> Exception:
-    """What a transform over a table raises for one of its rows: an error that is put down to that row alone."""
+    """The error for a transform over a table to raise when one of its rows is bad."""
     if ORIGIN in table.column_names:
         return RowError(table.column(ORIGIN)[row].as_py(), cause)
     cause.add_note(f"in row {row} of the table")  # called by the user, not by a run
@@ -55,10 +55,10 @@ def row_error(table: pa.Table, row: int, cause: Exception) -> Exception:
 
 
 def join_outcomes(outcomes: Sequence[Outcome], name: str, is_per_row: bool = False) -> Outcome:
-    """The outcomes of consecutive slices as one. What a function over rows returned becomes what it would have become in one
-    piece: a slice may lack a column that none of its rows has, and have whole numbers where others have fractions."""
+    """The outcomes of consecutive slices as one. For a `per_row` function the result does not depend on where slices were
+    cut: a slice may lack a column that none of its rows has, or have integers where others have floats."""
     tables = [outcome.table for outcome in outcomes if outcome.table is not None]
-    # An empty slice may have columns of another type than one with rows; it has nothing to add.
+    # An empty slice may have other types than one with rows, and adds nothing.
     tables = [table for table in tables if table.num_rows] or tables[:1]
     origin = join_origins([outcome.origin for outcome in outcomes])
     if len(tables) <= 1:
@@ -73,7 +73,7 @@ def join_outcomes(outcomes: Sequence[Outcome], name: str, is_per_row: bool = Fal
         if set(table.column_names) != set(tables[0].column_names):
             raise SchemaError(_different(name, tables[0].schema, table.schema))
     try:
-        # "default" lets a column that is all null in one slice take its type from another; nothing else.
+        # "default" only lets a column that is all null in one slice take its type from another.
         return Outcome(pa.concat_tables(tables, promote_options="default"), origin)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         odd = next(table.schema for table in tables if not table.schema.equals(tables[0].schema))
@@ -107,7 +107,7 @@ def with_origin(table: pa.Table, origin: Ints) -> pa.Table:
 
 
 def without_origin(table: pa.Table) -> tuple[pa.Table, Ints | None]:
-    """The table less its hidden column, and that column, or None when it is not there."""
+    """The table without its hidden column, and that column; None where it is missing."""
     if ORIGIN not in table.column_names:
         return table, None
     column = table.column(ORIGIN)
@@ -117,7 +117,7 @@ def without_origin(table: pa.Table) -> tuple[pa.Table, Ints | None]:
 
 
 def join_origins(origins: Sequence[Ints | None]) -> Ints | None:
-    """None as soon as one part lost track, so that the answer does not depend on where the parts were cut."""
+    """None if any part lost its lineage, so that the result does not depend on where parts were cut."""
     if any(origin is None for origin in origins):
         return None
     return np.concatenate([origin for origin in origins if origin is not None] or [np.zeros(0, np.int64)])
@@ -130,10 +130,9 @@ def unknown_origin(num_rows: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Handed to transforms that take a second argument.
+    """The second argument of transforms that take one.
 
-    `stage` is the position of the transform among the transforms of its source, so that two of them do not
-    draw the same numbers.
+    `stage` is the position of the transform among those of its source, so that two of them draw different random numbers.
     """
 
     source: str
@@ -142,7 +141,7 @@ class Context:
     stage: int = 0
 
     def rng(self, row: int) -> np.random.Generator:
-        """The generator of one row: a function of (seed, source, chunk, stage, row) and of nothing else.
+        """The random generator of one row: a function of (seed, source, chunk, stage, row) alone.
 
         `row` is the number in the `__origin__` column of the table. Rows that an earlier transform made out
         of one row share its number, and with it their generator.

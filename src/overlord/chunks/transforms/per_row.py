@@ -1,4 +1,4 @@
-"""A function over one row as a transform: drop, change or multiply rows, and blame errors on a single row."""
+"""A function over one row as a transform: drop, change or multiply rows, with errors attributed to single rows."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class PerRow:
         return with_origin(made, outcome.origin) if had_origin and outcome.origin is not None else made
 
     def run(self, table: pa.Table, origin: Ints, context: Context, on_bad: OnBadRow | None) -> Outcome:
-        """`on_bad` None: the first error is raised as RowError."""
+        """Run the function over all rows. Without `on_bad` the first error is raised as RowError."""
         rows: list[Row] = []
         sources: list[int] = []
-        # A Python loop over rows is what this wrapper is: functions over whole tables are the fast way.
+        # A Python loop over rows is the purpose of this wrapper; functions over whole tables are the fast way.
         for number, row in zip(origin.tolist(), _rows(table), strict=True):
             try:
                 made = list(self._call(row, number, context))
-                if not self.types and not all(made):  # rows beside it would decide whether it has columns
+                if not self.types and not all(made):  # whether it has columns would depend on its neighbours
                     raise DataError(
                         "a per_row function returned {}, a row without columns; return None to drop a row, or declare "
                         "columns, which are then null: per_row(..., types={...})"
@@ -133,10 +133,10 @@ def per_row(
 
 
 def num_positional(fn: Callable[..., Any]) -> int:
-    """How many positional arguments `fn` must or may be given; defaults do not count."""
+    """The number of positional arguments of `fn` without a default."""
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # some functions written in C do not tell
+    except (TypeError, ValueError):  # some C functions have no signature
         return 1
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
@@ -148,7 +148,7 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def _columns(rows: list[Row], types: Mapping[str, pa.DataType]) -> tuple[dict[str, Column], dict[int, Exception]]:
-    """Rows as columns, and which rows do not fit: the declared type of a column, or that of the rows before them."""
+    """Rows as columns, and errors of rows that do not fit the declared type of a column, or that of the rows before them."""
     names = dict.fromkeys([*types, *(name for row in rows for name in row)]) if rows else {}
     columns: dict[str, Column] = {}
     bad: dict[int, Exception] = {}
@@ -184,7 +184,7 @@ def _column(values: list[Any], type_: pa.DataType | None) -> tuple[Column, dict[
 
 
 def _common_type(values: list[Any]) -> tuple[pa.DataType, dict[int, str]]:
-    """The narrowest type that holds the values, but those that do not go with the ones before them."""
+    """The narrowest type that holds the values, and errors of those that are incompatible with the ones before them."""
     found: pa.DataType = pa.null()
     unfit: dict[int, str] = {}
     for index, value in enumerate(values):

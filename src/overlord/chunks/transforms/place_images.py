@@ -1,4 +1,4 @@
-"""Making room for images in texts: a token in every place that the backbone will fill with a row of an encoded image."""
+"""Reserves places for images in texts: one token for each row of an encoded image that the backbone will insert."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlaceImages:
-    """Put `token` into the column `tokens` once for every token that an image of the row has by `grid`. So lengths, packing
-    and mixtures count images as what they are to the backbone.
+    """Insert `token` into the column `tokens` once for each token that `grid` makes of the row's images, so that lengths,
+    packing and mixtures count images as the backbone does.
 
-    `decode` is that of the source: images are as large as it makes them. A `marker` in the text says where an image goes,
-    one for each in their order; without it images come before the text. No loss is taken on predicting an image's places:
+    `decode` is that of the source, which sets the size of images. A `marker` in the text is the place of an image, one for
+    each image in order; without a marker images come before the text. No loss is taken on predicting an image's places:
     the column `loss_mask` says so, and is made where there is none. Give its name to the source (loss_mask=..., or
     loss_weights=... where the column has weights). A `token` or `marker` below 0 is one of `Batch.special_ids`.
     """
@@ -61,7 +61,7 @@ class PlaceImages:
             is_place = np.insert(np.zeros(len(text), bool), at, True)
             text, mask, row = (np.insert(each, at, new) for each, new in ((text, 0), (mask, 0), (row, row_of(sizes.count))))
         else:
-            # A row whose image is bad has no sizes; it is dropped later, and said to be bad for its image.
+            # A row with a bad image has no sizes. It is dropped and reported later, by `decode`.
             is_place = (text == self.marker) & ~np.isin(row, [number for number, _ in bad])
             self._check_markers(table, np.bincount(row[is_place], minlength=len(lengths)), sizes.count)
         repeats = np.ones(len(text), np.int64)
@@ -113,7 +113,7 @@ def row_of(counts: Ints) -> Ints:
 
 
 def _lists(table: pa.Table, name: str) -> tuple[NDArray[Any], Ints]:
-    """A column of lists as their values, one after the other, and their lengths."""
+    """The concatenated values of a column of lists, and the lengths of the lists."""
     array: Any = combine_chunks(table.column(name))
     kind = array.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)

@@ -1,4 +1,4 @@
-"""Text to token ids, a slice of the column at a time, so that the memory it takes is a small multiple of the ids."""
+"""Text to token ids, a slice of the column at a time, so that memory stays a small multiple of the ids."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MOST_TOKENS = 2**31 - 1
 """Arrow's list<int32> counts its values in 32 bits."""
 
 SLICE_BYTES = 1 << 20
-"""Of text that is encoded at once. The `tokenizers` library takes some fifty times as much memory meanwhile."""
+"""Bytes of text to encode at once. The `tokenizers` library takes about fifty times as much memory meanwhile."""
 
 _ROW_BYTES = 256
-"""What the objects of one text take while it is encoded, however short it is."""
+"""The overhead of one text while it is encoded."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as token ids 0 to 255: needs no vocabulary and no package, so demos and tests can use it."""
+    """UTF-8 bytes as token ids 0 to 255, for demos and tests: needs no vocabulary and no package."""
 
     def __call__(self, text: str) -> list[int]:
         return list(text.encode())
@@ -166,13 +166,15 @@ def _slices(column: pa.ChunkedArray) -> Iterator[list[str]]:
 
 
 def _as_int32(lists: Sequence[NDArray[Any]], first_row: int) -> tuple[Tokens, list[int]]:
-    """The ids of some texts one after the other, and how many each text has."""
+    """The concatenated ids of some texts, and the number of ids of each."""
     counts = [len(ids) if ids.ndim == 1 else -1 for ids in lists]
     filled = [(row, ids) for row, ids in enumerate(lists) if ids.size or ids.ndim != 1]
     for _, ids in filled:
         if ids.ndim != 1 or ids.dtype.kind not in "iuO":
             got = f"{ids.ndim} dimensions" if ids.ndim != 1 else f"{ids.dtype} values"
-            raise SchemaError(f"Tokenize: the encoding must return a flat sequence of integers for each text, it gave {got}")
+            raise SchemaError(
+                f"Tokenize: the encoding must return a flat sequence of integers for each text, it returned {got}"
+            )
     if len({ids.dtype for _, ids in filled}) == 1 and filled[0][1].dtype != object:
         joined = np.concatenate([ids for _, ids in filled])
         if _fits_int32(joined):
@@ -189,7 +191,7 @@ def _fits_int32(ids: NDArray[Any]) -> bool:
 
 
 def _to_lists(flat: Tokens, lengths: Ints, bos: int | None, eos: int | None) -> pa.Array:
-    """list<int32> out of all ids and the length of each list, with `bos` and `eos` put around each."""
+    """list<int32> from concatenated ids and the length of each list, with `bos` and `eos` around each."""
     lengths = lengths + (bos is not None) + (eos is not None)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if offsets[-1] > MOST_TOKENS:
@@ -235,12 +237,12 @@ class _Tiktoken:
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizers:
-    """A `tokenizers.Tokenizer` that is set as it should be, or what is like one."""
+    """A configured `tokenizers.Tokenizer`, or an object with its interface."""
 
     tokenizer: Any
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
-        fast = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)  # does not find offsets
+        fast = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)  # skips offsets
         return (encoding.ids for encoding in fast(texts, add_special_tokens=False))
 
     def id_of(self, token: str) -> int | None:
@@ -259,7 +261,7 @@ class _Transformers:
         return (self.tokenizer(text, **options)["input_ids"] for text in texts)
 
     def id_of(self, token: str) -> int | None:
-        # Not convert_tokens_to_ids, which gives the id of the unknown token for a token it does not know.
+        # Not convert_tokens_to_ids, which returns the id of the unknown token for one that is not in the vocabulary.
         return self.tokenizer.get_vocab().get(token)
 
 
@@ -274,7 +276,7 @@ class _Function:
 
 
 def _is_function(encoding: Encoding) -> bool:
-    """Whether nothing is known of the encoding but that it can be called."""
+    """Whether the encoding is only known to be callable."""
     known = ("encode_to_numpy", "encode_batch", "backend_tokenizer", "convert_tokens_to_ids")
     return not isinstance(encoding, (str, Path)) and not any(hasattr(encoding, name) for name in known)
 
@@ -293,7 +295,7 @@ def _token_id(encoder: Any, option: str, token: int | str | None) -> int | None:
 _preparing = threading.Lock()
 _MOST_PREPARED = 16
 _prepared: dict[tuple[int, bool], tuple[Encoding, Any]] = {}
-"""Encoders of objects that users gave, by the object's id. The object is held here too, so that the id stays its own."""
+"""Encoders of users' objects, by id(object). The object is kept here too, so that its id is not reused."""
 
 
 def _encoder(encoding: Encoding, special_tokens: bool) -> Any:
@@ -324,8 +326,8 @@ def _wrap(encoding: Any, special_tokens: bool) -> Any:
 
 
 def _configure(tokenizer: Any, special_tokens: bool) -> Any:
-    """The tokenizer, or a copy of it, that takes special tokens for what it is told and pads no text to the length of its
-    neighbours. Nor does it truncate any: a limit that was left in a tokenizer.json would cut every long document."""
+    """The tokenizer, or a copy, with the wanted treatment of special tokens, without padding, and without truncation: a
+    limit left in a tokenizer.json would cut every long document."""
     padding, truncation = (getattr(tokenizer, name, None) for name in ("padding", "truncation"))
     is_plain = getattr(tokenizer, "encode_special_tokens", None)
     if is_plain in (None, not special_tokens) and padding is None and truncation is None:
