@@ -105,7 +105,7 @@ def test_the_token_is_read_from_its_file(job_file, tmp_path):
         (["--tls-cert", "x.pem"], "TLS needs both files"),
         (["--token-file", "nowhere"], "the token cannot be read from nowhere"),
         (["--resume", "nowhere"], "there is no state file nowhere"),
-        (["--resume", "log"], "--resume log goes on from a log: say where it is with --log"),
+        (["--resume", "log"], "--resume log resumes from the planner's log: say where it is with --log"),
         (["--address", "here"], "an address is host:port"),
     ],
 )

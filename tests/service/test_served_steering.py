@@ -64,7 +64,7 @@ def test_weights_are_changed_from_the_command_line_and_every_rank_sees_the_same(
     with served(job_of(SOURCES, mesh=ol.Mesh(dp=2))) as (loader, address):
         clients = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)]
         streams(clients, 2)
-        assert "nothing was changed" in told()
+        assert "no weights were changed" in told()
         answer = json.loads(told("a=1", "c=3", "--json"))
         step = answer["from_step"]
         assert answer["weights"] == {"a": 1.0, "c": 3.0}
@@ -72,9 +72,7 @@ def test_weights_are_changed_from_the_command_line_and_every_rank_sees_the_same(
         streams(clients, step + 3 - clients[0].step)
         assert "as declared" not in told()
         later = step + 100
-        assert f"From step {later} on samples are drawn by: what the job declares" in told(
-            "--declared", "--from-step", later
-        )
+        assert f"Weights from step {later} on: as the job declares" in told("--declared", "--from-step", later)
         assert [d.step for d in loader.decisions()] == [step, later]
         assert "as declared" in told()
 
@@ -99,7 +97,7 @@ def test_nobody_steers_without_the_token(tmp_path, capsys):
         (["a=0"], "every weight is 0"),
         (["a"], "a weight is written as source=number"),
         (["a=1", "a=2"], "'a' has two weights"),
-        (["a=1", "--declared"], "give no weights with it"),
+        (["a=1", "--declared"], "leave out the weights"),
         (["--from-step", "5"], "give some, such as"),
     ],
 )

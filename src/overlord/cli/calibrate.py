@@ -141,5 +141,5 @@ def _report(found: Calibration, model: str, out: Path | None) -> str:
 
 def _line(lengths: tuple[int, ...], seconds: float, predicted: float, error: float) -> str:
     alike = len(set(lengths)) == 1
-    what = f"{len(lengths):,} x {lengths[0]:,}" if alike else f"{len(lengths):,}, {sum(lengths):,} tokens"
-    return f"{what:<28}{seconds * 1e3:>9.2f} ms{predicted * 1e3:>9.2f} ms{error:>9.1%}"
+    documents = f"{len(lengths):,} x {lengths[0]:,}" if alike else f"{len(lengths):,}, {sum(lengths):,} tokens"
+    return f"{documents:<28}{seconds * 1e3:>9.2f} ms{predicted * 1e3:>9.2f} ms{error:>9.1%}"

@@ -51,13 +51,13 @@ def _print(out: Console, result: DemoResult, folder: Path | None) -> None:
     where = folder or Path("demo")
     if folder is None:
         out.print("  overlord demo --dir demo                 keep the corpus and its job file", markup=False)
-    for command, what in (
-        (f"overlord check {where}/job.py", "what the sources hold"),
-        (f"overlord explain {where}/job.py --step 3", "how a step was drawn and arranged"),
-        (f"overlord run {where}/job.py --steps 500", "how fast it reads, without a trainer"),
+    for command, text in (
+        (f"overlord check {where}/job.py", "list the sources and build the first step"),
+        (f"overlord explain {where}/job.py --step 3", "show how a step was drawn and arranged"),
+        (f"overlord run {where}/job.py --steps 500", "measure throughput without a trainer"),
     ):
-        out.print(f"  {command:<41}{what}", markup=False, soft_wrap=True)
-    out.print("  then point its sources at your own files, and give `ol.start(job).client(rank)` to your trainer")
+        out.print(f"  {command:<41}{text}", markup=False, soft_wrap=True)
+    out.print("  then point its sources at your own files, and iterate over `ol.start(job).client(rank)` in your trainer")
 
 
 def _rows(result: DemoResult) -> list[tuple[str, str, str]]:

@@ -62,7 +62,7 @@ def explain(path: Path, step: int | None, resume: Path | None, *, documents: boo
         (name, f"{d['asked']:.2%}", f"{d['share']:.2%}", f"{d['samples']:,}", f"{d['tokens']:,}", f"{d['longest']:,}")
         for name, d in drawn.items()
     ]
-    out.print(f"Step {number:,}: what was drawn")
+    out.print(f"Step {number:,}: samples drawn")
     unit = job.mix.unit
     columns = "source", f"{unit} asked", f"{unit} drawn", "samples", "tokens", "longest"
     out.print(table(*columns, rows=rows))

@@ -96,7 +96,9 @@ def read_state(path: Path) -> State:
     try:
         num_bytes = path.stat().st_size
         if path.is_dir():
-            raise StateError(f"{path} is a folder; name the state file in it, or leave out --resume to start anew")
+            raise StateError(
+                f"{path} is a folder; name the state file in it, or leave out --resume to start from the beginning"
+            )
         if num_bytes > _MOST_BYTES:
             raise StateError(f"{path} has {num_bytes >> 20:,} MiB, and a state has some kB: it is another file")
         text = path.read_bytes()

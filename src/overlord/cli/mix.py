@@ -62,9 +62,9 @@ class MixOptions:
 def mix(given: Sequence[str], options: MixOptions, as_json: bool) -> int:
     weights = _parse_weights(given)
     if weights and options.declared:
-        raise SpecError("--declared goes back to the mixture that the job declares: give no weights with it")
+        raise SpecError("--declared goes back to the mixture that the job declares: leave out the weights")
     if options.from_step is not None and not (weights or options.declared):
-        raise SpecError("--from-step says from when on weights hold: give some, such as web=6 code=4")
+        raise SpecError("--from-step is the first step of new weights: give some, such as web=6 code=4")
     token = options.token if options.token_file is None else read_token(options.token_file)
     with Control(options.address, token=token, tls_root=options.tls_root, timeout_s=options.timeout_s) as control:
         if not weights and not options.declared:
@@ -73,8 +73,8 @@ def mix(given: Sequence[str], options: MixOptions, as_json: bool) -> int:
     if as_json:
         write_json({"from_step": step, "weights": weights or None})
     else:
-        what = ", ".join(f"{name} {weight:g}" for name, weight in weights.items()) or "what the job declares"
-        console().print(f"From step {step:,} on samples are drawn by: {what}")
+        described = ", ".join(f"{name} {weight:g}" for name, weight in weights.items()) or "as the job declares"
+        console().print(f"Weights from step {step:,} on: {described}")
     return 0
 
 
@@ -84,7 +84,7 @@ def _show(decisions: list[Decision], as_json: bool) -> int:
         return 0
     out = console()
     if not decisions:
-        out.print("Samples are drawn by the mixture that the job declares; nothing was changed.")
+        out.print("The run uses the mixture that the job declares; no weights were changed.")
         return 0
     rows = [(f"{d.step:,}", str(d.value["by"]), _describe_weights(d)) for d in decisions]
     out.print(table("from step", "<by", "<weights", rows=rows))

@@ -65,7 +65,7 @@ def run(
             write_state(state, state_now)
         summary = _summary(loader, meter, state_now, interrupted)
     except (Exception, KeyboardInterrupt):
-        # A resumed run need not read again what was read before the error.
+        # Keep the progress made before the error.
         if state is not None:
             write_state(state, loader.state_dict())
         raise
@@ -130,10 +130,10 @@ def _print(summary: Mapping[str, Any], meter: Throughput, state: Path | None) ->
     )
     for name, counts in summary.get("documents", {}).items():
         if counts:
-            out.print(f"documents of {name}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+            out.print(f"documents of {name}: " + ", ".join(f"{count:,} {kind}" for kind, count in counts.items()))
     for name, dropped in summary.get("bad_rows", {}).items():
         if dropped:
             out.print(f"bad rows of {name}: {dropped:,} dropped")
     stopped = "stopped" if summary["interrupted"] else "done"
-    kept = "" if state is None else f"; state saved to {state}, go on with --resume {state}"
+    kept = "" if state is None else f"; state saved to {state}, resume with --resume {state}"
     out.print(f"{stopped} before step {summary['next_step']:,}{kept}")

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=RANK_SILENT.after_s,
         metavar="S",
-        help="go on without a rank that was silent for S seconds (default: %(default)s)",
+        help="continue without a rank that was silent for S seconds (default: %(default)s)",
     )
     parser.add_argument(
         "--drain",
@@ -99,7 +99,7 @@ class ServeOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SpecError("TLS needs both files: --tls-cert and --tls-key")
         if self.resume == "log" and self.log is None:
-            raise SpecError("--resume log goes on from a log: say where it is with --log")
+            raise SpecError("--resume log resumes from the planner's log: say where it is with --log")
 
 
 def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
@@ -167,11 +167,11 @@ def _finish(loader: Loader, options: ServeOptions) -> None:
     )
     drained = loader.drain(options.drain_s)
     state = loader.state_dict()
-    missing = "" if drained else ", which not every rank came for"
+    missing = "" if drained else ", which not every rank took"
     kept = ""
     if options.state is not None:
         write_state(options.state, state)
-        kept = f"; state saved to {options.state}, go on with --resume {options.state}"
+        kept = f"; state saved to {options.state}, resume with --resume {options.state}"
     sys.stderr.write(f"stopped before step {state['step']:,}{missing}{kept}\n")
 
 

@@ -284,12 +284,12 @@ def _role_summary(role: Role) -> dict[str, Any]:
 
 def _print(found: dict[str, Any], html: Path | None) -> None:
     out = console()
-    asked, before, after = found["scenario"], found["before"], found["after"]
-    mesh = " ".join(f"{axis}={length}" for axis, length in asked["mesh"].items())
-    tokens = f"{asked['batch_tokens']:,} tokens" if asked["batch_tokens"] else f"{asked['batch_samples']:,} samples"
+    scenario, before, after = found["scenario"], found["before"], found["after"]
+    mesh = " ".join(f"{axis}={length}" for axis, length in scenario["mesh"].items())
+    tokens = f"{scenario['batch_tokens']:,} tokens" if scenario["batch_tokens"] else f"{scenario['batch_samples']:,} samples"
     out.print(
-        f"{asked['documents']}: {asked['ranks']:,} ranks ({mesh}), context {asked['context']:,}, {tokens} a step, "
-        f"{asked['sources']:,} sources",
+        f"{scenario['documents']}: {scenario['ranks']:,} ranks ({mesh}), context {scenario['context']:,}, {tokens} a step, "
+        f"{scenario['sources']:,} sources",
         soft_wrap=True,
         markup=False,
     )
@@ -302,7 +302,7 @@ def _print(found: dict[str, Any], html: Path | None) -> None:
         ("tokens a rank holds, at most", f"{before['most_tokens']:,}", f"{after['most_tokens']:,}"),
         ("microbatches of a rank", *("{:,} to {:,}".format(*side["microbatches"]) for side in (before, after))),
     ]
-    out.print(table("", "static mesh, dealt blindly", asked["strategy"], rows=rows))
+    out.print(table("", "static mesh, dealt blindly", scenario["strategy"], rows=rows))
     roles = [
         (
             role["name"],
