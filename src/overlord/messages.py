@@ -78,6 +78,11 @@ def _number(what: str, value: object) -> float:
         raise SpecError(f"{what} must be a number, got {value!r}") from error
 
 
+State = dict[str, Any]
+"""What `state_dict()` returns: {"overlord": version, "step": next step, "state": JSON text}, in every state the same keys.
+
+It is a dict and no TypedDict, because torch's `Stateful` asks for one. `checkpoint/form.py` has its meaning."""
+
 Fields = dict[str, Any]
 """The arrays of a microbatch while it is built. Trainers get them as a `Microbatch`."""
 

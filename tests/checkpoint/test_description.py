@@ -635,11 +635,11 @@ def test_a_reader_without_an_identity_counts_with_its_fields_and_code():
 def test_every_option_of_a_batch_counts_but_those_that_only_arrange():
     from dataclasses import fields
 
-    from overlord.checkpoint.state import _NOT_MEMBERSHIP, Fingerprint
+    from overlord.checkpoint.fingerprint import BATCH_MAY_CHANGE, Fingerprint
 
     job = job_of({"a": Numbered()})
     counted_fields = set(Fingerprint.of(job, {"a": Numbered().units()}).batch)
-    assert counted_fields == {each.name for each in fields(ol.Batch)} - _NOT_MEMBERSHIP
+    assert counted_fields == {each.name for each in fields(ol.Batch)} - BATCH_MAY_CHANGE
     state = read_all(job, 2)[1]
     limited = job_of({"a": Numbered()}, ol.Batch(tokens=64, sequence_length=16, document_limits={0: 4}))
     with pytest.raises(ol.errors.StateError, match=r"batch.document_limits was None, is \[\[0, 4\]\]"):

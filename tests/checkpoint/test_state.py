@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import overlord as ol
+from overlord.checkpoint.fingerprint import Fingerprint
 from overlord.checkpoint.form import contents_of
-from overlord.checkpoint.state import Fingerprint, from_state
+from overlord.checkpoint.state import from_state
 from tests.checkpoint.edited import edited
 from tests.checkpoint.older import job as older
 from tests.service.served import served

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.checkpoint.description import Describer, first_description
+from overlord.checkpoint.description import Describer
+from overlord.checkpoint.first_release import first_description
 from overlord.chunks.transforms import (
     ByteTokenizer,
     Context,

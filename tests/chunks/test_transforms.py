@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.checkpoint.description import Describer, first_description
+from overlord.checkpoint.description import Describer
+from overlord.checkpoint.first_release import first_description
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.transforms import (
     ByteTokenizer,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.checkpoint.state import Fingerprint, differences_of
+from overlord.checkpoint.fingerprint import Fingerprint, differences_of
 from overlord.errors import StateError, StorageError
 from overlord.planlog.append_log import framed, unframed
 from overlord.planlog.plan_log import Era, PlanLog, newest_in

@@ -53,8 +53,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.checkpoint.arrays import array_text, arrow_text, bytes_digest, torch_text
 from overlord.checkpoint.source_code import CodeTexts, Written, digest_of
-from overlord.runtime.transport import table_to_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -177,11 +177,11 @@ class Describer:
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}={self._any(value.value, path)}"
         if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-            return _array(value)
+            return array_text(value)
         if isinstance(value, (np.dtype, np.ufunc)):
             return f"{type(value).__name__} {value}"
         if isinstance(value, (bytearray, memoryview)):
-            return f"{type(value).__name__} {_bytes_digest(value)}"
+            return f"{type(value).__name__} {bytes_digest(value)}"
         if isinstance(value, pathlib.PurePath):
             return self._path(value, path)
         if isinstance(value, re.Pattern):
@@ -196,9 +196,9 @@ class Describer:
             return type(value).__qualname__
         module = _module_name(type(value)).partition(".")[0]
         if module == "pyarrow":
-            return _arrow(value)
+            return arrow_text(value)
         if module == "torch":
-            return _torch(value)
+            return torch_text(value)
         if _is_hugging_face(value):
             return self._hugging_face(value, path)
         to_str = getattr(value, "to_str", None)
@@ -679,55 +679,6 @@ def _may_name_file(text: str) -> bool:
     return 0 < len(text) < 1024 and "\0" not in text and "\n" not in text and (os.sep in text or "." in text[1:])
 
 
-def _array(value: Any) -> str:
-    kind = value.dtype
-    flat = np.ascontiguousarray(value).reshape(-1)
-    mask = f" {_bytes_digest(np.ma.getmaskarray(value).tobytes())}" if isinstance(value, np.ma.MaskedArray) else ""
-    described = kind.str if kind.fields is None else repr(kind.descr)
-    return f"array {described} {value.shape} {_bytes_digest(flat.view(np.uint8) if flat.size else b'')}{mask}"
-
-
-def _arrow(value: Any) -> str | None:
-    import pyarrow as pa
-
-    if isinstance(value, (pa.DataType, pa.Field, pa.Schema)):
-        return f"arrow {value}"
-    if isinstance(value, pa.Scalar):
-        return f"scalar {value.type} {_table_digest(pa.table({'': pa.array([value.as_py()], value.type)}))}"
-    if isinstance(value, (pa.Array, pa.ChunkedArray)):
-        return f"arrow {value.type} {_table_digest(pa.table({'': value}))}"
-    if isinstance(value, (pa.Table, pa.RecordBatch)):
-        table = value if isinstance(value, pa.Table) else pa.Table.from_batches([value])
-        return f"table {table.schema} {_table_digest(table)}"
-    if isinstance(value, pa.Buffer):
-        return f"buffer {_bytes_digest(value)}"
-    if type(value).__name__ == "Expression":
-        return f"expression {value}"
-    return None
-
-
-def _table_digest(table: Any) -> str:
-    """Of a table's rows, however they lie in chunks and buffers."""
-    import pyarrow as pa
-
-    copied = table.take(pa.array(np.arange(table.num_rows))).combine_chunks()
-    return _bytes_digest(table_to_stream(copied))
-
-
-def _torch(value: Any) -> str | None:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy() if len(flat) else b""
-        return f"tensor {value.dtype} {tuple(value.shape)} {_bytes_digest(data)}"
-    if isinstance(value, (torch.dtype, torch.device)):
-        return str(value)
-    if isinstance(value, torch.Generator):
-        return f"generator {_bytes_digest(value.get_state().numpy())}"
-    return None
-
-
 def _is_hugging_face(value: Any) -> bool:
     if isinstance(value, type) or not hasattr(type(value), "backend_tokenizer"):
         return False
@@ -738,48 +689,5 @@ def _hasher() -> Any:
     return hashlib.blake2b(digest_size=8)
 
 
-def _bytes_digest(data: Any) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:24]}~{digest_of(text)}"
-
-
-# As the first release described values. States that it wrote are compared by this.
-
-_FIRST_FIELDS = {
-    "Tokenize": ("column", "into", "encoding", "eos", "bos", "keep"),
-    "PerRow": ("fn", "wants_rng"),
-    "InProcesses": ("fn", "batch_rows", "timeout_s"),
-    "PlaceImages": ("decode", "grid", "token", "marker", "tokens", "loss_mask"),
-    "DecodeImage": ("column", "size", "fit", "max_pixels", "strict"),
-    "PatchGrid": ("patch", "merge", "size", "more_tokens"),
-}
-"""The options of our own transforms then: those that came later are not in its descriptions."""
-
-
-def first_description(value: Any, known: dict[int, str]) -> str:
-    """A transform by its name and options, as the first release had it. `known` keeps digests of tokenizers, by id."""
-    if value is None or isinstance(value, (str, int, float, bool, bytes)):
-        return repr(value)
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(first_description(entry, known) for entry in value)}]"
-    identity = getattr(value, "identity", None)
-    if callable(identity):
-        return str(identity())
-    if isinstance(value, functools.partial):
-        parts = (value.func, value.args, sorted(value.keywords.items()))
-        return f"partial({', '.join(first_description(part, known) for part in parts)})"
-    if is_dataclass(value) and not isinstance(value, type):
-        is_ours = type(value).__module__.startswith("overlord.")
-        names = (_FIRST_FIELDS if is_ours else {}).get(type(value).__name__) or [each.name for each in fields(value)]
-        options = (f"{name}={first_description(getattr(value, name), known)}" for name in names)
-        return f"{type(value).__qualname__}({', '.join(options)})"
-    to_str = getattr(value, "to_str", None)
-    if callable(to_str):
-        if id(value) not in known:
-            known[id(value)] = digest_of(str(to_str()))
-        return f"{type(value).__qualname__}({known[id(value)]})"
-    name = getattr(value, "__qualname__", None)
-    return name or f"{type(value).__qualname__}({getattr(value, 'name', '')})"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -29,10 +29,11 @@ from overlord.stream.plain import (
     whole,
 )
 
+if TYPE_CHECKING:
+    from overlord.messages import State
+
 VERSION = 2
 VERSIONS = (1, 2)
-
-State = dict[str, Any]
 
 _FORM = ("overlord", "step", "state")
 _CONTENTS = ("overlord", "step", "unit", "fingerprint", "sources", "carried")

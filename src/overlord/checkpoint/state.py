@@ -13,16 +13,12 @@ is refused, and said. So is a state that was edited or damaged, before anything 
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.checkpoint.description import Describer, declared_options, first_description
-from overlord.checkpoint.file_versions import FileVersions
+from overlord.checkpoint.fingerprint import accepted_names, refuse_differences
 from overlord.checkpoint.form import (
     VERSION,
     check_whole,
@@ -31,134 +27,20 @@ from overlord.checkpoint.form import (
     sealed,
     with_checksum,
 )
-from overlord.checkpoint.form import State as State
-from overlord.checkpoint.source_code import digest_of
-from overlord.declare.batch import Batch
-from overlord.declare.policies import OutlierDelay
-from overlord.declare.source import Source, Unit
-from overlord.errors import StateError
 from overlord.steering.decisions import WEIGHTS, Steered
 from overlord.stream.plain import (
     DamagedError,
-    keyed,
-    listed,
     mapping,
-    shown,
     text,
-    whole,
 )
 from overlord.stream.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from overlord.checkpoint.fingerprint import Fingerprint
     from overlord.declare.job import Job
-
-FORMAT = 2
-"""How values are described in a fingerprint. The first release had none: its descriptions are number 1."""
-
-_NOT_MEMBERSHIP = frozenset({"layout", "pad_to", "micro_tokens", "pad_token", "image_token", "columns", "drop_last"})
-"""The fields of a Batch that say how samples are handed out once a step has them, and whether a last step that is not full
-comes. Every other one decides which samples a step has, or how rows are numbered, so it counts."""
-
-_NOT_DECLARED = frozenset({"repeat", "buffer_bytes", "loaders", "on_bad_row", "null_columns"})
-"""The fields of a Source that may change: where it ends, who reads it with how much memory, and what becomes of bad rows."""
-
-_log = logging.getLogger("overlord.checkpoint.state")
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What the meaning of a cursor depends on."""
-
-    seed: int
-    batch: Mapping[str, Any]
-    sources: Mapping[str, tuple[str, str, int]]
-    """name to (digests of the declaration, digest of the list of units, number of units). The first digest is of the reader
-    and its options, then there is one for each transform, with dots between them."""
-    files: Mapping[str, FileVersions] = field(default_factory=dict)
-    """name to the versions of its files, for sources that tell them."""
-    packages: Mapping[str, str] = field(default_factory=dict)
-    """The installed packages that transforms use, with their versions up to the minor number."""
-    unseen: tuple[str, ...] = ()
-    """What transforms depend on and no fingerprint can see. It is not saved."""
-    declared: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
-    """What was described, for comparing it with fingerprints of the first release. It is not saved."""
-
-    @staticmethod
-    def of(job: Job, units: Mapping[str, Sequence[Unit]]) -> Fingerprint:
-        describer = Describer()
-        batch = {
-            each.name: _plain_option(getattr(job.batch, each.name), f"batch.{each.name}", describer)
-            for each in fields(job.batch)
-            if each.name not in _NOT_MEMBERSHIP
-        }
-        sources = {
-            name: (_declaration_digests(name, source, describer), _units_digest(units[name]), len(units[name]))
-            for name, source in job.sources.items()
-        }
-        return Fingerprint(
-            seed=int(job.seed),
-            batch=batch,
-            sources=sources,
-            files={name: found for name in job.sources if (found := FileVersions.of(units[name])) is not None},
-            packages=dict(sorted(describer.packages.items())),
-            unseen=tuple(describer.unseen),
-            declared=dict(job.sources),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "seed": self.seed,
-            "batch": dict(self.batch),
-            "sources": {name: list(entry) for name, entry in self.sources.items()},
-            "files": {name: versions.to_plain() for name, versions in self.files.items()},
-            "packages": dict(self.packages),
-        }
-
-    def differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        """What differs from a saved fingerprint: {name to accept it by: what to tell the user}."""
-        check_fingerprint(saved)
-        is_first, described = "format" not in saved, dict[int, str]()
-        found = {}
-        if saved["seed"] != self.seed:
-            found["seed"] = f"seed was {saved['seed']}, is {self.seed}"
-        for key, value in self.batch.items():
-            if is_first and key not in saved["batch"]:
-                continue  # the first release did not count it
-            old = _with_lists(saved["batch"][key]) if key in saved["batch"] else _default_option(key)
-            if old != value:
-                found[f"batch.{key}"] = f"batch.{key} was {old!r}, is {value!r}"
-        for name, version in saved.get("packages", {}).items():
-            if self.packages.get(name, version) != version:
-                found[f"packages.{name}"] = f"{name} {version} was installed, is {self.packages[name]}; transforms use it"
-        for name, (declaration, units, num_units) in self.sources.items():
-            if name not in saved["sources"]:
-                continue
-            old_declaration, old_units, old_num_units = saved["sources"][name]
-            if is_first:
-                declaration = _first_declaration_digest(self.declared[name], described)
-            if old_declaration != declaration:
-                what = _declared_differently(self.declared.get(name), old_declaration, declaration)
-                found[f"sources.{name}"] = f"source {name!r} is declared differently ({what})"
-            elif old_units != units:
-                found[f"sources.{name}"] = (
-                    f"source {name!r} lists other data: {old_num_units} units then, {num_units} now"
-                    + (", with other names or sizes" if old_num_units == num_units else "")
-                )
-        changed = self._changed_files(saved, found)
-        if changed:
-            found["files"] = "\n  - ".join(changed)
-        return found
-
-    def _changed_files(self, saved: Mapping[str, Any], told: Collection[str]) -> list[str]:
-        """What to tell of files that were written anew under the same names, in sources of which nothing else is told."""
-        known = saved.get("files", {})  # states of earlier releases do not have it
-        return [
-            f"source {name!r} has files that were written anew since, with the same names and sizes (by their modification "
-            f"times or ETags): {changes}; if they were only copied or touched, this may be accepted"
-            for name, versions in self.files.items()
-            if name in known and f"sources.{name}" not in told and (changes := versions.changes(known[name])) is not None
-        ]
+    from overlord.messages import State
 
 
 def to_state(progress: Progress, unit: str, fingerprint: Mapping[str, Any], steered: Steered | None = None) -> State:
@@ -192,7 +74,7 @@ def from_state(state: Any, job: Job, fingerprint: Fingerprint, accept_changes: C
     name: 'checksum'.
     """
     contents = contents_of(state)
-    check_whole(contents, is_edited="checksum" in _names(accept_changes))
+    check_whole(contents, is_edited="checksum" in accepted_names(accept_changes))
     try:
         text(contents["unit"], "unit", among=("samples", "tokens"))
         differences = fingerprint.differences(contents["fingerprint"])
@@ -210,58 +92,6 @@ def from_state(state: Any, job: Job, fingerprint: Fingerprint, accept_changes: C
     return progress.for_sources(tuple(job.sources))
 
 
-def differences_of(fingerprint: Fingerprint, saved: Any, damage: str) -> dict[str, str]:
-    """What differs from a saved fingerprint; StateError, with `damage` said first, where that is none."""
-    try:
-        return fingerprint.differences(saved)
-    except DamagedError as error:
-        raise StateError(f"{damage}: {error}") from None
-
-
-def check_fingerprint(saved: Any) -> None:
-    """Raises DamagedError for what `Fingerprint.to_dict` did not make, in this release or an earlier one."""
-    at = "fingerprint"
-    keyed(saved, at, needed=("seed", "batch", "sources"), allowed=("format", "files", "packages"))
-    if "format" in saved:
-        whole(saved["format"], f"{at}.format", least=FORMAT, most=FORMAT)
-    if type(saved["seed"]) is not int:
-        raise DamagedError(f"{at}.seed must be a whole number, it is {shown(saved['seed'])}")
-    mapping(saved["batch"], f"{at}.batch")
-    for name, entry in mapping(saved["sources"], f"{at}.sources").items():
-        declaration, units, num_units = listed(entry, f"{at}.sources.{name}", length=3)
-        text(declaration, f"{at}.sources.{name}[0]")
-        text(units, f"{at}.sources.{name}[1]")
-        whole(num_units, f"{at}.sources.{name}[2]", least=1)
-    for name, entry in mapping(saved.get("files", {}), f"{at}.files").items():
-        FileVersions.check(entry, f"{at}.files.{name}")
-    for name, version in mapping(saved.get("packages", {}), f"{at}.packages").items():
-        text(version, f"{at}.packages.{name}")
-
-
-def warn_of_unseen(fingerprint: Fingerprint) -> None:
-    """Say what a saved state will not notice when it changes."""
-    for line in fingerprint.unseen:
-        _log.warning(
-            "%s: the fingerprint of a saved state leaves it out, so a resumed run would not notice that it has changed; "
-            "give it an identity() method that names all that it depends on",
-            line,
-        )
-
-
-def refuse_differences(
-    differences: Mapping[str, str], accept_changes: Collection[str] | bool, what: str, consequence: str
-) -> None:
-    """Raise StateError for the differences that were not accepted by name."""
-    accepted = _names(accept_changes)
-    refused = {} if accept_changes is True else {k: v for k, v in differences.items() if k not in accepted}
-    if refused:
-        listed = "\n".join(f"  - {text}" for text in refused.values())
-        raise StateError(
-            f"{what}:\n{listed}\n"
-            f"Restore the old declaration, or accept it with accept_changes={sorted(refused)!r} {consequence}"
-        )
-
-
 def _progress(state: Mapping[str, Any], unit: str) -> Progress:
     progress = Progress.from_plain(state)
     if state["unit"] == unit:
@@ -269,12 +99,6 @@ def _progress(state: Mapping[str, Any], unit: str) -> Progress:
     # What was drawn in samples says nothing about a balance in tokens.
     zeros = np.zeros(len(progress.names))
     return replace(progress, since=zeros.astype(np.int64), lead=zeros, weights=zeros)
-
-
-def _names(accept_changes: Collection[str] | bool) -> Collection[str]:
-    if isinstance(accept_changes, bool):
-        return ()
-    return (accept_changes,) if isinstance(accept_changes, str) else accept_changes or ()
 
 
 def _steered(contents: Mapping[str, Any]) -> Steered:
@@ -293,84 +117,3 @@ def _check_names(declared: Mapping[str, Any], names: Collection[str]) -> None:
     if set(declared) != set(names):
         one = next(iter(set(declared) ^ set(names)))
         raise DamagedError(f"source {one!r} is only in one of sources and fingerprint.sources")
-
-
-def _plain_option(value: Any, path: str, describer: Describer) -> Any:
-    """An option of the batch as JSON has it, so that an error can say what it was."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if isinstance(value, OutlierDelay):
-        return [list(value.lengths), value.together, value.most_steps]
-    if isinstance(value, Mapping):
-        return [[key, _plain_option(value[key], path, describer)] for key in sorted(value)]
-    if isinstance(value, (list, tuple)):
-        return [_plain_option(entry, path, describer) for entry in value]
-    return describer.digest(value, path)
-
-
-def _with_lists(value: Any) -> Any:
-    """Some ways of saving turn lists into tuples."""
-    return [_with_lists(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
-def _default_option(name: str) -> Any:
-    """What a state that was saved before the batch had an option means."""
-    default = next(each.default for each in fields(Batch) if each.name == name)
-    return None if default is MISSING else _plain_option(default, name, Describer())
-
-
-def _declaration_digests(name: str, source: Source, describer: Describer) -> str:
-    at = f"sources.{name}"
-    parts = [_reader_text(source, at, describer)]
-    given = declared_options(source)
-    for each in fields(Source):
-        if each.name in given and each.name != "transform" and each.name not in _NOT_DECLARED:
-            parts.append(f"{each.name}={describer.text(given[each.name], f'{at}.{each.name}')}")
-    transforms = [describer.text(each, f"{at}.transform[{i}]") for i, each in enumerate(source.transforms)]
-    return ".".join(digest_of(text)[:8] for text in (repr(parts), *transforms))
-
-
-def _reader_text(source: Source, at: str, describer: Describer) -> str:
-    """A reader by its identity(). One that does not say what it depends on counts with its code and all of its fields."""
-    if type(source).identity is not Source.identity:
-        return source.identity()
-    base = {each.name for each in fields(Source)}
-    own = {name: value for name, value in vars(source).items() if name not in base}
-    return f"{describer.text(type(source), at)} {describer.text(own, at)}"
-
-
-def _declared_differently(source: Source | None, old: str, new: str) -> str:
-    anything = "reader, paths, columns, transforms, window or shuffle"
-    before, after = old.split("."), new.split(".")
-    if source is None or len(before) != len(after) or len(after) != 1 + len(source.transforms):
-        return anything
-    changed = [i for i, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
-    named = [
-        f"transform[{i - 1}], {_label(source.transforms[i - 1])}: its code, options, or what they refer to"
-        if i
-        else "reader, paths, columns, decode, window or shuffle"
-        for i in changed
-    ]
-    return "; ".join(named)
-
-
-def _label(transform: Any) -> str:
-    return getattr(transform, "__qualname__", type(transform).__qualname__)
-
-
-def _first_declaration_digest(source: Source, described: dict[int, str]) -> str:
-    transforms = [first_description(transform, described) for transform in source.transforms]
-    decode = first_description(source.decode, described)
-    parts = (source.identity(), transforms, decode, source.tokens, source.loss_mask)
-    weights = () if source.loss_weights is None else (source.loss_weights,)  # which the first release did not have
-    return digest_of(repr((*parts, source.window, source.shuffle, *weights)))
-
-
-def _units_digest(units: Sequence[Unit]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for unit in units:
-        line = f"{unit.path}\0{unit.index}\0{unit.num_rows}\0{unit.num_bytes}\n"
-        digest.update(line.encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()

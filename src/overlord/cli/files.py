@@ -16,7 +16,7 @@ import cloudpickle
 import orjson
 
 import overlord
-from overlord.checkpoint.form import State, contents_of, sealed
+from overlord.checkpoint.form import contents_of, sealed
 from overlord.declare.job import Job
 from overlord.errors import OverlordError, SpecError, StateError
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import ModuleType
+
+    from overlord.messages import State
 
 _NO_NAME = re.compile(r"module 'overlord' has no attribute '(\w+)'")
 _NO_OPTION = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from types import FrameType
 
-    from overlord.checkpoint.state import State
+    from overlord.messages import State
     from overlord.runtime.engine import Engine
 
 

@@ -17,15 +17,8 @@ from uuid import uuid4
 
 import orjson
 
-from overlord.checkpoint.state import (
-    Fingerprint,
-    differences_of,
-    from_state,
-    refuse_differences,
-    steered_of,
-    to_state,
-    warn_of_unseen,
-)
+from overlord.checkpoint.fingerprint import Fingerprint, differences_of, refuse_differences, warn_of_unseen
+from overlord.checkpoint.state import from_state, steered_of, to_state
 from overlord.errors import SpecError, StateError, StorageError
 from overlord.planlog.append_log import (
     AppendLog,

@@ -9,10 +9,10 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from overlord.batches.tensors import to_torch
-from overlord.checkpoint.form import State, contents_of, sealed
+from overlord.checkpoint.form import contents_of, sealed
 from overlord.declare.arguments import seconds_or_none, switch, whole
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
-from overlord.messages import Delivery, Later, Step, StepReport
+from overlord.messages import Delivery, Later, State, Step, StepReport
 from overlord.runtime.exclusive import OneProcess, OneThread
 from overlord.runtime.long_waits import FIRST_S, waiting
 

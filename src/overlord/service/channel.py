@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from overlord.checkpoint.form import State
+    from overlord.messages import State
 
 T = TypeVar("T")
 

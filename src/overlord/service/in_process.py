@@ -13,7 +13,7 @@ from overlord.runtime.liveness import ROLE_REPORT
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from overlord.checkpoint.state import State
+    from overlord.messages import State
     from overlord.runtime.engine import Handle
     from overlord.steering.decisions import Decision
 

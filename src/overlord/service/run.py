@@ -12,19 +12,14 @@ from uuid import uuid4
 import numpy as np
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.checkpoint.state import (
-    Fingerprint,
-    State,
-    from_state,
-    to_state,
-    warn_of_unseen,
-)
+from overlord.checkpoint.fingerprint import Fingerprint, warn_of_unseen
+from overlord.checkpoint.state import from_state, to_state
 from overlord.declare.arguments import seconds_or_none, seconds_to_wait, whole
 from overlord.declare.job import Job, Log
 from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.fleet.control_loop import Loaders, Upkeep
-from overlord.messages import StepReport, WeightChange
+from overlord.messages import State, StepReport, WeightChange
 from overlord.planlog.plan_log import Era, resumed, starting_point
 from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner
 from overlord.roles.client import Client

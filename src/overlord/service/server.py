@@ -37,7 +37,7 @@ from overlord.service.wire import Action
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from overlord.checkpoint.state import State
+    from overlord.messages import State
     from overlord.steering.decisions import Decision
 
 T = TypeVar("T")
