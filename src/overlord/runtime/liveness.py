@@ -192,7 +192,7 @@ SERVER_ANSWER = Detector(
 )
 SERVER_CONTROL = Detector(
     watched="the service",
-    watcher="`overlord mix`",
+    watcher="`overlord mix ADDRESS`",
     sign="it answers; the planner ends the step that it draws first",
     after_s=60.0,
     then="the question is repeated every 0.2 s, until the command's own time-out",
