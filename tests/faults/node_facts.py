@@ -15,7 +15,7 @@ from pathlib import Path
 import overlord as ol
 from tests.faults.comparison import undisturbed
 from tests.faults.nodes import Nodes
-from tests.faults.on_ray import pulses
+from tests.faults.on_ray import health_reports
 from tests.faults.trainer import digest
 from tests.faults.trainers import wait_until
 from tests.small_sources import Numbered, job_of
@@ -39,7 +39,7 @@ def facts(folder: Path) -> dict:
     )
 
     def where() -> dict[str, str]:
-        return {name: names[pulse.node] for name, pulse in pulses(engine).items()}
+        return {name: names[report.node] for name, report in health_reports(engine).items()}
 
     try:
         with ol.start(job, engine=engine, log=str(folder / "log")) as loader:

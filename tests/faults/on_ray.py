@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 import overlord as ol
-from overlord.runtime.ray.stage import PULSE, Pulse
+from overlord.runtime.ray.role_actor import HEALTH_CHECKS, HealthReport
 from tests.faults.disturbance import (
     PATIENCE_S,
     Cause,
@@ -109,7 +109,7 @@ class OnRay:
         return causes
 
     def _roles(self, prefix: str) -> list[tuple[str, int]]:
-        return [(name, pulse.process) for name, pulse in pulses(self._engine).items() if name.startswith(prefix)]
+        return [(name, report.process) for name, report in health_reports(self._engine).items() if name.startswith(prefix)]
 
     def _hosts(self, are_shadows: bool) -> list[tuple[str, int]]:
         shadows = set(self._loader._fleet.table.shadows.values())
@@ -152,24 +152,24 @@ class OnRay:
     def _doomed(self, fault: Fault) -> tuple[Nodes, Any, str]:
         """A node that has roles, if there is one, and which."""
         assert self._nodes is not None
-        where = pulses(self._engine)
+        where = health_reports(self._engine)
         held = {n.node_id: [name for name, p in where.items() if p.node == n.node_id] for n in self._nodes.others}
         with_roles = [n for n in self._nodes.others if held[n.node_id]] or self._nodes.others
         node = with_roles[fault.pick(with_roles)]
         return self._nodes, node, f"a node with {', '.join(sorted(held[node.node_id])) or 'nothing'}"
 
 
-def pulses(engine: ol.Ray) -> dict[str, Pulse]:
+def health_reports(engine: ol.Ray) -> dict[str, HealthReport]:
     """Where each role runs; without those that are being made anew."""
-    actors = {name: actor for name, (_, actor) in engine._spawned().items()}
-    asked = {name: actor.pulse.options(concurrency_group=PULSE).remote() for name, actor in actors.items()}
+    actors = {name: actor for name, (_, actor) in engine._running_roles().items()}
+    asked = {name: actor.check_health.options(concurrency_group=HEALTH_CHECKS).remote() for name, actor in actors.items()}
     ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0.5)
-    found: dict[str, Pulse] = {}
+    found: dict[str, HealthReport] = {}
     for name, ref in asked.items():
         with suppress(RayError):
             if ref in ready:
-                pulse: Any = ray.get(ref)
-                found[name] = pulse
+                report: Any = ray.get(ref)
+                found[name] = report
     return found
 
 

@@ -58,7 +58,7 @@ def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, capl
     assert counter.ask(Counter.pid).result() != stopped
     told = rf"role 'counter' has not answered for 1\.\d s, though its process {stopped} on node \w+ lives"
     assert re.search(told, caplog.text)
-    assert "the process is killed and the role is made anew" in caplog.text
+    assert "the process is killed and the role is started again" in caplog.text
 
 
 @pytest.mark.second_try(reason="an actor that Ray starts slowly seems to hang for longer than a second")

@@ -130,7 +130,7 @@ def test_a_role_that_no_node_has_room_for_is_named_with_what_it_needs(ray_cluste
 def test_large_arguments_of_several_roles_are_stored_once_and_found_again_after_a_kill(engine: ol.Ray):
     large, own = bytes(3 << 20), bytes(2 << 20)
     counters = [engine.spawn(f"length/{i}", partial(make_length, large, {"own": own, "small": "abc"})) for i in range(2)]
-    assert engine._packer.num_stored == 2 + len(counters)
+    assert engine._calls.num_stored == 2 + len(counters)
     assert [counter.ask(Counter.add, 0).result() for counter in counters] == [(5 << 20) + 3] * 2
     os.kill(counters[0].ask(Counter.pid).result(), signal.SIGKILL)
     assert counters[0].ask(Counter.add, 0).result() == (5 << 20) + 3

@@ -1,5 +1,5 @@
-"""This process's connection to a Ray cluster. Ray allows one a process, so engines of several jobs share it: whoever
-needs it first makes it, and the last one to leave ends what was begun here, and nothing else."""
+"""This process's connection to a Ray cluster. Ray allows one per process, so the engines of several jobs share it: the first
+engine connects, and the last one to leave shuts down a cluster that was started here, and no other."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 SYSTEM_CONFIG = {
-    # What is read in place counts as used, and not only what Ray must not evict: see `Ray.store_use`.
+    # Objects that are read in place count as used, not only those that Ray must not evict: see `Ray.store_use`.
     "scheduler_report_pinned_bytes_only": False,
-    # Steps that were read are freed at once, not once a second: less memory, and memory that is warm.
+    # Steps that were read are freed at once, not once a second: less memory, and warm in the caches.
     "free_objects_period_milliseconds": 100,
     # Up to here an answer is quicker in the reply itself than through the store (0.3 MB: 1.5 ms against 4 ms).
     "max_direct_call_object_size": 1 << 20,
-    # An ask that was under way to an actor that died fails after 0.1 to 0.2 s, not after 1 to 2: it can then be repeated as
-    # soon as the actor is back.
+    # A call to an actor that died fails after 0.1 to 0.2 s rather than 1 to 2 s, and is repeated once the actor is back.
     "timeout_ms_task_wait_for_death_info": 100,
     "core_worker_internal_heartbeat_ms": 100,
 }
@@ -34,7 +33,8 @@ SYSTEM_CONFIG = {
 class Cluster:
     """Which cluster to use. `address` None: one on this machine, started for the purpose; else as `ray.init` takes it.
 
-    A connection that this process has already is used and left as it is. The other settings are for what is started here.
+    A connection that this process already has is used and left as it is. The other settings are for a cluster that `join`
+    starts.
     """
 
     address: str | None = None
@@ -88,7 +88,7 @@ class Cluster:
             num_cpus=self.num_cpus,
             object_store_memory=self.object_store_bytes,
             include_dashboard=False,
-            # What can be imported here can be imported in every role. Ray looks first where it was told last.
+            # Every role can import the modules that this process can. Ray searches the last path first.
             job_config=ray.job_config.JobConfig(code_search_path=[os.path.abspath(path) for path in reversed(sys.path)]),
             _system_config=dict(SYSTEM_CONFIG),  # Ray adds to it
             **options,
@@ -104,17 +104,18 @@ _is_ours = False
 
 
 def _keep_to_this_machine() -> None:
-    """A cluster of one machine listens on loopback only, and tells nobody that it runs. Ray and the processes that it starts
-    read this when they import it; for this process, which may have done so before, see `_on_loopback`."""
+    """Make a one-machine cluster listen on loopback only, and send no usage statistics. Ray and its processes read this when
+    they import ray; `_on_loopback` is for a process that imported it earlier."""
     os.environ.setdefault(_CLUSTER_VARIABLE, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 @contextmanager
 def _on_loopback(ray: Any) -> Iterator[None]:
-    """A cluster that is started inside listens on loopback, unless the environment asks for more. Where Ray was imported
-    before Overlord could say so, Ray is told now; a release that does not listen to that is refused."""
-    if os.environ.get(_CLUSTER_VARIABLE) != "0":  # somebody wants the cluster to be reached from elsewhere, and said so
+    """A cluster that is started inside the block listens on loopback, unless the environment says otherwise. Where ray was
+    imported too early to read the variable, its constant is changed; SpecError if the cluster listens elsewhere all the
+    same."""
+    if os.environ.get(_CLUSTER_VARIABLE) != "0":  # the user wants the cluster to be reachable from elsewhere
         yield
         return
     constants = sys.modules.get("ray._private.ray_constants")

@@ -1,8 +1,8 @@
-"""The Ray engine. A role is a named actor that Ray starts again when it dies; an answer comes through the object store.
+"""The Ray engine. A role is a named actor that Ray restarts when it dies; answers come through the object store.
 
-What it promises: roles start side by side, and `started` waits for them all. An ask goes to whatever its name means when
-it is made, and again to whatever it means then if the role dies or the name moves. Actors belong to the process that
-spawned them: when that ends, however it ends, Ray ends them.
+What it promises: roles start side by side, and `started` waits for them all. A call goes to the actor that its name is bound
+to, and is repeated when the role dies or the name moves. Actors belong to the process that spawned them: when that process
+ends, however it ends, Ray ends them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from overlord.runtime.ray.names import Names, RayAnswer
-    from overlord.runtime.ray.stored_calls import Packer
+    from overlord.runtime.ray.stored_calls import CallStore
     from overlord.runtime.ray.watch import HangWatch
 
 
@@ -39,7 +39,7 @@ class ActorOptions:
     labels: Mapping[str, str] = field(default_factory=dict)
     placement: Literal["spread", "here", "any"] = "any"
     max_concurrency: int = 64
-    """Asks that the actor answers side by side; more wait their turn."""
+    """Calls that the actor answers at the same time; more are queued."""
 
     def __post_init__(self) -> None:
         if self.num_cpus < 0:
@@ -51,10 +51,10 @@ class ActorOptions:
         if self.max_concurrency < 2:
             raise SpecError(f"max_concurrency must be at least 2: a role answers while it waits, got {self.max_concurrency}")
 
-    def for_ray(self) -> dict[str, Any]:
-        """As options of a Ray actor, placement left out."""
+    def to_ray(self) -> dict[str, Any]:
+        """Options of a Ray actor, without the placement."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus, "max_concurrency": self.max_concurrency}
-        # At least a byte: an actor that asks for nothing at all is put on any node, whatever its placement says.
+        # At least a byte: Ray ignores the placement of an actor that requests no resource at all.
         options["memory"] = self.memory_bytes or 1
         if self.resources:
             options["resources"] = dict(self.resources)
@@ -83,16 +83,16 @@ CONSTRUCTORS = ActorOptions(placement="here")
 class Ray:
     """The engine for a cluster.
 
-    `address` None starts a cluster on this machine and ends it with the job; "auto" or a host and port attach to one that
-    runs. `loader_hosts` is the number of actors that loaders share, by default one for each share of a source but no more
-    than the cluster has CPUs to give. `near` names, for each data-parallel group, the node (its address or Ray id) where its
-    trainers run: its constructor goes there if there is room. A role that died is waited for `patience_s`. One that lives
-    and gives no sign of life for `hung_after_s` is killed and made anew; None waits for it for ever. Being busy, however
-    long, is a sign of life.
-    `num_cpus` and `object_store_bytes` are for a cluster that is started here.
+    `address` None starts a cluster on this machine and stops it with the job; "auto", or a host and port, attaches to a
+    running one. `loader_hosts` is the number of actors that loaders share, by default one for each share of a source but no
+    more than the cluster has free CPUs for. `near` names, for each data-parallel group, the node (its address or Ray id) of
+    its trainers: the group's constructor goes there if there is room. Callers wait `patience_s` for a role that died. A role
+    that lives and answers no health check for `hung_after_s` is killed and restarted; None waits for ever. A busy role
+    answers health checks, however long it is busy. `num_cpus` and `object_store_bytes` are for a cluster that is started
+    here.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of a cluster, keyword-only
         self,
         address: str | None = None,
         *,
@@ -131,11 +131,11 @@ class Ray:
         self._starting: dict[str, Any] = {}
         self._size: WorkplaceSize | None = None
         self._names: Names
-        self._packer: Packer
+        self._calls: CallStore
         self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A handle that travels into an actor needs only to ask."""
+        """A handle inside an actor only makes calls, so only the names travel."""
         return self._names.__reduce__()
 
     def open(self, size: WorkplaceSize) -> None:
@@ -144,15 +144,15 @@ class Ray:
                 raise SpecError("this engine runs a job already; give each overlord.start its own")
             self._cluster.join()
             self._size = size
-        # These import Ray, which must wait until it is known how to.
+        # These modules import Ray, which must come after `join` has set its environment.
         from overlord.runtime.ray.names import Names
-        from overlord.runtime.ray.stored_calls import Packer
+        from overlord.runtime.ray.stored_calls import CallStore
         from overlord.runtime.ray.watch import HangWatch
 
         self._names = Names(f"overlord-{uuid.uuid4().hex}", self._patience_s)
-        self._packer = Packer(self._names.table)
+        self._calls = CallStore(self._names.table)
         if self._hung_after_s is not None:
-            self._watch = HangWatch(self._spawned, self._hung_after_s, self._patience_s)
+            self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s)
 
     is_in_process = False
 
@@ -168,7 +168,7 @@ class Ray:
     def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
         import ray
 
-        from overlord.runtime.ray.stage import PULSE, Stage
+        from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor
 
         with self._lock:
             if self._closed:
@@ -180,18 +180,18 @@ class Ray:
             options = self._options_of(name)
             remote: Any = ray.remote
             actor = (
-                remote(concurrency_groups={PULSE: 1})(Stage)
+                remote(concurrency_groups={HEALTH_CHECKS: 1})(RoleActor)
                 .options(
                     name=actor_name,
                     namespace=self._names.namespace,
                     max_restarts=-1,
                     scheduling_strategy=self._placement(name, options),
-                    **options.for_ray(),
+                    **options.to_ray(),
                 )
-                .remote(name, self._packer.packed(make), self._size)
+                .remote(name, self._calls.store(make), self._size)
             )
             self._roles[name] = actor_name, actor
-            self._starting[name] = actor.started.remote()
+            self._starting[name] = actor.wait_until_made.remote()
             self._names.bind(name, actor_name)
         return Handle(self, name)
 
@@ -208,7 +208,7 @@ class Ray:
             if ref in late:
                 raise WaitTimeoutError(
                     f"role {name!r} did not start within {timeout_s:.0f} s: it needs {self._options_of(name)}, and "
-                    f"the cluster has {_shown(ray.available_resources())} free of {_shown(ray.cluster_resources())}; "
+                    f"the cluster has {_describe(ray.available_resources())} free of {_describe(ray.cluster_resources())}; "
                     "add nodes, ask for less (loaders=, loader_hosts=), or wait longer (patience_s=)"
                 )
             try:
@@ -260,12 +260,12 @@ class Ray:
             self._watch.close()
         self._names.closed.set()
         self._names.table.clear()
-        # Last spawned, first stopped: a role is closed before those it asks.
+        # Last spawned, first stopped: a role is closed before those it calls.
         _close([actor for _, actor in roles.values()][::-1])
         self._names.close(_CLOSE_S)
         self._cluster.leave()
 
-    def _spawned(self) -> dict[str, tuple[str, Any]]:
+    def _running_roles(self) -> dict[str, tuple[str, Any]]:
         with self._lock:
             return dict(self._roles)
 
@@ -298,7 +298,7 @@ def _node_id(node: str) -> str:
 
 
 def _close(actors: Sequence[Any]) -> None:
-    """Kill actors, after they had a moment to close what they hold."""
+    """Close actors, and kill them when they have closed or their time is over."""
     import ray
 
     if actors:
@@ -314,5 +314,5 @@ def _kill(actors: Sequence[Any]) -> None:
         ray.kill(actor, no_restart=True)
 
 
-def _shown(resources: Mapping[str, float]) -> str:
+def _describe(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPUs, {resources.get('memory', 0):,.0f} bytes of memory"

@@ -1,8 +1,8 @@
-"""Asking a role by its name, wherever it lives now and however often it died on the way.
+"""Calling a role by its name, wherever it runs and however often it died.
 
-A name is bound to an actor in the job's table. Every process looks a binding up once and again when the
-actor does not answer: because it died, or because the name means another actor by now. An ask is repeated until it is
-answered, the name is unbound, or the role has been gone for longer than `patience_s`.
+The job's table binds a name to an actor. Every process looks a binding up once, and again when the actor does not answer:
+because it died, or because the name means another actor by now. A call is repeated until it is answered, the name is
+unbound, or the role has been gone for longer than `patience_s`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray import exceptions as ray_errors
 
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
-from overlord.runtime.ray.stored_calls import Table
+from overlord.runtime.ray.stored_calls import JobTable
 from overlord.runtime.retry import Backoff
 from overlord.runtime.transport import ErrorEnvelope
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _CHECK_S = liveness.RAY_REBOUND.after_s
 _BACKOFF = Backoff(first_s=0.02, longest_s=0.5)
-# A role that died, its node, or an answer that was lost with its node. Everything else Ray raises is for the user.
+# The role or its node died, or an answer was lost with its node. All other errors of Ray are for the user.
 _GONE = (
     ray_errors.RayActorError,
     ray_errors.ObjectLostError,
@@ -46,7 +46,7 @@ class Names:
 
     def __init__(self, namespace: str, patience_s: float) -> None:
         self.namespace = namespace
-        self.table = Table(namespace)
+        self.table = JobTable(namespace)
         self.patience_s = patience_s
         self.closed = threading.Event()
         self._actors: dict[str, tuple[str, Any]] = {}
@@ -74,8 +74,8 @@ class Names:
             raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
         return pickle.loads(found)
 
-    def bound(self, name: str) -> str:
-        """The actor that a name means."""
+    def actor_name(self, name: str) -> str:
+        """The name of the actor that a role's name is bound to."""
         if self.closed.is_set():
             raise ClosedError(f"the engine of role {name!r} is closed; call overlord.start again")
         found = self.table.get(f"role/{name}")
@@ -84,26 +84,26 @@ class Names:
         return found.decode()
 
     def actor(self, name: str, anew: bool) -> tuple[str, Any]:
-        """(the actor that a name means, a handle of it); from memory unless `anew`."""
+        """The name and the handle of the actor that a role's name is bound to; looked up again if `anew`."""
         if self.closed.is_set():
             raise ClosedError(f"the engine of role {name!r} is closed; call overlord.start again")
         known = self._actors.get(name)
         if known is None or anew:
-            actor = self.bound(name)
+            actor = self.actor_name(name)
             if known is None or known[0] != actor:
                 known = actor, ray.get_actor(actor, namespace=self.namespace)
                 self._actors[name] = known
         return known
 
     def close(self, timeout_s: float) -> None:
-        """Let every wait of this process end with ClosedError, and wait for that."""
+        """Make every wait of this process raise ClosedError, and wait until they all have."""
         self.closed.set()
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While a thread of this process waits for an answer."""
+        """Counts the threads of this process that wait for an answer."""
         with self._changed:
             self._waiting += 1
         try:
@@ -115,7 +115,7 @@ class Names:
 
 
 class RayAnswer(Generic[T]):
-    """What an ask returns. The ask is under way from the beginning."""
+    """The future of a call, which is sent when the future is made and sent again when its role dies or moves."""
 
     __slots__ = ("_actor", "_call", "_lost_at", "_name", "_names", "_pauses", "_ref")
 
@@ -140,7 +140,7 @@ class RayAnswer(Generic[T]):
                         break
                 except ray_errors.GetTimeoutError:
                     self._check(deadline, timeout)
-                    if self._names.bound(self._name) != self._actor:
+                    if self._names.actor_name(self._name) != self._actor:
                         self._send(anew=True)
                     continue
                 except _GONE as error:
@@ -155,11 +155,11 @@ class RayAnswer(Generic[T]):
     def _send(self, anew: bool) -> None:
         try:
             self._actor, actor = self._names.actor(self._name, anew)
-        except ValueError as error:  # bound to an actor that is no more: its name is about to mean another
+        except ValueError as error:  # the actor is gone, and the name is about to be bound to another
             self._ref = None
             self._note_lost(error)
         else:
-            self._ref = actor.ask.remote(*self._call)
+            self._ref = actor.call.remote(*self._call)
 
     def _check(self, deadline: float | None, timeout: float | None) -> None:
         if deadline is not None and time.monotonic() >= deadline:

@@ -1,9 +1,9 @@
-"""How the making of a role travels to its actor: pickled into the job's table, what is large and shared only once.
+"""The calls that make roles, pickled into the job's table, where actors load them; large shared arguments are stored once.
 
-A `Table` holds values of one job that every process of a cluster can look up, for as long as the job runs. They lie in
-the store that Ray keeps its own named actors in, and live as long as these do: when a node is lost, an actor that starts
-again elsewhere still finds what it is made from. The object store promises less (an argument that lies there and goes out
-of scope keeps an actor from starting again).
+A `JobTable` holds values of one job that every process of the cluster can look up while the job runs. It lies in the
+key-value store where Ray keeps its named actors, and lives as long as they do: when a node is lost, an actor that restarts
+elsewhere still finds the call that makes its role. The object store promises less: an actor whose argument there went out
+of scope cannot restart.
 """
 
 from __future__ import annotations
@@ -23,71 +23,71 @@ _LARGE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """In the place of a value that has an entry of its own."""
+class _Reference:
+    """Stands for a value that has an entry of its own."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A call that lies in a job's table. May be opened any number of times, also after its sender is gone."""
+class StoredCall:
+    """A call in a job's table. Any process may load it, any number of times, also after the process that stored it ended."""
 
     namespace: str
     key: str
 
-    def opened(self) -> Callable[..., Any]:
-        table = Table(self.namespace)
+    def load(self) -> Callable[..., Any]:
+        table = JobTable(self.namespace)
 
-        def loaded(key: str) -> Any:
+        def load_entry(key: str) -> Any:
             pickled = table.get(key)
             if pickled is None:
                 raise RuntimeError("the job that this role belongs to has ended")
             return pickle.loads(pickled)
 
-        def found(value: Any) -> Any:
+        def resolve(value: Any) -> Any:
             if isinstance(value, dict):
-                return {key: found(entry) for key, entry in value.items()}
-            return loaded(value.key) if isinstance(value, _Stored) else value
+                return {key: resolve(entry) for key, entry in value.items()}
+            return load_entry(value.key) if isinstance(value, _Reference) else value
 
-        function, args, kwargs = loaded(self.key)
-        return partial(function, *map(found, args), **{name: found(value) for name, value in kwargs.items()})
+        function, args, kwargs = load_entry(self.key)
+        return partial(function, *map(resolve, args), **{name: resolve(value) for name, value in kwargs.items()})
 
 
-class Packer:
-    """Packs calls for the actors of one job. An argument, or an entry of a dict argument, that pickles to much is put into
-    the table once, however many calls have it."""
+class CallStore:
+    """Stores the calls of one job. An argument, or an entry of a dict argument, whose pickle is large is stored once,
+    however many calls share it."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: JobTable) -> None:
         self._table = table
-        self._known: dict[int, tuple[Any, _Stored | None]] = {}
+        self._known: dict[int, tuple[Any, _Reference | None]] = {}
         self._num_stored = 0
 
-    def packed(self, make: Callable[..., Any]) -> Parcel:
+    def store(self, make: Callable[..., Any]) -> StoredCall:
         call = make if isinstance(make, partial) else partial(make)
-        args = [self._sent(value) for value in call.args]
-        kwargs = {name: self._sent(value) for name, value in call.keywords.items()}
-        return Parcel(self._table.namespace, self._put(cloudpickle.dumps((call.func, args, kwargs))).key)
+        args = [self._stored_if_large(value) for value in call.args]
+        kwargs = {name: self._stored_if_large(value) for name, value in call.keywords.items()}
+        return StoredCall(self._table.namespace, self._put(cloudpickle.dumps((call.func, args, kwargs))).key)
 
     @property
     def num_stored(self) -> int:
-        """Entries made so far: one for each call, and one for each large value."""
+        """Entries stored so far: one for each call, and one for each large value."""
         return self._num_stored
 
-    def _sent(self, value: Any) -> Any:
+    def _stored_if_large(self, value: Any) -> Any:
         if type(value) is dict:
-            return {key: self._sent(entry) for key, entry in value.items()}
+            return {key: self._stored_if_large(entry) for key, entry in value.items()}
         if value is None or isinstance(value, (int, float, str)):
             return value
         if id(value) not in self._known:
             pickled = cloudpickle.dumps(value)
-            # The value is kept beside its id, so that the id is not given to another.
+            # Holding the value keeps another from getting its id.
             self._known[id(value)] = (value, self._put(pickled) if len(pickled) > _LARGE_BYTES else None)
         return self._known[id(value)][1] or value
 
-    def _put(self, pickled: bytes) -> _Stored:
+    def _put(self, pickled: bytes) -> _Reference:
         self._num_stored += 1
-        stored = _Stored(f"parcel/{self._num_stored}")
+        stored = _Reference(f"call/{self._num_stored}")
         self._table.put(stored.key, pickled)
         return stored
 
@@ -95,22 +95,24 @@ class Packer:
 _SPACE = b"overlord"
 
 
-class Table:
+class JobTable:
+    """The entries of one job in Ray's key-value store."""
+
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
 
     def put(self, key: str, value: bytes) -> None:
-        internal_kv._internal_kv_put(self._full(key), value, overwrite=True, namespace=_SPACE)
+        internal_kv._internal_kv_put(self._full(key), value, overwrite=True, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
 
     def get(self, key: str) -> bytes | None:
-        return internal_kv._internal_kv_get(self._full(key), namespace=_SPACE)
+        return internal_kv._internal_kv_get(self._full(key), namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
 
     def delete(self, key: str) -> None:
-        internal_kv._internal_kv_del(self._full(key), namespace=_SPACE)
+        internal_kv._internal_kv_del(self._full(key), namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
 
     def clear(self) -> None:
         """Delete everything of this job."""
-        internal_kv._internal_kv_del(self._full(""), del_by_prefix=True, namespace=_SPACE)
+        internal_kv._internal_kv_del(self._full(""), del_by_prefix=True, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
 
     def _full(self, key: str) -> bytes:
         return f"{self.namespace}/{key}".encode()

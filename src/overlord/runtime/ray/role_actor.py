@@ -1,0 +1,97 @@
+"""The Ray actor that hosts one role, and its answer to health checks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from overlord.runtime.engine import Workplace, WorkplaceSize
+from overlord.runtime.transport import ErrorEnvelope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from overlord.runtime.ray.stored_calls import StoredCall
+
+_RAISED_IN = "raised in role"
+HEALTH_CHECKS = "health_checks"
+"""The concurrency group of health checks, which are answered while all other threads of the actor are busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReport:
+    """The answer to a health check: which process answers, where, and what its role is busy with."""
+
+    process: int
+    started_at: str
+    """Tells the process from a later one with the same id; empty where the system does not say."""
+    node: str
+    status_lines: tuple[str, ...]
+
+
+class RoleActor:
+    """Makes its role at every start of the actor, and forwards calls to it.
+
+    The role is made in a thread of its own, so that health checks are answered meanwhile: a role that takes long to make
+    must not look hung.
+    """
+
+    def __init__(self, name: str, stored: StoredCall, size: WorkplaceSize) -> None:
+        self._name = name
+        self._failed: ErrorEnvelope | None = None
+        self._role: Any = None
+        self._workplace: Workplace | None = None
+        self._made = threading.Event()
+        threading.Thread(target=self._make, args=(stored, size), name="overlord-making", daemon=True).start()
+
+    def call(self, method: str, args: tuple, kwargs: dict) -> Any:
+        self._made.wait()
+        if self._failed is not None:
+            return self._failed
+        try:
+            return getattr(self._role, method)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - raised again in the caller
+            return ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
+
+    def wait_until_made(self) -> ErrorEnvelope | None:
+        """Return once the role is made, with the error that making it raised, if any."""
+        self._made.wait()
+        return self._failed
+
+    def check_health(self) -> HealthReport:
+        """Answered however busy the role is. `status_lines` takes the role's own locks, where it has any, so that a role
+        whose locks are deadlocked does not answer."""
+        import ray
+
+        status_lines = getattr(self._role, "status_lines", None)
+        busy = () if status_lines is None else tuple(status_lines())
+        return HealthReport(os.getpid(), process_start_time(os.getpid()), ray.get_runtime_context().get_node_id(), busy)
+
+    def close(self) -> None:
+        """Close the role, as the embedded engine would. The engine kills the process afterwards."""
+        close = getattr(self._role, "close", None)
+        if close is not None:
+            close()
+        if self._workplace is not None:
+            self._workplace.close()
+
+    def _make(self, stored: StoredCall, size: WorkplaceSize) -> None:
+        try:
+            make: Callable[[Workplace], Any] = stored.load()
+            self._workplace = Workplace(size)
+            self._role = make(self._workplace)
+        except Exception as error:  # noqa: BLE001 - raised in every caller; an exit would only tell them that an actor died
+            self._failed = ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
+        finally:
+            self._made.set()
+
+
+def process_start_time(process: int) -> str:
+    """The start time of a process of this machine, in the kernel's ticks; empty where the system does not say."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
