@@ -41,8 +41,8 @@ class Stored(ol.Source):
 
     def read(self, unit: ol.Unit) -> pa.Table:
         time.sleep(self.unit_s)
-        values = pa.array(np.full(ROWS * TOKENS, unit.index, np.int32))
-        return pa.table({"tokens": pa.ListArray.from_arrays(np.arange(ROWS + 1, dtype=np.int32) * TOKENS, values)})
+        values = np.full(ROWS * TOKENS, unit.index, np.int32)
+        return pa.table({"tokens": pa.array(list(values.reshape(ROWS, TOKENS)), pa.list_(pa.int32()))})
 
 
 @dataclass(frozen=True, slots=True)

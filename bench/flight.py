@@ -18,19 +18,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import psutil
 
 import overlord as ol
 from bench.measure import ROOT
-from overlord.messages import Delivery, Later
+from overlord.messages import Delivery, Later, StepReport, WeightChange
 from overlord.service.auth import Listen
 from overlord.service.channel import FlightChannel
+from overlord.service.in_process import InProcess
 from overlord.service.server import Service
 from overlord.service.serving import ServerPerGroup
+from overlord.steering.decisions import Decision
 from tests.small_sources import Numbered
 
 MB = 1_000_000
@@ -72,6 +74,15 @@ class Prebuilt:
     def status_lines(self) -> list[str]:
         return []
 
+    def feedback(self, report: StepReport, generation: int) -> list[str]:
+        return []
+
+    def change_weights(self, change: WeightChange) -> int:
+        return 0
+
+    def decisions(self) -> Sequence[Decision]:
+        return ()
+
 
 def serve_prebuilt(num_bytes: int) -> None:
     steps = Prebuilt(num_bytes)
@@ -82,13 +93,13 @@ def serve_prebuilt(num_bytes: int) -> None:
 
 def serve_many(num_loaders: int) -> None:
     """A real run: 16 data-parallel groups of 63 ranks, each group's constructor with a server of its own."""
-    long = {"rows": 400, "unit_rows": 50, "longest": 1000, "loaders": num_loaders}
-    sources = {f"s{i}": Numbered(first=1 + 400 * i, **long) for i in range(4)}
+    long = Numbered(rows=400, unit_rows=50, longest=1000, loaders=num_loaders)
+    sources = {f"s{i}": replace(long, first=1 + 400 * i) for i in range(4)}
     batch = ol.Batch(tokens=16_384, sequence_length=1024)
     job = ol.Job(sources=sources, batch=batch, mesh=ol.Mesh(dp=GROUPS, tp=RANKS_PER_GROUP))
     _raise_limit()
     with ol.start(job) as loader:
-        channel = loader.client(0)._channel
+        channel = cast("InProcess", loader.client(0)._channel)
         serving = ServerPerGroup("bench", channel, lambda: loader.tree, loader._constructors, Listen(), None)
         _serve_until_told(serving.address, lambda: {"sockets": _sockets(), "threads": threading.active_count()})
         serving.close()

@@ -41,7 +41,8 @@ def state_costs(job: ol.Job) -> tuple[Spread, int, dict[str, Any]]:
     """Milliseconds of `state_dict()`, its size as JSON, and a state."""
     with ol.start(job) as loader:
         client = loader.client(0)
-        taken = []
+        taken: list[float] = []
+        state: dict[str, Any] = {}
         for _ in range(STEPS_BEFORE):
             next(client)
             begun = time.perf_counter()

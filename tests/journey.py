@@ -75,7 +75,7 @@ class _Tracer:
             yield
         finally:
             sys.setprofile(before)
-            threading.setprofile(before)  # pyright: ignore[reportArgumentType] - None takes it away
+            threading.setprofile(before)
 
     def journey(self) -> Journey:
         functions: dict[str, list[str]] = defaultdict(list)

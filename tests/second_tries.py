@@ -33,7 +33,7 @@ class SecondTries:
                 item.add_marker(pytest.mark.flaky(reruns=1))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.outcome == "rerun":  # pyright: ignore[reportUnnecessaryComparison] - pytest-rerunfailures adds this outcome
+        if report.outcome == "rerun":  # an outcome of pytest-rerunfailures
             self._needed.append(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

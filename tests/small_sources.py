@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 import overlord as ol
+from overlord.roles.planner import Planned
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Numbered(ol.Source):
         start = unit.index * self.unit_rows
         documents = range(start, min(start + self.unit_rows, self.rows))
         tokens = [np.arange(length_of(self.first + d, self.longest)) + (self.first + d) * 1000 for d in documents]
-        columns = {"tokens": pa.array([t.astype(np.int32) for t in tokens], pa.list_(pa.int32()))}
+        columns: dict[str, pa.Array] = {"tokens": pa.array([t.astype(np.int32) for t in tokens], pa.list_(pa.int32()))}
         if self.with_mask:
             columns["mask"] = pa.array([(t % 3 > 0).astype(np.int8) for t in tokens], pa.list_(pa.int8()))
         columns["document"] = pa.array([self.first + d for d in documents], pa.int64())
@@ -52,6 +53,13 @@ def documents_of(source: Numbered) -> dict[int, int]:
     return {source.first + d: length_of(source.first + d, source.longest) for d in range(source.rows)}
 
 
+def planned(loader: ol.Loader, step: int) -> Planned:
+    """The plan of a step that the run has."""
+    found = loader.plan(step)
+    assert found is not None
+    return found
+
+
 def tokens_of(step: ol.Step) -> np.ndarray:
     """All real tokens of a rank's part of a packed step (documents from 1 on, so that padding is told apart)."""
     found = [np.asarray(micro["tokens"]).ravel() for micro in step]
@@ -60,7 +68,7 @@ def tokens_of(step: ol.Step) -> np.ndarray:
 
 
 def read_all(
-    job: ol.Job, steps: int, resume: Mapping[str, Any] | None = None, **start: Any
+    job: ol.Job, steps: int, resume: Mapping[str, Any] | str | None = None, **start: Any
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Read up to `steps` steps on every rank, in turn. Gives the sorted tokens of each step, over one rank of each slice,
     and the state after."""

@@ -1,7 +1,9 @@
 """Bad input on a whole run: a clear error that says where and what to do, and nothing lost when it is set aside."""
 
 import json
+from collections.abc import Callable
 from itertools import islice
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +12,8 @@ import pytest
 
 import overlord as ol
 from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
+
+untyped: Any = ol  # for calls that types forbid
 
 LENGTHS = [3, 0, 20, 5, 0, 33, 1]
 """Documents of one file: two are empty, two longer than 16 tokens."""
@@ -23,7 +27,7 @@ def documents(tmp_path):
     return ol.Parquet(str(path), repeat=False)
 
 
-def run(source: ol.Source, policy: str) -> tuple[list[int], dict[str, int]]:
+def run(source: ol.Source, policy: Any) -> tuple[list[int], dict[str, int]]:
     batch = ol.Batch(tokens=64, sequence_length=16, long_documents=policy)
     with ol.start(job_of({"docs": source}, batch)) as loader:
         tokens = np.concatenate([tokens_of(step) for step in loader.client(0)])
@@ -78,7 +82,7 @@ def test_a_split_document_keeps_the_label_across_the_cut(documents):
         (lambda: ol.Batch(tokens=100, sequence_length=16), r"100 is not a multiple of 16; the nearest is 96"),
         (lambda: ol.Mesh(dp=0), r"mesh size dp must be at least 1, got 0"),
         (lambda: job_of({}), r"a job needs at least one source"),
-        (lambda: job_of({"a": "data/*.parquet"}), r"source 'a' must be an overlord.Source, got str"),
+        (lambda: cast("Any", job_of)({"a": "data/*.parquet"}), r"source 'a' must be an overlord.Source, got str"),
         (lambda: Numbered(window=0), r"window is a number of units, at least 1, got 0"),
         (
             lambda: job_of(
@@ -242,7 +246,7 @@ def test_a_source_of_which_a_row_function_leaves_nothing_is_an_error():
         next(loader.client(0))
 
 
-def with_column(name: str, value: object, kind: pa.DataType | None = None) -> object:
+def with_column(name: str, value: object, kind: pa.DataType | None = None) -> Callable[[pa.Table], pa.Table]:
     def add(table: pa.Table) -> pa.Table:
         return table.append_column(name, pa.array([value] * table.num_rows, kind))
 
@@ -309,7 +313,8 @@ def test_units_of_one_chunk_may_differ_in_what_their_rows_say_of_types():
 def test_units_of_one_chunk_whose_types_do_not_go_together_name_the_column_both_units_and_types():
     class TwoFaced(Numbered):
         def read(self, unit: ol.Unit) -> pa.Table:
-            return super().read(unit).append_column("v", pa.array([unit.index and "x"] * self.unit_rows))
+            values: list[Any] = ["x" if unit.index else 0] * self.unit_rows
+            return super().read(unit).append_column("v", pa.array(values))
 
     job = job_of({"a": TwoFaced(first=1, window=2, shuffle=False)})
     message = r"numbered#1 has the column 'v' as string, but numbered has it as int64; .*columns="
@@ -334,9 +339,9 @@ def test_a_rank_is_a_whole_number(rank):
 
 @pytest.mark.strangers
 def test_numpys_whole_numbers_are_ranks_and_sizes():
-    mesh = ol.Mesh(dp=np.int64(2), tp=np.int32(1))
+    mesh = untyped.Mesh(dp=np.int64(2), tp=np.int32(1))
     assert (type(mesh.dp), mesh) == (int, ol.Mesh(dp=2))
-    with ol.start(job_of({"a": Numbered(first=1)}, mesh=mesh), world_size=np.int64(2)) as loader:
+    with untyped.start(job_of({"a": Numbered(first=1)}, mesh=mesh), world_size=np.int64(2)) as loader:
         assert next(loader.client(np.int64(1))).number == 0
 
 
@@ -368,16 +373,16 @@ def test_numpys_whole_numbers_are_ranks_and_sizes():
         (lambda loader: loader.wait_for_leave(["0"], 1), r"rank must be a whole number, got '0' \(str\)"),
         (lambda loader: loader.resize({"dp": 2}), r"resize takes an overlord.Mesh, got {'dp': 2}"),
         (lambda loader: loader.resize(ol.Mesh(), timeout_s="1"), r"timeout_s is a number of seconds from 0 on, got '1'"),
-        (lambda _: ol.Mesh(dp="2"), r"mesh size dp must be a whole number, got '2' \(str\)"),
-        (lambda _: ol.Mesh(tp=2.0), r"mesh size tp must be a whole number, got 2.0"),
+        (lambda _: untyped.Mesh(dp="2"), r"mesh size dp must be a whole number, got '2' \(str\)"),
+        (lambda _: untyped.Mesh(tp=2.0), r"mesh size tp must be a whole number, got 2.0"),
         (lambda _: ol.Mesh(cp=True), r"mesh size cp must be a whole number, got True \(bool\)"),
-        (lambda _: ol.Mesh(order="pdct"), r"mesh order must name pp, dp, cp and tp once each, got pdct"),
-        (lambda _: ol.start(job_of({"a": Numbered()}), world_size="1"), r"world_size must be a whole number, got '1'"),
-        (lambda _: ol.connect("127.0.0.1:9", rank=0, timeout_s="1"), r"timeout_s is a positive number .* got '1' \(str\)"),
-        (lambda _: ol.connect("127.0.0.1:9", rank=0, torch="no"), r"torch is True or False, got 'no' \(str\)"),
+        (lambda _: untyped.Mesh(order="pdct"), r"mesh order must name pp, dp, cp and tp once each, got pdct"),
+        (lambda _: untyped.start(job_of({"a": Numbered()}), world_size="1"), r"world_size must be a whole number, got '1'"),
+        (lambda _: untyped.connect("127.0.0.1:9", rank=0, timeout_s="1"), r"timeout_s is a positive number .* got '1'"),
+        (lambda _: untyped.connect("127.0.0.1:9", rank=0, torch="no"), r"torch is True or False, got 'no' \(str\)"),
         (lambda _: ol.connect("127.0.0.1", rank=0), r"an address is host:port, .* got '127.0.0.1'"),
-        (lambda _: ol.connect(None, rank=0), r"an address is host:port, .* got None"),
-        (lambda _: ol.connect("127.0.0.1:9", rank=0, tls_root=b"pem"), r"is given as the path of a PEM file, got b'pem'"),
+        (lambda _: untyped.connect(None, rank=0), r"an address is host:port, .* got None"),
+        (lambda _: untyped.connect("127.0.0.1:9", rank=0, tls_root=b"pem"), r"as the path of a PEM file, got b'pem'"),
     ],
 )
 def test_what_a_run_is_asked_wrongly_is_said_at_once(call, message):

@@ -110,7 +110,9 @@ def test_encoder_and_backbone_are_even_at_once_and_the_plan_says_who_encodes_wha
         assert encoding is not None
         patches = np.bincount(encoding.place, encoding.images.patches, 4)
         assert patches.max() / patches.mean() < 1.2
-        assert len(encoding.place) == planned.step.samples.images.count.sum()
+        images = planned.step.samples.images
+        assert images is not None
+        assert len(encoding.place) == images.count.sum()
         assert "encode" in [stage.name for stage in planned.plan.stages]
 
 
@@ -136,6 +138,7 @@ def test_the_fields_of_an_exchange_come_through_a_service_as_they_were(tmp_path)
         while (steps := [next(client, None) for client in near])[0] is not None:
             others = [next(client) for client in far]
             for mine, other in zip(steps, others, strict=True):
+                assert mine is not None
                 for left, right in zip(mine, other, strict=True):
                     assert left.keys() == right.keys()
                     for name in ("send_rows", "send_counts", "receive_rows", "receive_counts", "image_row"):

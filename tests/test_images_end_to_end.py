@@ -31,8 +31,8 @@ def shard(path, members: list[tuple[str, bytes]]) -> str:
 
 
 def sample(number: int, jpeg: bytes | None = None) -> list[tuple[str, bytes]]:
-    jpeg = simplejpeg.encode_jpeg(picture(number), quality=95) if jpeg is None else jpeg
-    return [(f"{number:04}.jpg", jpeg), (f"{number:04}.txt", f"picture {number}".encode())]
+    content = simplejpeg.encode_jpeg(picture(number), quality=95) if jpeg is None else jpeg
+    return [(f"{number:04}.jpg", content), (f"{number:04}.txt", f"picture {number}".encode())]
 
 
 def job_of(path: str, **fields) -> ol.Job:

@@ -16,7 +16,7 @@ def test_the_version_is_that_of_the_distribution():
 
 def test_the_lowest_releases_that_are_tested_are_the_lower_bounds():
     asked = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]
-    bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", each).groups() for each in asked)
+    bounds = dict(re.findall(r"^([\w-]+)>=([\d.]+)", each)[0] for each in asked)
     lines = (HERE / "constraints" / "lowest.txt").read_text().splitlines()
     tested = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert set(tested) == set(bounds)

@@ -49,4 +49,5 @@ from overlord.sources.webdataset import WebDataset as WebDataset
 from overlord.steering.cost_file import load_cost as load_cost
 from overlord.stream.facts import Samples as Samples
 
+__all__: list[str]
 __version__: str

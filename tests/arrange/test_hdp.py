@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -299,8 +300,8 @@ def test_a_document_that_fits_by_offloading_has_its_rank_for_itself():
     assert found.sample[alone].tolist() == [0]
 
 
-def _graph(lengths: list[int], mesh: Mesh, **batch: object) -> DGraph:
-    given = {"samples": max(1, len(lengths)), "sequence_length": 256} | batch
+def _graph(lengths: list[int], mesh: Mesh, **batch: Any) -> DGraph:
+    given: dict[str, Any] = {"samples": max(1, len(lengths)), "sequence_length": 256} | batch
     return DGraph(Samples.of_lengths(np.array(lengths, np.int64)), Batch(**given), ClientPlaceTree(mesh))
 
 
@@ -348,6 +349,7 @@ def test_the_plan_and_its_explanation_say_what_ranks_do_against_a_static_mesh():
     assert _costs_of(plan).sum() == pytest.approx(_costs(np.array(lengths)).sum())
     (static,) = [stage.bucket_costs for stage in plan.stages if stage.name == "distribute"]
     dealt = np.bincount(np.arange(43) % 2, _costs(np.array(lengths)))
+    assert static is not None
     assert static.tolist() == pytest.approx([dealt[0] / 2] * 2 + [dealt[1] / 2] * 2)
     text = explain(plan)
     assert "3 of 43 samples over 2 to 4 ranks each" in text
@@ -362,7 +364,7 @@ def test_the_plan_and_its_explanation_say_what_ranks_do_against_a_static_mesh():
         (lambda: hdp(STEEP, capacity=50)(_graph([201], Mesh(dp=2, cp=2))), "needs 5 ranks of 50 tokens, and dp x cp is 4"),
         (lambda: hdp(STEEP, capacity=0)(_graph([1], Mesh())), "at least 1, got 0"),
         (lambda: hdp(STEEP, capacity=9, mode="dp")(_graph([1], Mesh(pp=2))), "use mode='pp', or leave it out"),
-        (lambda: hdp(STEEP, capacity=9, mode="up")(_graph([1], Mesh())), "not 'up'"),
+        (lambda: cast("Any", hdp)(STEEP, capacity=9, mode="up")(_graph([1], Mesh())), "not 'up'"),
         (lambda: hdp(STEEP, capacity=9, communication=-1)(_graph([1], Mesh())), "at least 0, got -1"),
         (lambda: hdp(STEEP, capacity=9)(_graph([1], Mesh(), layout="padded")), "call pack"),
         (lambda: hdp(STEEP, capacity=9)(_graph([1], Mesh(), document_multiple=4)), "document_multiple=1"),

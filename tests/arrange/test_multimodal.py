@@ -160,7 +160,7 @@ def stragglers(plan: Plan) -> tuple[float, float]:
     encoding = plan.part(Encoding)
     if encoding is None:
         per_sample = np.bincount(images.sample, ENCODER(images), len(plan.samples))
-        return plan.max_over_mean(per_sample), backbone
+        return plan.max_over_mean(per_sample.astype(np.float64)), backbone
     return max_over_mean(bin_sums(encoding.place, ENCODER(encoding.images), encoding.num_places)), backbone
 
 
@@ -191,6 +191,7 @@ def test_every_image_is_encoded_once_and_its_rows_reach_all_who_train_on_it(size
         for group, of in enumerate(rounds):
             assert of is not None
             micro = groups[group].microbatches[number]
+            assert micro.samples.images is not None
             assert of.own_tokens.sum() == sum(
                 int(GRID.tokens(*np.array([[h], [w]]))[0]) for each in micro.samples.images.to_lists() for h, w in each
             )

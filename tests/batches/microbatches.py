@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
@@ -13,14 +14,10 @@ from overlord.declare.batch import Batch
 from overlord.stream.facts import Samples
 
 
-@dataclass(frozen=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     micro: MicroPlan
     payload: Payload
     batch: Batch
-
-    def __iter__(self):
-        return iter((self.micro, self.payload, self.batch))
 
 
 def documents(lengths, first_token: int = 1000) -> list[np.ndarray]:
@@ -77,4 +74,4 @@ def _with_loss(draw, made: Microbatch) -> Microbatch:
         given = draw(st.lists(st.booleans(), min_size=count, max_size=count))
         lengths = made.micro.samples.tokens
         masks = [rng.integers(0, 2, n + 1).astype(np.uint8) if g else None for g, n in zip(given, lengths, strict=True)]
-    return replace(made, payload=replace(made.payload, following=following, loss_masks=masks))
+    return made._replace(payload=replace(made.payload, following=following, loss_masks=masks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ SOURCE = Numbered(rows=60, longest=120, first=1)
 COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.02)
 
 
-def job(mesh: ol.Mesh, **fields: object) -> ol.Job:
+def job(mesh: ol.Mesh, **fields: Any) -> ol.Job:
     strategy = ol.strategies.hdp(COST, capacity=40)
     return job_of({"a": SOURCE}, ol.Batch(tokens=512, sequence_length=128, **fields), mesh=mesh, strategy=strategy)
 

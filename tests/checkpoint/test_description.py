@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -67,7 +68,7 @@ class Bag(dict):
     pass
 
 
-def closing_over(value: object):
+def closing_over(value: object) -> Any:
     def inner(row: object) -> object:
         return (row, value)
 
@@ -583,7 +584,7 @@ class Mapped:
     table: dict = field(default_factory=dict)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        mapped = [[self.table.get(token, token) for token in row] for row in table["tokens"].to_pylist()]
+        mapped = [[self.table.get(token, token) for token in row or ()] for row in table["tokens"].to_pylist()]
         return table.set_column(0, "tokens", pa.array(mapped, pa.list_(pa.int32())))
 
 

@@ -15,6 +15,8 @@ from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk import Chunk
 from overlord.chunks.chunk_maker import ChunkMaker
 
+untyped: Any = ol  # for calls that types forbid
+
 pytestmark = pytest.mark.strangers
 SAMPLES = ol.Batch(samples=2, sequence_length=64)
 INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -115,14 +117,14 @@ def test_special_ids_that_are_declared_take_no_loss_and_others_are_still_bad(tmp
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ol.Batch(samples=1, sequence_length=8, special_ids=-200), r"write special_ids=\(-200,\)"),
+        (lambda: untyped.Batch(samples=1, sequence_length=8, special_ids=-200), r"write special_ids=\(-200,\)"),
         (lambda: ol.Batch(samples=1, sequence_length=8, special_ids=(7,)), r"from -2\*\*31 to -1, got 7"),
         (lambda: ol.Batch(samples=1, sequence_length=8, pad_token=2**31), r"pad_token is a token id that int32 can hold"),
         (lambda: ol.Batch(samples=1, sequence_length=8, image_token=2**40), r"image_token is a token id"),
-        (lambda: ol.Batch(samples=1, sequence_length=8, columns="score"), r"write columns=\('score',\)"),
+        (lambda: untyped.Batch(samples=1, sequence_length=8, columns="score"), r"write columns=\('score',\)"),
         (lambda: ol.Batch(samples=1, sequence_length=8, columns=("a", "a")), r"columns names 'a' twice"),
-        (lambda: ol.Batch(samples=1, sequence_length=8, columns=(3,)), r"column names, got 3"),
-        (lambda: ol.Batch(samples=1, sequence_length=8, pad_to="max"), r"pad_to must be longest or sequence_length"),
+        (lambda: untyped.Batch(samples=1, sequence_length=8, columns=(3,)), r"column names, got 3"),
+        (lambda: untyped.Batch(samples=1, sequence_length=8, pad_to="max"), r"pad_to must be longest or sequence_length"),
         (lambda: ol.Parquet("x", null_columns="score"), r"write null_columns=\('score',\)"),
         (lambda: ol.Parquet("x", columns="score"), r"write columns=\('score',\)"),
         (lambda: ol.Parquet("x", loss_mask="m", loss_weights="w"), r"loss_mask='m' or loss_weights='w', not both"),
@@ -134,7 +136,7 @@ def test_an_option_that_is_given_wrongly_says_how_it_is_written(make, message):
 
 
 def test_names_may_be_given_as_a_list():
-    assert ol.Batch(samples=1, sequence_length=8, columns=["a", "b"]).columns == ("a", "b")
+    assert untyped.Batch(samples=1, sequence_length=8, columns=["a", "b"]).columns == ("a", "b")
 
 
 @pytest.mark.parametrize("kind", [pa.bool_(), pa.int8(), pa.uint8(), pa.int64(), pa.float32()], ids=str)
@@ -167,9 +169,10 @@ def test_a_weight_that_is_none_is_a_bad_row(tmp_path: Path, value: float):
 @pytest.mark.parametrize("option", ["loss_mask", "loss_weights"])
 def test_a_mask_of_another_length_than_its_tokens_is_a_bad_row(tmp_path: Path, option: str):
     path = parquet(tmp_path, tokens=lists([[1, 2], [3, 4], [5]]), m=lists([[1, 1], [1], [1]]))
+    named: dict[str, Any] = {option: "m"}
     with pytest.raises(ol.errors.BadRowError, match=r"row 1: 'm' must have one entry per token, it has 1 for 2 tokens"):
-        chunk_of(ol.Parquet(path, **{option: "m"}))
-    assert documents_of(chunk_of(ol.Parquet(path, **{option: "m"}, on_bad_row="skip"))) == [[1, 2], [5]]
+        chunk_of(ol.Parquet(path, **named))
+    assert documents_of(chunk_of(ol.Parquet(path, **named, on_bad_row="skip"))) == [[1, 2], [5]]
 
 
 def test_a_null_among_tokens_is_a_bad_row(tmp_path: Path):

@@ -58,7 +58,7 @@ def noisy_odds(row: dict[str, Any], rng: np.random.Generator) -> Iterator[dict[s
 
 
 def odds(table: pa.Table) -> pa.Table:
-    return table.filter(pa.array([n % 2 == 1 for n in table["n"].to_pylist()], pa.bool_()))
+    return table.filter(pa.array([n % 2 == 1 for n in table["n"].to_numpy()], pa.bool_()))
 
 
 class Lethal:
@@ -119,7 +119,7 @@ def test_an_empty_table_comes_back_empty(pool: ProcessPool) -> None:
 
 
 def test_many_threads_share_the_workers(pool: ProcessPool) -> None:
-    results: dict[int, list[int]] = {}
+    results: dict[int, list[int | None]] = {}
 
     def work(i: int) -> None:
         made, _, _ = run(pool, odds, numbers(10 * i), batch_rows=4)
@@ -177,7 +177,7 @@ def test_an_exception_that_cannot_travel_is_told_by_its_name(pool: ProcessPool) 
 
 def test_bad_rows_are_found_in_the_worker_and_reported_here(pool: ProcessPool) -> None:
     def refuse(table: pa.Table) -> pa.Table:
-        if any(n % 10 == 3 for n in table["n"].to_pylist()):
+        if any(n % 10 == 3 for n in table["n"].to_numpy()):
             raise ValueError("a three")
         return table
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +108,7 @@ def test_lineage_survives_dropping_repeating_and_reordering(copies: list[int], r
         return part.take(np.arange(part.num_rows)[::-1].copy())
 
     def even(part: pa.Table) -> pa.Table:
-        return part.filter(pc.equal(pc.bit_wise_and(part["n"], 1), 0)) if part.num_rows else part
+        return part.filter(part["n"].to_numpy() % 2 == 0) if part.num_rows else part
 
     made, where = Transforms([per_row(repeat), reverse, even]).run(table, CONTEXT, origin, reporter())
     expected = [n for n, times in zip(origin.tolist(), copies, strict=True) for _ in range(times) if n % 2 == 0]

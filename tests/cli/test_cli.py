@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -286,8 +287,8 @@ job = ol.Job(
         token = 1000 * int(name[0]) + 20 * int(row_group or 0) + document["row"] + 1
         for rank in document["ranks"]:
             listed[rank].append(token)
-    declared: dict[str, ol.Job] = {}
-    exec(text, declared)  # type: ignore[arg-type]
+    declared: dict[str, Any] = {}
+    exec(text, declared)
     with ol.start(declared["job"], resume=json.loads(state.read_bytes())) as loader:
         for rank in range(4):
             step = next(loader.client(rank))

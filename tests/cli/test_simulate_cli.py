@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -218,6 +219,12 @@ class Resources(HTMLParser):
             self.script += data
 
 
+def figures_in(page: str) -> dict[str, Any]:
+    found = re.search(r"const F = (.*);\n", page)
+    assert found is not None
+    return json.loads(found[1])
+
+
 def test_the_page_is_one_file_that_loads_nothing(capsys, tmp_path):
     path = tmp_path / "page.html"
     found = figures(capsys, *SMALL, "--html", path)
@@ -228,7 +235,7 @@ def test_the_page_is_one_file_that_loads_nothing(capsys, tmp_path):
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
     outside = set(re.findall(r"https?://[^\s\"']+", page))
     assert outside <= {"http://www.w3.org/2000/svg"}  # the name of a vocabulary, never fetched
-    shown = json.loads(re.search(r"const F = (.*);\n", parser.script)[1])
+    shown = figures_in(parser.script)
     assert shown["ratio"] == found["ratio"]
     bars = shown["bars"]
     assert [each["step"] for each in bars] == [0, 1]
@@ -261,7 +268,7 @@ def test_sixteen_thousand_ranks_are_planned_here_and_share_bars(capsys, tmp_path
     assert found["ratio"] > 2
     assert found["after"]["most_tokens"] <= 8192
     assert path.stat().st_size < 200_000
-    side = json.loads(re.search(r"const F = (.*);\n", path.read_text("utf-8"))[1])["bars"][0]["after"]
+    side = figures_in(path.read_text("utf-8"))["bars"][0]["after"]
     assert (side["num_ranks"], side["ranks_per_bar"], len(side["busy"])) == (16_384, 64, 256)
 
 

@@ -1,6 +1,7 @@
 """Every test of this folder that asks for `start` runs on each engine."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def start(request: pytest.FixtureRequest) -> Start:
     return on_ray
 
 
-def on_ray(job: ol.Job, **options: object) -> ol.Loader:
+def on_ray(job: ol.Job, **options: Any) -> ol.Loader:
     num_shares = max(source.loaders for source in job.sources.values())
     return ol.start(job, engine=ol.Ray("auto", loader_hosts=num_shares, loaders=ol.scaling.ActorOptions()), **options)
 

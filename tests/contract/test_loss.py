@@ -142,7 +142,7 @@ def test_weights_of_one_change_nothing_but_the_field():
 
 
 def add_ones(table: pa.Table) -> pa.Table:
-    ones = [[1.0] * len(tokens) for tokens in table["tokens"].to_pylist()]
+    ones = [[1.0] * len(tokens or ()) for tokens in table["tokens"].to_pylist()]
     return table.append_column("ones", pa.array(ones, pa.list_(pa.float32())))
 
 

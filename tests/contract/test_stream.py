@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_one_epoch_gives_every_token_of_every_document_once(batch, mesh, strateg
 @FEW
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(0, 3))
 def test_the_stream_is_the_same_for_any_number_of_loaders_workers_and_steps_ahead(loaders, workers, prefetch):
-    def job(loaders: int, **fields: int) -> ol.Job:
+    def job(loaders: int, **fields: Any) -> ol.Job:
         sources = {
             "a": Numbered(rows=40, first=1, loaders=loaders),
             "b": Numbered(rows=23, unit_rows=4, first=100, loaders=max(1, loaders - 1)),

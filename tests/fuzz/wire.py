@@ -201,10 +201,9 @@ def _expected_step(base: bytes, data: bytes) -> list[Answer]:
     for name, value in asked.items():
         kinds = {type(known[name])} | ({int} if name in ("wait_s", "from_step") else set())
         is_left_out = value is None and name in ("weights", "from_step")
-        is_number = isinstance(value, (int, float)) and name != "version"
-        if (type(value) not in kinds and not is_left_out) or (
-            is_number and not value >= (-1 if name == "generation" else 0)
-        ):
+        least = -1 if name == "generation" else 0
+        is_below = isinstance(value, (int, float)) and name != "version" and not value >= least
+        if (type(value) not in kinds and not is_left_out) or is_below:
             raise OracleFailed(f"{name} is {value!r}")
     others = [Answer([kind, None]) for kind in ("NotReady", "End", "Moved", "Elsewhere")]
     return [Answer(["answered"]), Answer(["Contents", asked.get("step")]), *others]
@@ -282,7 +281,7 @@ def _expected_answer(how: str, data: bytes) -> list[Answer]:
         fault = "not an answer"
     # An explanation of a wait and a report must not fail for a service that answers nonsense.
     if how in ("doing", "feedback"):
-        lines = said["value"] if _is_value(said) and _is_lines(said["value"]) else []
+        lines = said["value"] if said is not None and _is_value(said) and _is_lines(said["value"]) else []
         refused = [] if how == "doing" else ["the service did not take it"]
         return [Answer(lines if how == "doing" else [line.partition(":")[0] for line in lines]), Answer(refused)]
     if not isinstance(said, dict):
@@ -440,7 +439,7 @@ class _Peer(flight.FlightServerBase):
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         meta, regions = self.fetched
-        messages = zip(_batches(regions), chain([meta], repeat(b"")), strict=False)
+        messages: Any = zip(_batches(regions), chain([meta], repeat(b"")), strict=False)  # batches with metadata
         return flight.GeneratorStream(SCHEMA, messages)
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[bytes]:

@@ -105,7 +105,7 @@ def test_the_background_makes_it_safe(tmp_path):
         def create(self, number: int) -> Segment:
             segment = super().create(number)
             sync = segment.sync
-            segment.sync = lambda: (sync(), synced.set())[0]  # type: ignore[method-assign]
+            segment.sync = lambda: (sync(), synced.set())[0]
             return segment
 
     log = AppendLog(Watched(str(tmp_path)), sync_s=0.01)
@@ -172,7 +172,7 @@ class Flaky(FileSegments):
         self.check()
         segment = super().create(number)
         append = segment.append
-        segment.append = lambda data: (self.check(), append(data))[1]  # type: ignore[method-assign]
+        segment.append = lambda data: (self.check(), append(data))[1]
         return segment
 
     def check(self) -> None:

@@ -69,6 +69,13 @@ def _silence(role: Any) -> None:
             log._log._replaced = True
 
 
+def planner_of(loader: ol.Loader) -> Planner:
+    """The planner of an embedded run."""
+    engine = loader._engine
+    assert isinstance(engine, Embedded)
+    return engine._roles["planner"]
+
+
 def bytes_of(step: ol.Step) -> list[tuple[str, bytes]]:
     """All that a rank got of a step."""
     return [
@@ -76,15 +83,16 @@ def bytes_of(step: ol.Step) -> list[tuple[str, bytes]]:
     ]
 
 
-def stream_of(loader: ol.Loader, num_steps: int) -> list[list[tuple[int, int, list[tuple[str, bytes]]] | None]]:
+def stream_of(loader: ol.Loader, num_steps: int) -> list[list[tuple[int, float, list[tuple[str, bytes]]] | None]]:
     """Step by step, what each rank got."""
     clients = [loader.client(rank, timeout_s=60) for rank in range(loader.tree.world_size)]
     taken = [[next(client, None) for client in clients] for _ in range(num_steps)]
-    return [[s and (s.number, s.loss_tokens, bytes_of(s)) for s in steps] for steps in taken]
+    return [[None if s is None else (s.number, s.loss_tokens, bytes_of(s)) for s in steps] for steps in taken]
 
 
-def key_of(plan: GroupPlan | Planned | Plan) -> str:
+def key_of(plan: GroupPlan | Planned | Plan | None) -> str:
     """A plan as text, to compare: which samples lie where."""
+    assert plan is not None, "the run ends before that step"
     if isinstance(plan, Planned):
         plan = plan.plan
     if isinstance(plan, Plan):

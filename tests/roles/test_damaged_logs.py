@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.checkpoint.fingerprint import Fingerprint, differences_of
 from overlord.errors import StateError, StorageError
-from overlord.planlog.append_log import framed, unframed
+from overlord.planlog.append_log import LogPosition, framed, unframed
 from overlord.planlog.plan_log import Era, PlanLog, newest_in
 from overlord.planlog.records import Header
 from overlord.planlog.segments import FileSegments
@@ -132,6 +132,12 @@ def test_a_log_that_cannot_be_written_stops_a_run_before_it_starts(tmp_path):
         ol.start(job_of({"a": A}), log=str(tmp_path / "file" / "log"))
 
 
+def log_status(loader: ol.Loader) -> LogPosition:
+    status = loader.status().log
+    assert status is not None
+    return status
+
+
 @settings(max_examples=12)
 @given(st.integers(0, 6), st.integers(0, 6), st.sampled_from([1, 3, 1000]), st.booleans())
 def test_a_full_disk_under_the_log_loses_and_repeats_nothing(tmp_path_factory, undisturbed, before, during, every, lost):
@@ -147,7 +153,7 @@ def test_a_full_disk_under_the_log_loses_and_repeats_nothing(tmp_path_factory, u
                 engine.lose("planner")
             numbers += [next(client).number for client in clients]
         numbers += [next(client).number for _ in range(3) for client in clients]
-        assert loader.status().log.error is None, "it is written again"
+        assert log_status(loader).error is None, "it is written again"
         assert numbers == [step for step in range(before + during + 4) for _ in clients]
         assert state["step"] == before + during
     found = newest_in(FileSegments(str(folder / "log")))
@@ -163,8 +169,8 @@ def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path, caplog):
         with full_disk(10):
             for client in clients * 4:
                 next(client)
-            assert loader.status().log.error is not None
-            assert loader.status().log.num_waiting > 0
+            assert log_status(loader).error is not None
+            assert log_status(loader).num_waiting > 0
         for client in clients * 4:
             next(client)
     assert caplog.text.count("cannot be written") == 1

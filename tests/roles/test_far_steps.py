@@ -8,7 +8,7 @@ import pytest
 import overlord as ol
 from overlord.roles.planner import MOST_AHEAD, MOST_LOOKED_AHEAD
 from overlord.service import wire
-from tests.roles.mortal import key_of
+from tests.roles.mortal import key_of, planner_of
 from tests.service.served import Raw, streams, two_sources, undisturbed
 from tests.small_sources import Numbered, job_of
 
@@ -79,7 +79,7 @@ def test_a_wrong_step_does_not_mark_the_steps_before_it_as_taken(tmp_path):
 def test_readers_are_served_while_somebody_looks_far_ahead():
     job = two_sources(mesh=ol.Mesh(dp=2))
     with ol.start(job) as loader:
-        planner = loader._engine._roles["planner"]
+        planner = planner_of(loader)
         looks = threading.Thread(target=loader.plan, args=(1500,))
         looks.start()
         while loader.status().reached < 20:  # it is under way

@@ -2,7 +2,7 @@
 
 import logging
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -18,7 +18,7 @@ import overlord as ol
 from overlord.errors import StorageError
 from overlord.planlog.append_log import unframed
 from overlord.planlog.records import fold
-from tests.roles.mortal import Mortal, key_of, stream_of
+from tests.roles.mortal import Mortal, key_of, planner_of, stream_of
 from tests.roles.recovering import JOBS, STEPS, A, B, log_of, segment_of
 from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
 
@@ -260,7 +260,7 @@ def test_looking_at_plans_without_reading_keeps_no_more_than_a_few():
         for step in range(200):
             loader.plan(step)
         assert loader.status().num_kept <= 4
-        planner = loader._engine._roles["planner"]
+        planner = planner_of(loader)
         assert len(planner._window._before) <= 12
 
 
@@ -280,7 +280,7 @@ def test_a_rank_that_leaves_while_a_step_is_planned_for_it_holds_nobody_back(mes
 class Leaving(Mortal):
     """Lets a client leave while a plan for its group is on its way back to the constructor."""
 
-    leave_during_plan = None
+    leave_during_plan: Callable[[], None] | None = None
 
     def ask(self, name, method, args, kwargs):
         if method == "plan" and self.leave_during_plan is not None:
@@ -297,6 +297,7 @@ def test_status_says_how_far_the_planner_and_its_log_are(tmp_path):
         status = loader.status()
         assert (status.start, status.reached, status.oldest_needed, status.end) == (0, 4, 3, None)
         assert status.num_kept == 1
+        assert status.log is not None
         assert status.log.segment.endswith("segment-00000001.log")
         assert status.log.num_bytes == segment_of(tmp_path).stat().st_size
         records = [orjson.loads(body) for body in unframed(segment_of(tmp_path).read_bytes()).bodies]

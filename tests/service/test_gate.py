@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -59,8 +60,10 @@ list(client.do_get(flight.Ticket(body)) if how == "do_get" else client.do_action
 
 @pytest.mark.parametrize("how", ["do_action", "do_get", "compressed"])
 def test_strangers_cannot_fill_the_memory_of_a_service(how):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", SERVER], **pipes, text=True, env=environment())
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment()
+    )
     strangers: list[subprocess.Popen] = []
     try:
         assert process.stdout is not None
@@ -207,7 +210,8 @@ class Foreign(flight.FlightServerBase):
     """Answers actions and tickets with whatever it is given."""
 
     def __init__(self, results: dict[str, list[bytes]], step: list[tuple[pa.RecordBatch, bytes]]) -> None:
-        self._results, self._step = results, step
+        self._results = results
+        self._step: Any = step  # the stubs know no batches with metadata
         super().__init__("grpc://127.0.0.1:0")
 
     def do_action(self, context, action):

@@ -24,7 +24,7 @@ def listener(address: str) -> int:
     """The process that listens at an address of this machine."""
     port = int(address.rpartition(":")[2])
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
             assert connection.pid is not None
             return connection.pid
     raise AssertionError(f"nobody listens at {address}")

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 from contextlib import closing, suppress
+from typing import Any, cast
 
 import pytest
 
 import overlord as ol
 from overlord.service.auth import Listen
+from overlord.service.in_process import InProcess
 from overlord.service.server import Service
 from tests.commands import environment
 from tests.service.served import content, served, streams, two_sources, undisturbed
@@ -79,7 +81,8 @@ def test_a_restarted_service_is_brought_back_to_the_state_that_clients_had_loade
     job = two_sources(mesh=ol.Mesh(dp=2))
     with ol.start(job) as loader:
         client = loader.client(0)
-        next(client), next(client)
+        next(client)
+        next(client)
         state = client.state_dict()
     expected = [steps[2:] for steps in undisturbed(job, 7)]
     port = free_port()
@@ -158,9 +161,9 @@ def test_connecting_waits_for_a_service_that_is_still_starting():
 def test_a_rank_whose_constructor_moves_follows_it_through_the_address_book():
     job = two_sources()
     with ol.start(job) as loader:
-        channel = loader.client(0)._channel
+        channel = cast("InProcess", loader.client(0)._channel)
         here = [True, False]
-        name = {"job": "job", "listen": Listen(), "instance": "instance"}
+        name: dict[str, Any] = {"job": "job", "listen": Listen(), "instance": "instance"}
         homes = [Service(**name, steps=channel, serves=lambda _, i=i: here[i]) for i in range(2)]
         front = Service(**name, run=channel, locate=lambda _: homes[here.index(True)].address)
         client = ol.connect(front.address, rank=0, timeout_s=20)

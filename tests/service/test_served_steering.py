@@ -9,7 +9,7 @@ import overlord as ol
 from overlord.cli import main
 from overlord.service.admin import Control
 from tests.service.served import served, streams
-from tests.small_sources import job_of
+from tests.small_sources import job_of, planned
 from tests.steering.steered import NAMES, SOURCES, job_with
 
 
@@ -68,7 +68,7 @@ def test_weights_are_changed_from_the_command_line_and_every_rank_sees_the_same(
         answer = json.loads(told("a=1", "c=3", "--json"))
         step = answer["from_step"]
         assert answer["weights"] == {"a": 1.0, "c": 3.0}
-        assert loader.plan(step).step.weights.tolist() == [0.25, 0, 0.75]
+        assert planned(loader, step).step.weights.tolist() == [0.25, 0, 0.75]
         streams(clients, step + 3 - clients[0].step)
         assert "as declared" not in told()
         later = step + 100

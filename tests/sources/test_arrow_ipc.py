@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ def documents(num_rows: int) -> pa.Table:
     return pa.table({"id": range(num_rows), "tokens": tokens, "text": [f"t{i}" for i in range(num_rows)]})
 
 
-def write(path: Path, table: pa.Table, kind: str, rows: int = 10, compression: str | None = None) -> str:
+def write(path: Path, table: pa.Table, kind: str, rows: int = 10, compression: Literal["lz4", "zstd"] | None = None) -> str:
     options = pa.ipc.IpcWriteOptions(compression=compression)
     new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
     with new(str(path), table.schema, options=options) as writer:
@@ -47,7 +48,7 @@ def read_all(source: ArrowIpc) -> pa.Table:
 def test_batches_read_in_order_give_back_what_was_written(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,
-    compression: str | None,
+    compression: Literal["lz4", "zstd"] | None,
     num_rows: int,
     rows: int,
     unit_bytes: int,
@@ -291,7 +292,7 @@ def test_columns_are_checked_over_all_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["file", "stream"])
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_a_small_compressed_batch_that_would_take_far_more_than_the_buffer_is_refused_before_it_is_read(
-    tmp_path: Path, kind: str, codec: str
+    tmp_path: Path, kind: str, codec: Literal["lz4", "zstd"]
 ) -> None:
     path = tmp_path / "a.arrow"
 

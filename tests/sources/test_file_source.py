@@ -4,6 +4,7 @@ import io
 import pickle
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     table = pa.table({"txt": ["a"]})
     for number in range(2):
         pq.write_table(table, tmp_path / f"{number}.Parquet")
-        with pa.ipc.new_file(tmp_path / f"{number}.ArrowIpc", table.schema) as writer:
+        with pa.ipc.new_file(str(tmp_path / f"{number}.ArrowIpc"), table.schema) as writer:
             writer.write_table(table)
         (tmp_path / f"{number}.Jsonl").write_text('{"txt": "a"}\n')
         with tarfile.open(tmp_path / f"{number}.WebDataset", "w") as archive:
@@ -48,7 +49,8 @@ def test_paths_may_be_text_or_path_objects_or_both_and_begin_with_a_tilde(home: 
 
 @pytest.mark.strangers
 def test_what_is_no_path_is_refused() -> None:
-    for given in (b"a.jsonl", [], "", ["a", None], [b"a"]):
+    wrong: tuple[Any, ...] = (b"a.jsonl", [], "", ["a", None], [b"a"])
+    for given in wrong:
         with pytest.raises(ol.errors.SpecError, match=r"paths must be one or more paths, as text or pathlib\.Path, got"):
             ol.Jsonl(given)
 

@@ -160,10 +160,10 @@ def test_a_file_that_is_gone_when_read_is_named(tmp_path: Path) -> None:
 class PlainKms(encryption.KmsClient):
     """Keys that are not kept secret."""
 
-    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
         return base64.b64encode(key_bytes)
 
-    def unwrap_key(self, wrapped_key: bytes, master_key_identifier: str) -> bytes:
+    def unwrap_key(self, wrapped_key: bytes, master_key_identifier: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
         return base64.b64decode(wrapped_key)
 
 

@@ -13,6 +13,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import obstore
 import orjson
@@ -36,7 +37,7 @@ from overlord.sources.parquet import Parquet
 from overlord.sources.storage import Storage
 from overlord.sources.webdataset import WebDataset
 
-CREDENTIALS = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1"}
+CREDENTIALS: dict[str, Any] = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1"}
 BIG = ListedObject("t/big", 256 * 1024, "")
 QUICK = Retry(deadline_s=20, first_wait_s=0.01, max_wait_s=0.05, request_timeout_s=10)
 

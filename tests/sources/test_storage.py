@@ -179,7 +179,7 @@ def test_an_address_leads_to_the_file_that_is_mapped_there_as_long_as_it_is(tmp_
         assert mapped_file_at(mapped.stop - 1) is mapped
         assert mapped_file_at(mapped.stop) is not mapped
     address = files[2].start
-    del mapped, files[2]
+    del files[2]
     assert mapped_file_at(address) is None
     assert mapped_file_at(files[2].start) is files[2]
 
@@ -359,7 +359,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_not_the_end_of_the_
                     archive.addfile(member, io.BytesIO(picture.getvalue()))
     else:
         table = pa.table({"tokens": pa.array([[i] * 5000 for i in range(40)], pa.list_(pa.int32()))})
-        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
             writer.write_table(table, max_chunksize=10)
     command = [sys.executable, "-c", CUT, kind, f"{tmp_path}/*.{kind}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

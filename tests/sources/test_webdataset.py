@@ -7,7 +7,6 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -416,7 +415,8 @@ def test_text_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
     source = WebDataset(path, {"txt": pa.string(), "jpg": pa.binary_view()})
     result = source.read_rows(source.units()[0])
     assert result.table.to_pylist() == [{"__key__": "0", "txt": "ok", "jpg": b"J" * 99}]
-    assert np.array_equal(result.row_numbers, [0])
+    assert result.row_numbers is not None
+    assert result.row_numbers.tolist() == [0]
     with pytest.raises(BadRowError, match=r"a\.tar, sample '1': the member \.txt is not text"):
         source.read(source.units()[0])
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -144,7 +144,7 @@ def test_a_run_whose_trainers_never_report_keeps_its_weights_and_says_so_in_its_
     [
         (lambda: ol.policies.Feedback(every=0), "every is a number of steps"),
         (lambda: ol.policies.Feedback(lag=0), "lag is a number of steps"),
-        (lambda: ol.policies.Feedback(rule="up"), "a feedback rule is a function"),
+        (lambda: cast("Any", ol.policies.Feedback)(rule="up"), "a feedback rule is a function"),
         (lambda: ol.policies.MultiplicativeWeights(rate=-1), "rate is a number >= 0"),
         (lambda: ol.policies.MultiplicativeWeights(bound=0.5), "bound is the largest factor"),
         (lambda: ol.policies.MultiplicativeWeights(floor=1.0), "floor is a share"),

@@ -1,7 +1,7 @@
 """A run that learns costs from the times that its trainers report: arrangement follows, membership never does."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.steering.decisions import COSTS
 from tests.roles.mortal import Mortal, key_of
-from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
+from tests.small_sources import Numbered, job_of, planned, read_all, same, tokens_of
 
 A = Numbered(rows=400, unit_rows=50, first=1, longest=200)
 B = Numbered(rows=300, unit_rows=50, first=1000, longest=12)
@@ -70,7 +70,7 @@ def test_a_wrong_cost_is_learned_a_slow_rank_gets_less_and_what_is_in_steps_stay
         costs = loader.decisions()[-1]
         assert costs.name == COSTS
         per_token, per_square, _ = costs.value["modules"]["model"]
-        tokens = loader.plan(49).plan.group_costs(loader.plan(49).plan.samples.tokens.astype(float))
+        tokens = planned(loader, 49).plan.group_costs(planned(loader, 49).plan.samples.tokens.astype(float))
     assert begun > 1.15
     assert ended < 1.05
     assert per_square / per_token == pytest.approx(TRUE.per_length_squared / TRUE.per_token, rel=0.1)
@@ -82,9 +82,10 @@ def test_a_wrong_cost_is_learned_a_slow_rank_gets_less_and_what_is_in_steps_stay
 def test_explain_shows_the_groups_by_the_time_that_they_are_expected_to_take():
     with ol.start(job_with(learned())) as loader:
         trained(loader, 40, {1: 1.6})
-        last = loader.plan(39).plan.stages[-1]
+        last = planned(loader, 39).plan.stages[-1]
+        assert last.bucket_costs is not None
         assert last.bucket_costs.max() / last.bucket_costs.mean() < 1.05
-        assert "balance by time" in " ".join(stage.detail for stage in loader.plan(39).plan.stages)
+        assert "balance by time" in " ".join(stage.detail for stage in planned(loader, 39).plan.stages)
 
 
 @settings(max_examples=4)
@@ -117,7 +118,7 @@ def test_a_state_brings_along_what_was_learned_and_another_mesh_forgets_who_was_
         strategy=ol.strategies.long_short(learned(), equal_counts=False, max_tokens=2048),
     )
     with ol.start(wider, resume=state) as loader:
-        plan = loader.plan(30).plan
+        plan = planned(loader, 30).plan
         assert "balance by time" not in " ".join(stage.detail for stage in plan.stages)
         assert plan.max_over_mean(TRUE(plan.samples)) < 1.05, "the coefficients still hold"
 
@@ -165,7 +166,7 @@ def test_modules_have_coefficients_of_their_own():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ol.LearnedCost(lambda samples: samples.tokens), "initial is a TransformerCost"),
+        (lambda: cast("Any", ol.LearnedCost)(lambda samples: samples.tokens), "initial is a TransformerCost"),
         (lambda: ol.LearnedCost(WRONG, every=0), "every is a number of steps"),
     ],
 )

@@ -18,7 +18,7 @@ from overlord.runtime.embedded import Embedded
 from overlord.steering.decisions import WEIGHTS
 from tests.full_disk import full_disk
 from tests.roles.mortal import Mortal, key_of
-from tests.small_sources import job_of, read_all, same, tokens_of
+from tests.small_sources import job_of, planned, read_all, same, tokens_of
 from tests.steering.steered import HISTORIES, SOURCES, STEPS, History, job_with, lived
 
 BATCHES = st.sampled_from(
@@ -156,7 +156,7 @@ def test_none_goes_back_to_what_is_declared_schedule_and_all():
     with ol.start(job_of(SOURCES, mixture=mixture)) as loader:
         loader.set_weights({"c": 1}, from_step=5)
         loader.set_weights(None, from_step=12)
-        shares = [loader.plan(step).step.weights.tolist() for step in (0, 4, 5, 10, 11, 12)]
+        shares = [planned(loader, step).step.weights.tolist() for step in (0, 4, 5, 10, 11, 12)]
     assert [row.index(1.0) for row in shares] == [0, 0, 2, 2, 2, 1]
 
 
@@ -217,7 +217,7 @@ def test_what_was_decided_about_another_mixture_lapses_and_that_is_said(caplog):
         state = loader.state_dict()
     changed = job_of(SOURCES, mixture=ol.Mixture({"a": 1}, unit="tokens"))
     with caplog.at_level(logging.WARNING, "overlord.declare.policies"), ol.start(changed, resume=state) as loader:
-        assert loader.plan(0).step.weights.tolist() == [1, 0, 0]
+        assert planned(loader, 0).step.weights.tolist() == [1, 0, 0]
     assert "1 decisions about weights were made about another mixture" in caplog.text
 
 

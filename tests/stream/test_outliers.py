@@ -44,8 +44,7 @@ def _equal(stream: Stream) -> Mixture:
 
 
 def _without(batch: Batch) -> Batch:
-    options = {"samples": batch.samples} if batch.samples is not None else {"tokens": batch.tokens}
-    return Batch(sequence_length=LONGEST, **options)
+    return Batch(sequence_length=LONGEST, samples=batch.samples, tokens=batch.tokens)
 
 
 @given(streams(finite=True, longest=LONGEST), batches())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -38,15 +40,20 @@ class Tiny(nn.Module):
         return self.head(x.flatten(0, 1))
 
 
-def tiny(seed: int = 0, **shape: int | bool) -> Tiny:
+def tiny(seed: int = 0, **shape: Any) -> Tiny:
     """With weights that differ from block to block, so that alphas do."""
     torch.manual_seed(seed)
-    model = Tiny(**shape)  # type: ignore[arg-type]
+    model = Tiny(**shape)
     with torch.no_grad():
         for number, layer in enumerate(model.layers):
-            for weight in (layer.attention.weight, layer.up.weight, layer.down.weight):  # type: ignore[union-attr]
+            for weight in block_weights(layer):
                 weight.copy_(heavy_tailed(*weight.shape, shape=1.5 + 1.5 * number))
     return model
+
+
+def block_weights(block: nn.Module) -> list[Tensor]:
+    assert isinstance(block, Block)
+    return [block.attention.weight, block.up.weight, block.down.weight]
 
 
 def heavy_tailed(rows: int, columns: int, shape: float) -> Tensor:

@@ -31,7 +31,7 @@ def run_ranks(one_rank: Callable[..., None], num_ranks: int, *args: Any) -> None
             assert time.monotonic() < until, f"the ranks did not end within {PATIENCE_S} s"
     finally:
         for process in running.processes:
-            if process.is_alive():
+            if process is not None and process.is_alive():
                 process.kill()
 
 

@@ -58,8 +58,8 @@ def uncut(job: ol.Job) -> list[list[int]]:
 
 
 def through_dcp(saved: Any, loaded: Any, folder: Path) -> None:
-    dcp.save({"data": saved}, checkpoint_id=folder)
-    dcp.load({"data": loaded}, checkpoint_id=folder)
+    dcp.save({"data": saved}, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
+    dcp.load({"data": loaded}, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def through_torch(saved: Any, loaded: Any, folder: Path) -> None:
@@ -186,10 +186,10 @@ def _rank(rank: int, size: int, folder: Path, load: Path | None, save: Path, ste
     join_world(rank, size, folder)
     with attach(replace(TOKENS, mesh=ol.Mesh(dp=size)), timeout_s=60) as client:
         if load is not None:
-            dcp.load({"data": client}, checkpoint_id=load)
+            dcp.load({"data": client}, checkpoint_id=load)  # pyright: ignore[reportPrivateImportUsage]
         first = client.step
         found = [tokens_of(next(client)).tolist() for _ in range(steps)]
-        dcp.save({"data": client}, checkpoint_id=save)
+        dcp.save({"data": client}, checkpoint_id=save)  # pyright: ignore[reportPrivateImportUsage]
         (folder / f"{rank}.json").write_text(json.dumps([first, found]))
     dist.destroy_process_group()
 

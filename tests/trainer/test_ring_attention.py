@@ -67,7 +67,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tens
     for one in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         heads = [t.transpose(0, 1) for t in one]
         heads[1:] = [t.repeat_interleave(heads[0].shape[0] // t.shape[0], 0) for t in heads[1:]]
-        outs.append(functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(0, 1))
+        outs.append(functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True).transpose(0, 1))
     return torch.cat(outs) if outs else q
 
 
@@ -85,7 +85,7 @@ def _in_threads(wholes: list[int], num_ranks: int, tensors: list[Tensor], dout: 
         object.__setattr__(ring, "boxes", boxes)
         places = _places(wholes, num_ranks, part)
         own = [tensor[places].requires_grad_() for tensor in tensors]
-        out = ring_attention(*own, ring)
+        out = ring_attention(own[0], own[1], own[2], ring)
         out.backward(dout[places])
         return [out.detach(), *(tensor.grad for tensor in own if tensor.grad is not None)]
 
@@ -105,7 +105,7 @@ def test_a_ring_gives_what_plain_attention_gives_forward_and_backward(num_ranks,
     tensors = [_random((total, h, 4), seed + i) for i, h in enumerate((heads[0], heads[1], heads[1]))]
     dout = _random((total, heads[0], 4), seed + 9)
     whole = [tensor.clone().requires_grad_() for tensor in tensors]
-    out = plain_attention(*whole, wholes)
+    out = plain_attention(whole[0], whole[1], whole[2], wholes)
     out.backward(dout)
     expected = [out.detach(), *(tensor.grad for tensor in whole)]
     found = _in_threads(wholes, num_ranks, tensors, dout)
@@ -117,12 +117,12 @@ def test_a_ring_gives_what_plain_attention_gives_forward_and_backward(num_ranks,
 
 def test_long_documents_are_taken_some_queries_at_a_time_and_low_precision_is_summed_in_single():
     wholes = [2500, 8]
-    tensors = [_random((2508, 1, 4), i) for i in range(3)]
+    q, k, v = (_random((2508, 1, 4), i) for i in range(3))
     lengths = np.array(wholes)
     ring = Ring.of(_micro([1], 1, 0) | {"whole_lengths": lengths, "document_lengths": lengths, "piece_offsets": 0 * lengths})
-    torch.testing.assert_close(ring_attention(*tensors, ring), plain_attention(*tensors, wholes))
-    half = [tensor.bfloat16() for tensor in tensors]
-    found, exact = ring_attention(*half, ring), plain_attention(*(tensor.double() for tensor in half), wholes)
+    torch.testing.assert_close(ring_attention(q, k, v, ring), plain_attention(q, k, v, wholes))
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    found, exact = ring_attention(q, k, v, ring), plain_attention(q.double(), k.double(), v.double(), wholes)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
 
@@ -170,7 +170,7 @@ def _job(**fields: Any) -> ol.Job:
     return job_of(sources, ol.Batch(tokens=1024, sequence_length=256), **fields)
 
 
-def _loss(model: Model, micro: Mapping[str, Any], loss_tokens: int, attend: Any) -> Tensor:
+def _loss(model: Model, micro: Mapping[str, Any], loss_tokens: float, attend: Any) -> Tensor:
     labels = micro["labels"]
     logits = model(micro["tokens"].long() % _VOCABULARY, micro["position_ids"], attend)
     return token_loss(logits, torch.where(labels < 0, labels, labels % _VOCABULARY), loss_tokens)

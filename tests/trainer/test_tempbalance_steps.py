@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedules
 
 import overlord as ol
 from overlord.trainer import Linear, TempBalance
-from tests.trainer.models import Tiny, loss_of, same_weights, tiny, weights_of
+from tests.trainer.models import Tiny, block_weights, loss_of, same_weights, tiny, weights_of
 
 OPTIMIZERS = {
     "SGD": lambda ps: optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -340,8 +340,8 @@ def test_layers_without_an_alpha_train_at_the_base_rate_with_one_warning(bad):
     optimizer = optim.SGD(model.parameters(), lr=0.01)
     balance = balanced(optimizer, model, interval=1)
     with torch.no_grad():
-        for weight in (model.layers[1].attention.weight, model.layers[1].up.weight, model.layers[1].down.weight):
-            weight.fill_(bad)  # type: ignore[union-attr]
+        for weight in block_weights(model.layers[1]):
+            weight.fill_(bad)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):

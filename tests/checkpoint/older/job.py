@@ -17,7 +17,7 @@ STEPS, CUT = 12, 5
 
 
 def long_enough(table: pa.Table) -> pa.Table:
-    return table.filter(pc.greater(pc.list_value_length(table["tokens"]), 2))
+    return table.filter(pc.greater(pc.list_value_length(table["tokens"]), 2))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def older_job() -> ol.Job:
