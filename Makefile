@@ -39,6 +39,7 @@ check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+	$(BIN)/pyright -p tests
 
 docs: $(DEV)
 	$(BIN)/mkdocs build --strict

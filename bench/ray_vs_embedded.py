@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -135,7 +136,7 @@ def costs_of(loader: ol.Loader) -> Costs:
         plan=_median_ms(lambda: planner.ask(Planner.plan, step.number, 0).result()),
         payload=_median_ms(lambda: list(loader._routes.fetch_each(samples))),
         ready_step=_median_ms(fetch),
-        step_bytes=sum(field.nbytes for field in fields if hasattr(field, "nbytes")),
+        step_bytes=sum(field.nbytes for field in fields if isinstance(field, np.ndarray)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -16,7 +16,7 @@ from bench.run_one import Work
 MIB = 1 << 20
 
 
-def text(work: Work, rank: int) -> Iterator[dict[str, Any]]:
+def text(work: Work, rank: int) -> Iterator[Mapping[str, Any]]:
     """Settings: `workers`, threads of the job; `buffer`, the declared MiB a source may keep decoded."""
     paths = corpus.text_of(work.benchmark, work.sources).paths
     weights = mixing_weights(work.sources)
@@ -36,7 +36,7 @@ def text(work: Work, rank: int) -> Iterator[dict[str, Any]]:
     yield from _in_turn(job, work.ranks)
 
 
-def images(work: Work, rank: int) -> Iterator[dict[str, Any]]:
+def images(work: Work, rank: int) -> Iterator[Mapping[str, Any]]:
     """Settings: `workers`, threads of the job."""
     job = ol.Job(
         sources={
@@ -58,7 +58,7 @@ def _name(index: int) -> str:
     return f"source_{index:03d}"
 
 
-def _in_turn(job: ol.Job, ranks: int) -> Iterator[dict[str, Any]]:
+def _in_turn(job: ol.Job, ranks: int) -> Iterator[Mapping[str, Any]]:
     with ol.start(job) as loader:
         clients = [loader.client(rank) for rank in range(ranks)]
         # In turn and one at a time: no rank holds a batch while another reads, as none does elsewhere.

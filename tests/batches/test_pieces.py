@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_tokens_positions_and_labels_are_those_of_the_whole_document_across_ever
 
 def test_the_ranks_of_a_ring_agree_on_it_and_hold_its_parts_in_order():
     parts = first_step(job(ol.Mesh(dp=2, cp=3)))
-    rings: dict[int, dict[int, dict]] = {}
+    rings: dict[int, dict[int, Mapping[str, Any]]] = {}
     for rank, step in parts.items():
         numbers = [micro["hdp_number"] for micro in step if micro["hdp_number"] >= 0]
         assert numbers == sorted(numbers)
@@ -116,7 +117,7 @@ def test_a_dry_run_counts_every_token_once():
 
 def test_everything_a_ring_needs_goes_over_the_wire():
     for rank, step in first_step(job(ol.Mesh(dp=2, cp=2), columns=("document",))).items():
-        delivery = Delivery(step.number, step.loss_tokens, step.microbatches)
+        delivery = Delivery(step.number, step.loss_tokens, tuple(dict(micro) for micro in step))
         contents, batches = packed_step(delivery)
         again = unpacked_step(contents, list(batches), Arenas(2))
         for sent, got in zip(step.microbatches, again.microbatches, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class TinyVlm(nn.Module):
         rows = [encoded(np.asarray(image)) / 100 for image in images]
         return self.encoder(torch.from_numpy(np.concatenate([np.zeros((0, 2)), *rows])))
 
-    def loss(self, micro: dict[str, Any], image_rows: torch.Tensor) -> torch.Tensor:
+    def loss(self, micro: Mapping[str, Any], image_rows: torch.Tensor) -> torch.Tensor:
         """Summed over the tokens of the microbatch."""
         seen = self.table(micro["tokens"].long())
         at = micro["image_row"]
