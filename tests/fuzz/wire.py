@@ -209,7 +209,7 @@ def _expected_step(base: bytes, data: bytes) -> list[Answer]:
     return [Answer(["answered"]), Answer(["Contents", asked.get("step")]), *others]
 
 
-def _unexpected(name: str, error: OverlordError) -> Exception:
+def _unexpected(name: str, error: Exception) -> Exception:
     """What a service raised that is none of Overlord's own errors comes as a plain OverlordError that names its type."""
     if type(error) is not OverlordError:
         return error

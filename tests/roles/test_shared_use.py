@@ -123,5 +123,5 @@ def test_an_error_leaves_the_client_to_the_next_caller():
         with pytest.raises(ol.errors.WaitTimeoutError):
             next(client)
         source.gate.set()
-        client._timeout = 30.0
+        client._timeout_s = 30.0
         assert next(client).number == 0

@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_every_detector_of_the_module_is_in_the_table():
 def test_a_setting_that_replaces_a_deadline_has_it_as_its_default(detector: Detector):
     found = re.fullmatch(r"([\w.]+)\((\w+)=\)", detector.setting)
     assert found is not None
-    owner = ol
+    owner: Any = ol
     for name in found[1].split("."):
         owner = getattr(owner, name)
     default = inspect.signature(owner).parameters[found[2]].default
