@@ -30,7 +30,7 @@ from overlord.simulate.simulation import (
     Scenario,
     Summary,
     drawer_of,
-    pooled,
+    hdp_strategy,
     static_mesh,
 )
 from overlord.simulate.step_time import Links, ModelShape, TimeModel
@@ -137,11 +137,11 @@ def _alone_s(length: int, num_ranks: int, model: TimeModel) -> float:
 
 
 def balanced(mesh: Mesh, model: TimeModel) -> Strategy:
-    return pooled(mesh, model, CAPACITY)
+    return hdp_strategy(mesh, model, CAPACITY)
 
 
 def offloading(mesh: Mesh, model: TimeModel) -> Strategy:
-    return pooled(mesh, model, CAPACITY, model.offload(HOST_BYTES_PER_S))
+    return hdp_strategy(mesh, model, CAPACITY, model.offload(HOST_BYTES_PER_S))
 
 
 def even_tokens(_: Mesh, __: TimeModel) -> Strategy:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord.demo.stream import first_difference, recorded
+from overlord.demo.stream import first_difference, step_record
 from overlord.service.dry_run import Taken, steps_of
 from tests.commands import environment, python
 from tests.small_sources import Numbered, job_of
@@ -81,7 +81,7 @@ def records_of(job: ol.Job, num_steps: int, tamper=lambda taken: taken) -> list:
         for taken in steps_of(loader, num_steps=num_steps):
             planned = loader.plan(taken.number)
             assert planned is not None
-            found.append(recorded(planned.plan.samples, tamper(taken), loader.tree, PAD))
+            found.append(step_record(planned.plan.samples, tamper(taken), loader.tree, PAD))
         return found
 
 

@@ -40,7 +40,7 @@ def test_a_primitive_leaves_the_graph_it_was_called_on_as_it_was():
 def test_a_misspelt_field_is_refused():
     with pytest.raises(TypeError, match="cannot change cost: no such field"):
         graph().with_stage(PlanStage("mine", "what it did"), cost=None)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(ValueError, match="token"):
+    with pytest.raises(TypeError, match=r"loss_tokens, not token$"):
         graph().samples.with_columns(token=0)  # pyright: ignore[reportCallIssue]
 
 

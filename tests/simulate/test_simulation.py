@@ -18,21 +18,21 @@ from overlord.arrange.strategies import (
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError
-from overlord.simulate.footprint import Bytes, footprint
+from overlord.simulate.footprint import FootprintModel, footprint
 from overlord.simulate.plan_time import plan_time
 from overlord.simulate.presets import BYTED, GITHUB, LlavaLike
 from overlord.simulate.simulation import (
     Scenario,
     Summary,
     drawer_of,
-    pooled,
+    hdp_strategy,
     quickest,
     static_mesh,
 )
 from overlord.simulate.step_time import (
     H200_BLOCK,
     H200_FLOPS,
-    Encoder,
+    EncoderModel,
     Links,
     ModelShape,
     TimeModel,
@@ -157,7 +157,7 @@ def test_a_ring_begins_when_the_last_of_its_ranks_is_free():
 
 
 def test_images_weigh_where_their_samples_are():
-    model = replace(MODEL, encoder=Encoder.at(H200_FLOPS))
+    model = replace(MODEL, encoder=EncoderModel.at(H200_FLOPS))
     mesh = Mesh(dp=8)
     batch = Batch(tokens=64 * 8192, sequence_length=8192)
     drawn = drawer_of(LlavaLike(), batch, 4, seed=1).next_step()
@@ -212,7 +212,7 @@ def scenario(table_context: int, ranks: int, kv_heads: int = 8) -> Scenario:
     model = TimeModel(cost=shape.on_h200(), shape=shape, links=Links())
     mesh = static_mesh(ranks, context=table_context, capacity=8192)
     batch = Batch(tokens=ranks * 32 * K, sequence_length=table_context)
-    return Scenario(batch=batch, mesh=mesh, strategy=pooled(mesh, model, 8192), model=model)
+    return Scenario(batch=batch, mesh=mesh, strategy=hdp_strategy(mesh, model, 8192), model=model)
 
 
 def test_hybrid_data_parallelism_beats_the_static_mesh_the_more_the_longer_the_context():
@@ -290,7 +290,7 @@ def test_memory_grows_with_sources_once_and_in_the_baseline_in_every_worker():
     few, many = held(64, 1024), held(256, 1024)
     more_here = many.total_bytes - few.total_bytes
     more_there = many.baseline.total_bytes - few.baseline.total_bytes
-    assert more_there == pytest.approx(192 * Bytes().source * 4096)
+    assert more_there == pytest.approx(192 * FootprintModel().source * 4096)
     assert more_here < more_there / 500
     loaders = {role.name: role for role in many.roles}["loader hosts"]
     constructors = {role.name: role for role in many.roles}["constructors"]

@@ -8,7 +8,7 @@ import torch
 
 import overlord as ol
 from overlord.cli import main
-from overlord.trainer.calibrate import calibrated, designed, mixed
+from overlord.trainer.calibrate import calibrate_model, fitted_shapes, held_out_shapes
 from overlord.trainer.llama_blocks import TINY, BlockShape, attention_for, steps_of
 from tests.commands import python
 
@@ -47,7 +47,7 @@ class Machine:
 
 def test_known_coefficients_are_found_again():
     machine = Machine()
-    found = calibrated(machine.step, tokens=65_536, repeats=5, device="cpu", stopwatch=machine.stopwatch)
+    found = calibrate_model(machine.step, tokens=65_536, repeats=5, device="cpu", stopwatch=machine.stopwatch)
     assert found.cost.per_token == pytest.approx(TRUE.per_token, rel=0.03)
     assert found.cost.per_length_squared == pytest.approx(TRUE.per_length_squared, rel=0.03)
     assert found.cost.constant == pytest.approx(TRUE.constant, rel=0.25)
@@ -58,11 +58,11 @@ def test_known_coefficients_are_found_again():
 
 @pytest.mark.parametrize(("tokens", "longest"), [(512, 512), (65_536, 65_536), (65_536, 4096), (100_000, 77_777)])
 def test_shapes_stay_within_what_was_asked_for(tokens, longest):
-    for lengths in (*designed(tokens, longest), *mixed(tokens, longest)):
+    for lengths in (*fitted_shapes(tokens, longest), *held_out_shapes(tokens, longest)):
         assert sum(lengths) <= tokens
         assert min(lengths) >= 1
         assert max(lengths) <= longest
-    assert {len(set(lengths)) for lengths in designed(tokens, longest)} == {1}
+    assert {len(set(lengths)) for lengths in fitted_shapes(tokens, longest)} == {1}
 
 
 def test_packed_documents_do_not_see_each_other():

@@ -35,7 +35,7 @@ class Passing(Ring):
 
     boxes: dict[int, queue.SimpleQueue[list[Tensor]]]
 
-    def passed_on(self, tensors: list[Tensor], part: int) -> list[Tensor]:
+    def pass_on(self, tensors: list[Tensor], part: int) -> list[Tensor]:
         self.boxes[self.ranks[(self.index + 1) % self.size]].put(tensors)
         received = self.boxes[self.ranks[self.index]].get(timeout=60)
         assert [t.shape[0] for t in received] == [self.num_tokens(part)] * len(tensors)

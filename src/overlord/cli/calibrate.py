@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from overlord.trainer.calibrate import Calibration, Step
+    from overlord.trainer.calibrate import Calibration, TrainingStep
 
 _PRESETS = ("llama-8b-like", "llama-70b-like", "tiny")
 
@@ -74,11 +74,11 @@ class CalibrateOptions:
 
 
 def calibrate(options: CalibrateOptions, as_json: bool) -> int:
-    from overlord.trainer.calibrate import calibrated, usual_device  # torch: an extra, and slow to import
+    from overlord.trainer.calibrate import calibrate_model, usual_device  # torch: an extra, and slow to import
 
     device = usual_device() if options.device is None else options.device
     step, model = _build_step(options, device)
-    found = calibrated(step, tokens=options.tokens, longest=options.longest, repeats=options.repeats, device=device)
+    found = calibrate_model(step, tokens=options.tokens, longest=options.longest, repeats=options.repeats, device=device)
     about = {"model": model, **found.about()}
     if options.out is not None:
         save_cost(options.out, found.cost, about)
@@ -91,7 +91,7 @@ def calibrate(options: CalibrateOptions, as_json: bool) -> int:
     return 0
 
 
-def _build_step(options: CalibrateOptions, device: str) -> tuple[Step, str]:
+def _build_step(options: CalibrateOptions, device: str) -> tuple[TrainingStep, str]:
     """The function to measure, and a description of its model."""
     if options.preset is not None:
         from overlord.trainer.llama_blocks import LLAMA_8B, LLAMA_70B, TINY, attention_name, steps_of
@@ -103,7 +103,7 @@ def _build_step(options: CalibrateOptions, device: str) -> tuple[Step, str]:
     return _load_build(options.model)(device), options.model.name
 
 
-def _load_build(path: Path) -> Callable[[str], Step]:
+def _load_build(path: Path) -> Callable[[str], TrainingStep]:
     if not path.is_file():
         raise SpecError(f"there is no file {path}; it must have build(device) -> step(lengths)")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())

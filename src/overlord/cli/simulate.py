@@ -24,8 +24,8 @@ from overlord.service.run import start
 from overlord.simulate.footprint import Footprint, Role, footprint
 from overlord.simulate.page import check_page, write_page
 from overlord.simulate.presets import BYTED, GITHUB, LlavaLike
-from overlord.simulate.simulation import Facts, Scenario, Summary, drawer_of, pooled, static_mesh
-from overlord.simulate.step_time import H200_FLOPS, Encoder, Links, ModelShape, TimeModel
+from overlord.simulate.simulation import FactsGenerator, Scenario, Summary, drawer_of, hdp_strategy, static_mesh
+from overlord.simulate.step_time import H200_FLOPS, EncoderModel, Links, ModelShape, TimeModel
 from overlord.steering.cost_file import load_cost
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _STRATEGIES = ("plain", "long_short", "hdp", "multimodal", "multimodal_exchange"
 class Preset:
     """The documents of a published corpus, with a default context and strategy."""
 
-    documents: Facts
+    documents: FactsGenerator
     context: int
     strategy: str
 
@@ -411,7 +411,7 @@ def _model(options: SimulateOptions, mesh: Mesh) -> TimeModel:
     else:
         measured, blocks = load_cost(options.costs), options.measured_layers or shape.layers
         cost = TransformerCost(*(each * shape.layers / blocks for each in measured.coefficients))
-    encoder = Encoder.at(H200_FLOPS)
+    encoder = EncoderModel.at(H200_FLOPS)
     return TimeModel(cost=cost, shape=shape, links=Links(), tp=mesh.tp, pp=mesh.pp, encoder=encoder)
 
 
@@ -425,8 +425,8 @@ def _strategy(name: str, mesh: Mesh, batch: Batch, model: TimeModel, options: Si
         return long_short(backbone, max_tokens=most, equal_counts=False, pipeline=pipeline)
     if name == "hdp":
         offload = None if options.offload is None else model.offload(options.offload * 1e9)
-        return pooled(mesh, model, options.capacity, offload)
-    encoder = model.encoder or Encoder.at(H200_FLOPS)
+        return hdp_strategy(mesh, model, options.capacity, offload)
+    encoder = model.encoder or EncoderModel.at(H200_FLOPS)
 
     def image_s(images: Images) -> Floats:
         return encoder.cost(images) / mesh.cp

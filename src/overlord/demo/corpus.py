@@ -1,4 +1,4 @@
-"""A corpus of five sources in three formats, made in seconds from what any machine with Python has.
+"""The demo's corpus: five sources in three formats, made in seconds from files that every Python installation has.
 
 code         the standard library, a document per file             Parquet
 packages     the packages installed beside Overlord, likewise      Parquet
@@ -36,7 +36,7 @@ NUM_PICTURES = 384
 FILES_PER_SOURCE = 4
 ROWS_PER_GROUP = 64
 
-# No prose and no plain code: tables, data for tests, and copies of other packages.
+# Folders without prose or ordinary code: tables, test data, copies of other packages.
 _PASSED_OVER = frozenset(("test", "tests", "encodings", "pydoc_data", "lib2to3", "site-packages", "__pycache__"))
 _COLOURS = {
     "red": (210, 40, 40), "green": (40, 160, 70), "blue": (50, 80, 200), "yellow": (230, 200, 50),
@@ -45,6 +45,7 @@ _COLOURS = {
 
 
 def make_corpus(folder: Path) -> None:
+    """Write the five sources into subfolders of `folder`."""
     library = Path(sysconfig.get_paths()["stdlib"])
     packages = Path(np.__file__).parent.parent
     code = list(_within(_texts(library, (".py",)), CODE_BYTES))
@@ -56,7 +57,7 @@ def make_corpus(folder: Path) -> None:
 
 
 def _texts(root: Path, endings: tuple[str, ...]) -> Iterator[str]:
-    """The files under a folder that are UTF-8, in order of their names."""
+    """The contents of the UTF-8 files under a folder, in order of their names."""
     for parent, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in _PASSED_OVER)
         for name in sorted(files):
@@ -99,7 +100,7 @@ def _manual(packages: Path) -> Iterator[str]:
 
 
 def _shards(folder: Path, documents: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
-    """The documents dealt over files, so that each has some of all."""
+    """The documents of each file, dealt round-robin."""
     if not documents:
         raise SourceError(f"found no text for the demo's source {folder.name!r} on this machine")
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +141,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _picture(rng: np.random.Generator) -> tuple[NDArray[np.uint8], str]:
-    """A shape on a ground that grows lighter to one side, and what it shows in words."""
+    """A drawn shape on a background with a gradient, and its caption."""
     height, width = (int(side) for side in rng.integers(96, 257, 2))
     ground, colour = rng.choice(list(_COLOURS), 2, replace=False).tolist()
     radius = rng.uniform(0.15, 0.45)

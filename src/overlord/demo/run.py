@@ -1,4 +1,5 @@
-"""The demo's run: half of it on one mesh, the rest on another, both against a run never stopped, then long documents."""
+"""The demo: run half of the steps on one mesh and resume on another, compare both with an uninterrupted run, then show the
+balance of long documents."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from overlord.arrange.strategies import plain
 from overlord.declare.mesh import Mesh
 from overlord.demo import job as job_module
 from overlord.demo.corpus import make_corpus
-from overlord.demo.straggler import Straggler, measured_straggler
-from overlord.demo.stream import StepRecord, first_difference, recorded
+from overlord.demo.straggler import Straggler, measure_straggler
+from overlord.demo.stream import StepRecord, first_difference, step_record
 from overlord.runtime.memory import peak_rss_bytes
 from overlord.service.dry_run import (
     SourceShare,
@@ -38,19 +39,19 @@ SECOND_MESH = Mesh(dp=4, cp=1)
 UNCUT_MESH = Mesh(dp=1, cp=1)
 
 
-class Shown(Protocol):
-    """Somewhere to show how a run stands."""
+class ProgressView(Protocol):
+    """Displays the progress of a run."""
 
     def show(self, meter: Throughput, shares: Callable[[], Mapping[str, SourceShare]]) -> None: ...
 
 
-Watch = Callable[[str, int], AbstractContextManager[Shown]]
-"""(title, number of steps) to somewhere to show them."""
+OpenView = Callable[[str, int], AbstractContextManager[ProgressView]]
+"""A function (title, number of steps) that opens a `ProgressView`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One stretch of the run on one mesh. The rates include checking every token that was delivered."""
+    """One part of the run, on one mesh. The rates include checking every token that was delivered."""
 
     mesh: str
     steps: int
@@ -64,7 +65,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Whether the run that was stopped and resumed gave what the run never stopped gave, and what differed if not."""
+    """The comparison of the stopped and resumed run with the uninterrupted one."""
 
     stopped_before: int
     state_bytes: int
@@ -75,32 +76,34 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
+    """All figures of the demo."""
+
     corpus_s: float
     mix: dict[str, SourceShare]
     legs: tuple[Leg, Leg]
-    """Before it was stopped, and after, on another mesh."""
+    """Before the run was stopped, and after it was resumed on another mesh."""
     uncut: Leg
-    """The run never stopped, which deals rows of fixed length blindly: other arrangements, the same stream."""
+    """The uninterrupted run. It deals rows of fixed length round-robin: another arrangement of the same stream."""
     resume: Resume
     straggler: Straggler
     peak_rss_bytes: int
     total_s: float
 
 
-def run_demo(folder: Path, num_steps: int, watch: Watch) -> DemoResult:
-    """Make the corpus and its job file in `folder`, and run the demo on it."""
+def run_demo(folder: Path, num_steps: int, open_view: OpenView) -> DemoResult:
+    """Make the corpus and its job file in `folder`, and run the demo on them."""
     began = time.monotonic()
     make_corpus(folder)
     shutil.copyfile(job_module.__file__, folder / "job.py")
     job: Job = runpy.run_path(str(folder / "job.py"))["job"]
     corpus_s = time.monotonic() - began
     cut = num_steps // 2
-    first = _leg(replace(job, mesh=FIRST_MESH), cut, watch)
+    first = _leg(replace(job, mesh=FIRST_MESH), cut, open_view)
     saved = orjson.dumps(first.state)  # a checkpoint is plain JSON
-    second = _leg(replace(job, mesh=SECOND_MESH), num_steps - cut, watch, orjson.loads(saved))
-    uncut = _leg(replace(job, mesh=UNCUT_MESH, strategy=plain()), num_steps, watch)
+    second = _leg(replace(job, mesh=SECOND_MESH), num_steps - cut, open_view, orjson.loads(saved))
+    uncut = _leg(replace(job, mesh=UNCUT_MESH, strategy=plain()), num_steps, open_view)
     difference = first_difference(uncut.records, [*first.records, *second.records])
-    straggler = measured_straggler(job, job_module.llama_8b)
+    straggler = measure_straggler(job, job_module.llama_8b)
     return DemoResult(
         corpus_s=corpus_s,
         mix=second.mix,
@@ -121,11 +124,11 @@ class _LegRun:
     mix: dict[str, SourceShare]
 
 
-def _leg(job: Job, num_steps: int, watch: Watch, resume: Mapping[str, Any] | None = None) -> _LegRun:
+def _leg(job: Job, num_steps: int, open_view: OpenView, resume: Mapping[str, Any] | None = None) -> _LegRun:
     mesh = f"dp {job.mesh.dp} x cp {job.mesh.cp}"
     title = f"on {mesh}" if resume is None else f"resumed on {mesh}"
     meter, records = Throughput(), []
-    with start(job, resume=resume) as loader, watch(title, num_steps) as view:
+    with start(job, resume=resume) as loader, open_view(title, num_steps) as view:
         for taken in steps_of(loader, num_steps=num_steps):
             meter.add(taken)
             records.append(_record(loader, taken))
@@ -147,7 +150,7 @@ def _leg(job: Job, num_steps: int, watch: Watch, resume: Mapping[str, Any] | Non
 def _record(loader: Loader, taken: Taken) -> StepRecord:
     planned = loader.plan(taken.number)
     assert planned is not None  # it was just delivered
-    return recorded(planned.plan.samples, taken, loader.tree, loader.job.batch.pad_token)
+    return step_record(planned.plan.samples, taken, loader.tree, loader.job.batch.pad_token)
 
 
 def _shares(loader: Loader) -> dict[str, SourceShare]:

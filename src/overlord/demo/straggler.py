@@ -1,4 +1,5 @@
-"""How uneven ranks are with long documents, dealt blindly and balanced. Planning needs only facts: no batch is built."""
+"""How uneven the ranks are with long documents, dealt round-robin and balanced. Planning needs only facts: no batch is
+built."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ NUM_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """Slowest rank over the mean one, by cost: means over the same steps, dealt in two ways."""
+    """The costliest rank over the mean rank, averaged over the same steps, arranged in two ways."""
 
     context: int
     dp: int
@@ -38,14 +39,17 @@ class Straggler:
     longest: int
     """Tokens of the longest document seen."""
     blindly: float
+    """With rows dealt round-robin."""
     balanced: float
+    """With `strategies.long_short`."""
     possible: float
-    """What no arrangement of whole documents can beat."""
+    """A lower bound over all arrangements of whole documents."""
     speedup: float
-    """How much sooner the balanced steps end, by the cost of their slowest rank."""
+    """The cost of the slowest rank dealt round-robin over its cost when balanced."""
 
 
-def measured_straggler(job: Job, cost: TransformerCost) -> Straggler:
+def measure_straggler(job: Job, cost: TransformerCost) -> Straggler:
+    """Plan some steps of long documents from the job's sources, and compare the two arrangements of each."""
     batch = Batch(tokens=CONTEXT * ROWS_PER_RANK * DP, sequence_length=CONTEXT)
     with start(replace(job, batch=batch, mesh=Mesh(dp=DP))) as loader:
         plans = [loader.plan(step) for step in range(NUM_STEPS)]
@@ -67,7 +71,7 @@ def measured_straggler(job: Job, cost: TransformerCost) -> Straggler:
 
 
 def _both_ways(planned: Planned, batch: Batch, tree: ClientPlaceTree, cost: TransformerCost) -> tuple[Floats, Floats]:
-    """What each rank has to do in a step, dealt blindly and balanced."""
+    """The cost of each rank in a step, dealt round-robin and balanced."""
     drawn = planned.step
     graph = DGraph(drawn.samples, batch, tree, drawn.rows, drawn.in_rows)
     blindly, balanced = plain()(graph), long_short(cost)(graph)

@@ -1,4 +1,4 @@
-"""What a step was made of, in a form that any arrangement of the same samples shares: proof that a stream went on."""
+"""A record of a step that does not depend on the arrangement of its samples, to prove that a resumed stream is the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Equal for two steps that hold the same samples and the same tokens, however these lie on ranks."""
+    """Equal for two steps with the same samples and the same tokens, however they are arranged over ranks."""
 
     step: int
     members: str
@@ -32,8 +32,9 @@ class StepRecord:
     """Checksum over all ranks of every token with its position and its label, and of every image."""
 
 
-def recorded(samples: Samples, taken: Taken, tree: ClientPlaceTree, pad_token: int) -> StepRecord:
-    """`taken` must hold all ranks of a mesh without tensor and pipeline parallelism, so that no token comes twice."""
+def step_record(samples: Samples, taken: Taken, tree: ClientPlaceTree, pad_token: int) -> StepRecord:
+    """The record of a step. `taken` must have all ranks of a mesh without tensor and pipeline parallelism, so that no token
+    counts twice."""
     content = 0
     for rank, step in taken.parts.items():
         for micro in step:
@@ -44,7 +45,7 @@ def recorded(samples: Samples, taken: Taken, tree: ClientPlaceTree, pad_token: i
 
 
 def first_difference(uncut: Sequence[StepRecord], pieces: Sequence[StepRecord]) -> str | None:
-    """What differs first between a run and its replay in pieces; None when nothing does."""
+    """A description of the first difference between a run and its replay in pieces; None if there is none."""
     for whole, piece in zip(uncut, pieces, strict=False):
         if whole.step != piece.step:
             return f"step {whole.step} of the uncut run stands where the resumed run has step {piece.step}"
@@ -65,7 +66,7 @@ def _members(samples: Samples) -> str:
 
 
 def _tokens_sum(tokens: NDArray[np.int32], positions: NDArray[np.int32], labels: NDArray[np.int64], pad_token: int) -> int:
-    """A sum of scrambled numbers, one per token: the order in which tokens come does not change it."""
+    """A sum of one hash per token, so that the order of tokens does not matter."""
     mixed = tokens.astype(np.uint64)
     mixed ^= positions.astype(np.uint64) << np.uint64(20)
     mixed ^= labels.view(np.uint64) << np.uint64(44)

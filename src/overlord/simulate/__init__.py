@@ -1,1 +1,1 @@
-"""Steps that never ran: lengths as published, and a model of time and memory."""
+"""Simulation of steps that never ran: document lengths as published, and a model of time and memory."""

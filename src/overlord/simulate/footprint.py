@@ -1,5 +1,5 @@
-"""Memory and connections of each role for a job of some size, beside those of loaders that open every source in every
-worker of every rank. A model of bytes: its figures are below, and they come from this project's own memory benchmark."""
+"""A model of the memory and the connections of each role, compared with loaders that open every source in every worker of
+every rank. Its figures come from this project's own memory benchmark."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
-    """What the model takes for granted."""
+class FootprintModel:
+    """The assumptions of the model. Sizes are in bytes."""
 
     process: int = 128 * MIB
-    """A Python process with Arrow before it holds anything."""
+    """A Python process with Arrow loaded and no data."""
     source: int = 2_400 * 1024
-    """A source that is open: the row group being read (1.6 MiB decoded), its footer, what the allocator keeps. Corpora with
-    larger row groups have more, and then the baseline has more of it still."""
+    """An open source: the row group being read (1.6 MiB decoded), its footer, and what the allocator keeps. Corpora with
+    larger row groups take more, the baseline most of all."""
     place: int = 17
     """A token in a batch: token 4, label 8, position 4, loss mask 1."""
     fact: int = 80
     """A sample in a plan: its columns of facts, its order and row."""
     lane: int = 8192 * 24
-    """Facts of a source that the planner has at hand."""
+    """The facts of one source that the Planner keeps ready."""
     workers_per_rank: int = 4
-    """Of the baseline."""
+    """Worker processes per rank of the baseline."""
     sources_per_host: int = 64
-    """At most, in one loader host."""
+    """The most sources in one loader host."""
     tokens_per_s_of_host: float = 16e6
-    """Four threads that tokenise text at 4 M tokens a second each."""
+    """Four threads that tokenize text at 4 million tokens per second each."""
     steps_ahead: int = 3
-    """Steps that a constructor holds: the one being taken and two that are ready."""
+    """Steps that a Data Constructor holds: the one being fetched and two that are ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """How many of a role there are, and what each one holds and is connected to."""
+    """One role: the number of its processes, and the memory and connections of each."""
 
     name: str
     count: int
@@ -55,7 +55,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The roles, and the baseline's workers. Clients live inside trainers and are counted all the same."""
+    """The footprint of all roles, and of the baseline's workers. Clients count too, though they run inside trainers."""
 
     roles: tuple[Role, ...]
     baseline: Role
@@ -66,12 +66,12 @@ class Footprint:
 
     @property
     def most_connections(self) -> float:
-        """Of any one process."""
+        """The most connections of any process."""
         return max(role.connections_each for role in self.roles)
 
     @property
     def saved(self) -> float:
-        """How many times less memory than the baseline."""
+        """The memory of the baseline over that of all roles."""
         return self.baseline.total_bytes / self.total_bytes
 
 
@@ -84,22 +84,22 @@ def footprint(
     step_samples: float,
     step_s: float,
     image_bytes: float = 0.0,
-    given: Bytes | None = None,
+    model: FootprintModel | None = None,
 ) -> Footprint:
-    """For a job with so many sources and ranks, and steps of this size that last `step_s` each and hold images of
-    `image_bytes`."""
+    """Estimate the memory and connections of a job. Steps have `step_tokens` tokens in `step_samples` samples, decoded
+    images of `image_bytes`, and take `step_s` seconds each."""
     if num_sources < 1 or num_ranks < 1 or not 1 <= num_constructors <= num_ranks:
         raise SpecError(
             f"a footprint needs sources, ranks and one to ranks constructors, got {num_sources} sources, {num_ranks} ranks "
             f"and {num_constructors} constructors"
         )
-    b = Bytes() if given is None else given
+    b = FootprintModel() if model is None else model
     hosts = max(-(-num_sources // b.sources_per_host), round(step_tokens / max(step_s, 1e-9) / b.tokens_per_s_of_host + 0.5))
     step_bytes = step_tokens * b.place + image_bytes
     planner = b.process + num_sources * b.lane + (b.steps_ahead + 2) * step_samples * b.fact
     loader = b.process + num_sources * b.source / hosts
     constructor = b.process + b.steps_ahead * step_bytes / num_constructors
-    if num_sources < hosts:  # a source is shared by several loaders, each of which has it open
+    if num_sources < hosts:  # several loaders share a source, and each has it open
         loader = b.process + b.source
     roles = (
         Role("planner", 1, planner, hosts + num_constructors),

@@ -1,4 +1,4 @@
-"""The page of `overlord simulate --html`: one file with everything in it, drawn by its own script from the figures."""
+"""The page of `overlord simulate --html`: one self-contained file whose script draws the figures."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from overlord.simulate.plan_time import PlanTime
     from overlord.simulate.simulation import SimulatedStep, Summary
 
-_MOST_BARS = 256  # what a screen shows apart; more ranks share a bar, which then shows the slowest of them
+_MOST_BARS = 256  # the most that a screen can show; beyond that, ranks share a bar, which shows the slowest of them
 _MOST_STEPS = 32
 _MARK = "/*FIGURES*/"
 
 
 def check_page(path: Path) -> None:
-    """Said before the work, not after it."""
+    """Raise SpecError if the page cannot be written. Called before the simulation, which may take long."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise SpecError(f"the page cannot be written to {path}; name a file in a folder that you may write to")
 
 
 def write_page(path: Path, found: dict[str, Any], summary: Summary) -> None:
-    """Writes `found`, as `--json` gives it, and the times of all ranks in the first steps."""
+    """Write the page: `found`, the output of `--json`, and the times of all ranks in the first steps."""
     figures = found | {"bars": [_bars(step) for step in summary.steps[:_MOST_STEPS]]}
     # `<` is written as an escape, so that no text in the figures can end the script.
     text = orjson.dumps(figures, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("<", "\\u003c")

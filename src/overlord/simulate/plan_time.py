@@ -1,4 +1,4 @@
-"""How long a planned step would take on a mesh: the plan's microbatches through the model of time, rank by rank."""
+"""`plan_time`: the predicted time of a planned step on a mesh, rank by rank."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ if TYPE_CHECKING:
 
     from overlord.arrange.plan import Plan
     from overlord.declare.mesh import Mesh
-    from overlord.simulate.step_time import Encoder, TimeModel
+    from overlord.simulate.step_time import EncoderModel, TimeModel
     from overlord.stream.facts import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTime:
-    """A step under one plan. Ranks are those of the pool, dp x cp, a dp group's side by side; a pool rank stands for its
-    tp x pp ranks."""
+    """The predicted times of a step under one plan. There is one entry per dp x cp rank, the ranks of a dp group side by
+    side; each stands for its tp x pp ranks."""
 
     busy_s: Floats
-    """What each rank works for: its matrix products, its attention, and sending as far as that does not hide."""
+    """The time that each rank works: matrix products, attention, and communication that attention does not hide."""
     sending_s: Floats
-    """Of that, the sending."""
+    """The communication in `busy_s`."""
     step_s: float
-    """Until the last rank is done and gradients have gone their way."""
+    """The time of the step, until the last rank is done and gradients are exchanged."""
     tokens: Ints
-    """The most that each rank's memory holds of one microbatch, without what is moved to the host."""
+    """The most tokens of one microbatch in each rank's memory, without those moved to the host."""
     num_microbatches: Ints
     padding: float
-    """The share of token places that hold none."""
+    """The share of tokens that are padding."""
 
     @property
     def straggler(self) -> float:
-        """How much longer the busiest rank works than the mean one."""
+        """The busiest rank over the mean rank."""
         return max_over_mean(self.busy_s)
 
     @property
     def bubbles(self) -> float:
-        """The share of all ranks' time in which they do not work: they wait for the slowest, for partners of a ring, for
-        neighbours in the pipeline, for gradients."""
+        """The share of all ranks' time that is spent waiting: for the slowest rank, for other ranks of a ring, for pipeline
+        neighbours, for gradients."""
         return 1.0 - float(self.busy_s.mean()) / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def sending(self) -> float:
-        """The share of all ranks' time that goes into sending that nothing hides."""
+        """The share of all ranks' time that is spent on communication that nothing hides."""
         return float(self.sending_s.mean()) / self.step_s if self.step_s > 0 else 0.0
 
 
 class _Micros(NamedTuple):
-    """Each microbatch of a plan: what it takes its ranks, the sending in it, and its places and tokens on each of them."""
+    """Each microbatch of a plan: its time, the communication in it, and its tokens on each rank with and without padding."""
 
     seconds: Floats
     sending_s: Floats
@@ -66,11 +66,11 @@ class _Micros(NamedTuple):
 
 
 def plan_time(plan: Plan, mesh: Mesh, model: TimeModel) -> PlanTime:
-    """The time of a plan. Over dp groups, every document is cut over all cp ranks of its group; over the pool of hybrid data
-    parallelism, over the ranks of its ring.
+    """Predict the time of a plan. In plans over dp groups, every document is cut over all cp ranks of its group; in plans of
+    hybrid data parallelism, over the ranks of its ring.
 
-    With pp > 1 pool ranks are timed as pipelines apart from each other: waits for partners of a ring are not counted. Images
-    that ranks exchange are encoded before the rest, round by round, each as long as its slowest place takes.
+    With pp > 1, ranks are timed as independent pipelines: waiting for other ranks of a ring is not counted. Images that
+    ranks exchange are encoded first, round by round, and each round takes as long as its slowest place.
     """
     rings, encoding = plan.part(Rings), plan.part(Encoding)
     if (plan.axis, plan.group_size) != ("cp" if rings is not None else "dp", 1):
@@ -134,15 +134,15 @@ def _of_pool(plan: Plan, rings: Rings, model: TimeModel) -> _Micros:
 
 
 def _in_node(rings: Rings, model: TimeModel) -> NDArray[np.bool_]:
-    """Whether the ranks of each ring are all in one node; tp ranks are neighbours."""
+    """True for each ring whose ranks are all in one node. tp ranks are neighbours."""
     if len(rings.bounds) == 1:
         return np.zeros(0, bool)
     node = rings.members * model.tp // model.links.ranks_per_node
     return np.minimum.reduceat(node, rings.bounds[:-1]) == np.maximum.reduceat(node, rings.bounds[:-1])
 
 
-def _rounds(encoding: Encoding, encoder: Encoder) -> Floats:
-    """[round, place]: what each place encodes in each round of microbatches."""
+def _rounds(encoding: Encoding, encoder: EncoderModel) -> Floats:
+    """The encoding time of each place in each round of microbatches: [round, place]."""
     if encoding.axis != "cp":
         raise SpecError(f"images are timed over dp x cp ranks, exchange='cp', not over {encoding.axis}")
     ends_s = np.concatenate([[0.0], np.cumsum(encoder.cost(encoding.images)[encoding.by_place])])[encoding.bounds]
@@ -150,7 +150,8 @@ def _rounds(encoding: Encoding, encoder: Encoder) -> Floats:
 
 
 def _last_end(counts: Ints, seconds: Floats, rings: Rings) -> float:
-    """When the last rank ends: each runs its microbatches in order, and a ring begins when all of its ranks are there."""
+    """When the last rank finishes. Each runs its microbatches in order, and a ring begins when all of its ranks have
+    arrived."""
     rank = np.repeat(np.arange(len(counts)), counts)
     in_ring = rings.of_micro >= 0
     alone_s = np.where(in_ring, 0.0, seconds)

@@ -1,14 +1,13 @@
-"""Document lengths as published for two production corpora, so that steps can be planned without any data.
+"""Presets of document lengths and image sizes, so that steps can be planned without any data.
 
-The tables give the share of samples per length bucket ("Byted") or of tokens ("GitHub"), reconstructed from
-the figures of the ByteScale paper (arXiv 2502.21231). A length is log-uniform within its bucket.
+`BYTED` and `GITHUB` are the length distributions of two production corpora, reconstructed from the figures of the ByteScale
+paper (arXiv 2502.21231), which give the share of samples ("Byted") or of tokens ("GitHub") per length bucket. A length is
+log-uniform within its bucket.
 
-`LlavaLike` is a made-up mixture of image-text samples in the manner of LLaVA's training data, to plan steps without any
-data.
-
+`LlavaLike` is a made-up mixture of image-text samples in the manner of LLaVA's training data.
 Kinds and sizes follow what is published: COYO-700M's images are 622 x 541 pixels on average with an aspect of at most 3,
 its captions 17 tokens; OBELICS has 2.5 images and 816 tokens a document; LLaVA-like mixtures add conversations about one
-image, a tenth of text alone, and some short videos.
+image, a tenth of text-only samples, and some short videos.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ K = 1024
 
 @dataclass(frozen=True, slots=True)
 class LengthTable:
-    """How long documents are: `sample_shares[i]` of them from edges[i] to edges[i + 1] tokens."""
+    """A distribution of document lengths: the share `sample_shares[i]` of documents has from edges[i] to edges[i + 1]
+    tokens."""
 
     name: str
     edges: tuple[int, ...]
@@ -33,35 +33,36 @@ class LengthTable:
 
     @staticmethod
     def of_token_shares(name: str, edges: tuple[int, ...], token_shares: tuple[float, ...]) -> LengthTable:
+        """Make it from the share of tokens, rather than of documents, in each bucket."""
         low, high = np.array(edges[:-1], float), np.array(edges[1:], float)
         shares = np.array(token_shares) * np.log(high / low) / (high - low)  # the mean of a log-uniform bucket
         return LengthTable(name, edges, tuple((shares / shares.sum()).tolist()))
 
     def documents(self, num_tokens: int, context: int, seed: int) -> Ints:
-        """Lengths in drawn order, as many as fit in `num_tokens`; longer documents are split at `context`."""
+        """Draw as many lengths as fit in `num_tokens` together. Documents longer than `context` are split."""
         rng = np.random.default_rng(seed)
         parts: list[Ints] = []
         total = 0
         while total < num_tokens:
-            parts.append(self.drawn(4096, context, rng))
+            parts.append(self.draw(4096, context, rng))
             total += int(parts[-1].sum())
         lengths = np.concatenate(parts)
         return lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens, side="right"))]
 
     def first_documents(self, num_documents: int, context: int, seed: int) -> Ints:
-        """So many lengths in drawn order; longer documents are split at `context`."""
-        return self.drawn(num_documents, context, np.random.default_rng(seed))[:num_documents]
+        """Draw `num_documents` lengths. Documents longer than `context` are split."""
+        return self.draw(num_documents, context, np.random.default_rng(seed))[:num_documents]
 
-    def drawn(self, num_documents: int, context: int, rng: np.random.Generator) -> Ints:
-        """The lengths of so many documents, more where some are split at `context`."""
+    def draw(self, num_documents: int, context: int, rng: np.random.Generator) -> Ints:
+        """Draw the lengths of `num_documents` documents; more lengths where some are split at `context`."""
         shares = np.array(self.sample_shares) / sum(self.sample_shares)
         low, high = np.log(self.edges[:-1]), np.log(self.edges[1:])
         bucket = rng.choice(len(shares), num_documents, p=shares)
         return _split(np.exp(rng.uniform(low[bucket], high[bucket])).astype(np.int64), context)
 
     def facts(self, num_documents: int, context: int, seed: tuple[int, ...]) -> ChunkFacts:
-        """A chunk of such documents, as a Source Loader would describe it."""
-        tokens = self.drawn(num_documents, context, np.random.default_rng(seed))
+        """The facts that a Source Loader would report about a chunk of such documents."""
+        tokens = self.draw(num_documents, context, np.random.default_rng(seed))
         return ChunkFacts(tokens, np.maximum(tokens - 1, 0))
 
 
@@ -72,8 +73,7 @@ def _split(lengths: Ints, context: int) -> Ints:
     return out
 
 
-# The first edge is chosen so that the mean of the first bucket agrees with its shares of samples and of
-# tokens.
+# The first edge is chosen so that the mean length of the first bucket agrees with its shares of samples and of tokens.
 BYTED = LengthTable(
     "byted",
     (512, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K, 256 * K, 512 * K, 1024 * K, 2048 * K),
@@ -95,14 +95,17 @@ _FRAME = (336, 336)
 
 @dataclass(frozen=True, slots=True)
 class LlavaLike:
-    """Samples with a place in their text for every token of their images. Images above `max_pixels` count as that large."""
+    """A mixture of text, captions, conversations about images, interleaved documents and videos, in the manner of LLaVA.
+
+    Texts have a place for every token of their images. Images larger than `max_pixels` are scaled down to it.
+    """
 
     grid: PatchGrid = field(default_factory=lambda: PatchGrid(patch=14, merge=2))
     max_pixels: int = 1_003_520
     name: str = "llava-like"
 
     def samples(self, num_samples: int, context: int, seed: int | tuple[int, ...]) -> Samples:
-        """So many samples; none is longer than `context`."""
+        """Draw `num_samples` samples, none longer than `context`."""
         rng = np.random.default_rng(seed)
         kind = rng.choice(len(_SHARES), num_samples, p=_SHARES)
         spread = np.array(_SPREAD)[kind]
@@ -120,7 +123,7 @@ class LlavaLike:
         return samples.with_columns(stop=tokens, tokens=tokens, loss_tokens=np.minimum(samples.loss_tokens, tokens))
 
     def facts(self, num_documents: int, context: int, seed: tuple[int, ...]) -> ChunkFacts:
-        """A chunk of such samples, as a Source Loader would describe it."""
+        """The facts that a Source Loader would report about a chunk of such samples."""
         samples = self.samples(num_documents, context, seed)
         return ChunkFacts(samples.tokens, samples.loss_tokens, images=samples.images)
 

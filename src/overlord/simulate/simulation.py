@@ -1,7 +1,7 @@
-"""What if: steps are drawn and arranged from facts alone, by the code that real runs use, and their times predicted.
+"""Simulated runs: steps are drawn and arranged from facts alone, by the code of real runs, and their times are predicted.
 
-Before and after are the same samples. Before is the static mesh with rows dealt blindly: cp is as wide as the longest
-document needs, and every row is cut over all cp ranks of its group, short documents as well. After is the strategy.
+*Before* and *after* have the same samples. Before is a static mesh with rows dealt round-robin: cp is as wide as the longest
+document needs, and every row, short documents included, is cut over all cp ranks of its group. After is the strategy.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from overlord.stream.facts import ChunkFacts, Samples
 
 _ROWS_OF_CHUNK = 4096
-_CHUNKS = 1 << 30  # an epoch that no simulation sees the end of
+_CHUNKS = 1 << 30  # an epoch that no simulation reaches the end of
 
 
-class Facts(Protocol):
-    """Something that makes up chunks of documents, each from its seed."""
+class FactsGenerator(Protocol):
+    """Makes up the facts of chunks, each from a seed. `LengthTable` and `LlavaLike` are examples."""
 
     def facts(self, num_documents: int, context: int, seed: tuple[int, ...]) -> ChunkFacts: ...
 
 
-def drawer_of(documents: Facts, batch: Batch, num_sources: int, seed: int) -> StepDrawer:
-    """Draws steps from so many endless sources with equal weights."""
+def drawer_of(documents: FactsGenerator, batch: Batch, num_sources: int, seed: int) -> StepDrawer:
+    """A drawer of steps from `num_sources` endless sources with equal weights."""
     names = tuple(f"source-{number:04}" for number in range(num_sources))
 
     def describe(source: int, chunk: int) -> ChunkFacts:
@@ -54,7 +54,7 @@ def drawer_of(documents: Facts, batch: Batch, num_sources: int, seed: int) -> St
 
 
 def static_mesh(num_ranks: int, *, context: int, capacity: int, tp: int = 1, pp: int = 1, cp: int | None = None) -> Mesh:
-    """The mesh of so many ranks whose cp is the narrowest that holds a document of `context` tokens at `capacity` a rank."""
+    """The mesh of `num_ranks` ranks with the smallest cp that holds a document of `context` tokens, `capacity` per rank."""
     if num_ranks < 1 or num_ranks % (tp * pp):
         raise SpecError(f"tp={tp} x pp={pp} must divide the {num_ranks} ranks; change one of them")
     pool = num_ranks // (tp * pp)
@@ -72,7 +72,7 @@ def static_mesh(num_ranks: int, *, context: int, capacity: int, tp: int = 1, pp:
 
 
 def quickest(candidates: Sequence[Strategy], mesh: Mesh, model: TimeModel) -> Strategy:
-    """Arranges a step by each of several strategies and takes the plan that is predicted to be done first."""
+    """Make a strategy that tries several others and returns the plan with the shortest predicted step."""
 
     def strategy(graph: DGraph) -> Plan:
         return min((candidate(graph) for candidate in candidates), key=lambda plan: plan_time(plan, mesh, model).step_s)
@@ -80,9 +80,12 @@ def quickest(candidates: Sequence[Strategy], mesh: Mesh, model: TimeModel) -> St
     return candidates[0] if len(candidates) == 1 else strategy
 
 
-def pooled(mesh: Mesh, model: TimeModel, capacity: int, offload: Offload | None = None) -> Strategy:
-    """Hybrid data parallelism by this model of time. Where the attention of a full rank hides what a ring sends twice over,
-    sending is left out of planning; otherwise a step is planned without and with it, and the quicker plan taken."""
+def hdp_strategy(mesh: Mesh, model: TimeModel, capacity: int, offload: Offload | None = None) -> Strategy:
+    """Make a strategy for hybrid data parallelism with the costs of a time model.
+
+    If the attention of a full rank takes at least twice as long as the communication of a ring, planning ignores
+    communication. Otherwise a step is planned both without and with it, and the faster plan is returned.
+    """
     hidden = hdp(model.cost, capacity=capacity, offload=offload)
     if 2 * model.sent_token_s <= model.cost.per_length_squared * capacity / model.tp:
         return hidden
@@ -93,18 +96,18 @@ def pooled(mesh: Mesh, model: TimeModel, capacity: int, offload: Offload | None 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One step, dealt blindly and by the strategy."""
+    """The predicted times of one step: dealt round-robin, and by the strategy."""
 
     number: int
     num_samples: int
     num_tokens: int
     longest: int
     image_bytes: int
-    """Of all images, decoded."""
+    """The size of all images, decoded."""
     before: PlanTime
     after: PlanTime
     plan_s: float
-    """What the strategy itself took, on this machine."""
+    """The time that the strategy itself took, on this machine."""
 
     @property
     def ratio(self) -> float:
@@ -113,7 +116,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A mesh, a batch, a strategy and a model of time, ready to be run over drawn steps."""
+    """What to simulate: a batch, a mesh, a strategy and a time model."""
 
     batch: Batch
     mesh: Mesh
@@ -123,7 +126,7 @@ class Scenario:
     def steps(
         self, drawn: Iterator[DrawnStep | None], num_steps: int, clock: Callable[[], float]
     ) -> Iterator[SimulatedStep]:
-        """Up to `num_steps` steps; fewer where the run ends before."""
+        """Simulate up to `num_steps` steps; fewer if the run ends before."""
         for _ in range(num_steps):
             step = next(drawn, None)
             if step is None:
@@ -155,7 +158,7 @@ def _image_bytes(samples: Samples) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Several simulated steps, averaged over their time."""
+    """The averages of several simulated steps."""
 
     steps: tuple[SimulatedStep, ...]
 
@@ -165,7 +168,7 @@ class Summary:
 
     @property
     def ratio(self) -> float:
-        """How many times faster all the steps together are than dealt blindly."""
+        """The time of all steps dealt round-robin over their time by the strategy."""
         return sum(step.before.step_s for step in self.steps) / sum(step.after.step_s for step in self.steps)
 
     def mean(self, value: Callable[[SimulatedStep], float]) -> float:

@@ -1,12 +1,13 @@
-"""How long a rank works on its part of a step: a model of time, for predictions. What it counts, and what not:
+"""`TimeModel`: predicts how long a rank works on its part of a step. It counts
 
 - matrix products and attention of forward and backward, from cost coefficients in seconds; tp and pp divide them evenly;
 - ring attention: every rank of a ring gets the keys and values of all tokens in it, once forward and, with their
   gradients, twice backward. A ring that lies in one node runs at the node's speed, any other at the network's.
   Sending hides behind attention as far as it can: attention takes as long as the longer of the two;
-- the gradients' way once a step, which nothing hides;
-- not counted: kernels that slow down on small slices, padding of documents to multiples of 2 x cp, unequal speed of ranks.
-  All three weigh on wide rings, so what is left out favours the static mesh.
+- the exchange of gradients once per step, which nothing hides.
+
+It does not count kernels that are slower on small slices, the padding of documents to multiples of 2 x cp, and ranks of
+unequal speed. All three cost most on wide rings, so leaving them out favours the static mesh.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ H200_BLOCK = TransformerCost(per_token=2.23204e-06, per_length_squared=8.7424e-1
 _H200_BLOCK_WEIGHTS = 2 * 4096 * 4096 * (1 + 8 / 32) + 3 * 4096 * 14336
 _H200_BLOCK_HIDDEN = 4096
 H200_FLOPS = 6 * _H200_BLOCK_WEIGHTS / H200_BLOCK.per_token
-"""Operations a second in matrix products, as those times give it: 586e12."""
+"""Floating point operations per second in matrix products that those times amount to: 586e12."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder with gated feed-forward layers; Llama 3's 8B unless told otherwise."""
+    """The shape of a decoder with gated feed-forward layers. The defaults are Llama 3 8B."""
 
     hidden: int = 4096
     layers: int = 32
@@ -54,7 +55,7 @@ class ModelShape:
     vocab: int = 128_256
 
     def __post_init__(self) -> None:
-        self.flops()  # refuses what is no shape
+        self.flops()  # raises SpecError for an invalid shape
 
     @property
     def block_weights(self) -> float:
@@ -66,26 +67,28 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> float:
-        """Of the keys and values of one token in one layer."""
+        """The bytes of the keys and values of one token in one layer."""
         return 2 * _BYTES * self.hidden * self.kv_heads / self.heads
 
     @property
     def activation_bytes(self) -> float:
-        """What one layer keeps of one token for its backward pass, attention computed again: the inputs of its products."""
+        """The bytes that one layer keeps per token for its backward pass, with attention recomputed: the inputs of its
+        matrix products."""
         return _BYTES * (6 * self.hidden + 2 * self.hidden * self.kv_heads / self.heads + 3 * self.ffn)
 
     def flops(self, attention_slowdown: float = ATTENTION_SLOWDOWN) -> TransformerCost:
-        """In GFLOP of matrix products."""
+        """The cost of a document in GFLOP of matrix products."""
         shape = {"hidden": self.hidden, "layers": self.layers, "heads": self.heads, "kv_heads": self.kv_heads}
         return TransformerCost.of(**shape, ffn=self.ffn, attention_slowdown=attention_slowdown)
 
     def at(self, flops_per_s: float) -> TransformerCost:
-        """In seconds, at this many operations a second in matrix products."""
+        """The cost of a document in seconds, at this many operations per second in matrix products."""
         cost, gflops_per_s = self.flops(), flops_per_s / 1e9
         return TransformerCost(cost.per_token / gflops_per_s, cost.per_length_squared / gflops_per_s)
 
     def on_h200(self) -> TransformerCost:
-        """In seconds, as measured on an H200: its block's time by weights and by width of attention."""
+        """The cost of a document in seconds on an H200: the measured block, scaled by weights and by the width of
+        attention."""
         return TransformerCost(
             H200_BLOCK.per_token * self.layers * self.block_weights / _H200_BLOCK_WEIGHTS,
             H200_BLOCK.per_length_squared * self.layers * self.hidden / _H200_BLOCK_HIDDEN,
@@ -94,15 +97,15 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What joins ranks. The figures are the most that the hardware gives: slower links weigh on wide rings only."""
+    """The network between ranks. The defaults are the peak rates of the hardware; slower links affect wide rings only."""
 
     ranks_per_node: int = 8
     node_bytes_per_s: float = 450e9
-    """NVLink 4, one way."""
+    """NVLink 4, per direction."""
     network_bytes_per_s: float = 50e9
-    """400 Gb/s a rank."""
+    """400 Gb/s per rank."""
     hop_s: float = 10e-6
-    """From one rank to the next, however little is sent."""
+    """The latency from one rank to the next."""
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "node_bytes_per_s", "network_bytes_per_s"):
@@ -113,56 +116,58 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoder:
-    """Encodes the images of samples. Ranks that differ in tp encode the same ones; those of a ring share them."""
+class EncoderModel:
+    """The encoding time of images. Ranks that differ only in tp encode the same images; the ranks of a ring share them."""
 
     cost: VisionTransformerCost
-    """Seconds of one image on one rank, forward and backward."""
+    """Seconds per image on one rank, forward and backward."""
     grid: PatchGrid
 
     @staticmethod
-    def at(flops_per_s: float, *, hidden: int = 1280, layers: int = 32, grid: PatchGrid | None = None) -> Encoder:
-        """An encoder of this shape (the 0.6 billion weights of ViT-H unless told otherwise)."""
+    def at(flops_per_s: float, *, hidden: int = 1280, layers: int = 32, grid: PatchGrid | None = None) -> EncoderModel:
+        """Estimate it from the shape of an encoder. The default shape is ViT-H, 0.6 billion weights."""
         found, gflops_per_s = VisionTransformerCost.of(hidden=hidden, layers=layers), flops_per_s / 1e9
         seconds = VisionTransformerCost(found.per_patch / gflops_per_s, found.per_patches_squared / gflops_per_s)
-        return Encoder(seconds, PatchGrid(patch=14, merge=2) if grid is None else grid)
+        return EncoderModel(seconds, PatchGrid(patch=14, merge=2) if grid is None else grid)
 
     def samples_s(self, samples: Samples) -> Floats:
-        """What the images of each sample take."""
+        """The encoding time of each sample's images."""
         images = images_of(samples, self.grid)
         return np.bincount(images.sample, self.cost(images), len(samples)).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeModel:
-    """Seconds for the parts of a step, on ranks that share a model by tp and pp. With pp, all stages taken together."""
+    """Predicts the time of the parts of a step, in seconds, on ranks that share a model by tp and pp. With pp, times are
+    those of all stages together."""
 
     cost: TransformerCost
-    """Seconds of one document on one rank that holds the whole model."""
+    """Seconds per document on one rank that holds the whole model."""
     shape: ModelShape
     links: Links
     tp: int = 1
     pp: int = 1
-    encoder: Encoder | None = None
+    encoder: EncoderModel | None = None
 
     def matmul_s(self, tokens: Floats | Ints, ranks: Floats | Ints | int = 1) -> Floats:
-        """What is linear in tokens, on each of the ranks that share them."""
+        """The time of matrix products, which is linear in tokens, on each of the ranks that share these."""
         return np.asarray(self.cost.per_token * tokens / (ranks * self.tp), np.float64)
 
     def attention_s(self, squares: Floats, documents: Floats | Ints | int = 1, ranks: Floats | Ints | int = 1) -> Floats:
-        """Attention within documents whose squared lengths add up to `squares`, on each of the ranks that share them."""
+        """The time of attention within documents whose squared lengths add up to `squares`, on each of the ranks that share
+        them."""
         return (self.cost.per_length_squared * squares + self.cost.constant * documents) / (ranks * self.tp)
 
     def ring_s(
         self, tokens: Floats | Ints, ranks: Floats | Ints | int, in_node: NDArray[np.bool_] | bool | None = None
     ) -> Floats:
-        """Passing the keys and values of `tokens` round a ring of ranks; `in_node` says whether it lies in one node, which
-        it does, unless told, where a node has room for it."""
+        """The time to pass the keys and values of `tokens` around a ring of ranks. `in_node` says whether the ring lies in
+        one node; by default it does if it fits."""
         hops = 2 * self.shape.layers * (np.asarray(ranks, np.float64) - 1)
         return np.maximum(np.asarray(tokens) * self.ring_token_s(ranks, in_node), hops * self.links.hop_s)
 
     def cut_over(self, ranks: int) -> Callable[[Samples], Floats]:
-        """What a document takes when it is cut over so many ranks, as a cost function for strategies."""
+        """A cost function for strategies: the time of a document that is cut over this many ranks."""
         ring_token_s = self.ring_token_s(ranks)
 
         def cost(samples: Samples) -> Floats:
@@ -175,13 +180,13 @@ class TimeModel:
 
     @property
     def sent_token_s(self) -> float:
-        """What receiving the keys and values of one token takes a rank of a ring: `communication` of hybrid data
-        parallelism. Which ranks will be free together is not known when it plans, so a ring may cross nodes."""
+        """The time in which a rank of a ring receives the keys and values of one token: the `communication` of
+        `strategies.hdp`. Planning does not know which ranks will form a ring, so it assumes that rings cross nodes."""
         return float(self.ring_token_s(np.inf, in_node=False))
 
     def in_pool(self, capacity: int, offload: Offload | None = None) -> Callable[[Samples], Floats]:
-        """What a document takes the ranks that hold it, `capacity` tokens each, beside the sending, as a cost function for
-        hybrid data parallelism with `communication=sent_token_s`. Attention that hides behind the sending costs nothing."""
+        """A cost function for `strategies.hdp` with `communication=sent_token_s`: the time of a document on the ranks that
+        hold it, `capacity` tokens each, without communication. Attention that overlaps with communication costs nothing."""
 
         def cost(samples: Samples) -> Floats:
             tokens = samples.tokens.astype(np.float64)
@@ -195,7 +200,8 @@ class TimeModel:
         return cost
 
     def offload(self, bytes_per_s: float) -> Offload:
-        """Moving activations to the host at this speed. A third of matrix products and 1 / 3.5 of attention is forward."""
+        """The `Offload` of this model at this bandwidth. The forward pass is a third of the time of matrix products, and 1 /
+        3.5 of that of attention."""
         layers = self.shape.layers
         per_token, squared = self.cost.per_token / (3 * layers), self.cost.per_length_squared / (3.5 * layers)
         return Offload(
@@ -206,7 +212,7 @@ class TimeModel:
         )
 
     def ring_token_s(self, ranks: Floats | Ints | float, in_node: NDArray[np.bool_] | bool | None = None) -> Floats:
-        """Passing the keys and values of one token of many round a ring of ranks."""
+        """The time to pass the keys and values of one token, among many, around a ring of ranks."""
         ranks = np.asarray(ranks, np.float64)
         if in_node is None:
             in_node = ranks * self.tp <= self.links.ranks_per_node
@@ -215,7 +221,7 @@ class TimeModel:
         return num_bytes / speed
 
     def sync_s(self, replicas: int) -> float:
-        """Gradients out and weights back over the ranks that hold the same part of the model, as ZeRO-1 does."""
+        """The time to reduce gradients and gather weights over the ranks that hold the same part of the model (ZeRO-1)."""
         if replicas == 1:
             return 0.0
         num_bytes = 2 * _BYTES * self.shape.weights / (self.tp * self.pp)

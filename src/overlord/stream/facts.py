@@ -150,6 +150,8 @@ class Samples:
 
     def with_columns(self, **columns: Unpack[SampleColumns]) -> Samples:
         """A copy with other values in some of COLUMNS."""
+        if unknown := columns.keys() - COLUMNS:
+            raise TypeError(f"samples have the columns {', '.join(COLUMNS)}, not {', '.join(sorted(unknown))}")
         table = self.table.copy()
         for name, values in columns.items():
             table[COLUMNS.index(name)] = cast("NDArray[np.integer] | int", values)

@@ -1,6 +1,12 @@
-"""What runs inside the trainer. Needs torch; the rest of Overlord does not.
+"""Functions for the trainer's processes. They need torch; the rest of Overlord does not.
 
-`attach` brings the loader along and is imported when first used; the rest needs torch and numpy alone.
+- `attach` returns the batch iterator of this process's rank in a torch training run.
+- `token_loss` and `sum_gradients` compute the loss of a step as one sum over its tokens, for any strategy.
+- `ring_attention` and `Ring` attend to documents that are cut over ranks (`strategies.hdp`).
+- `exchange` sends encoded images to the ranks that train on them (`strategies.multimodal`).
+- `TempBalance` gives every layer its own learning rate; the other names are its options.
+
+`attach` imports the loader when it is first used. Everything else needs torch and numpy alone.
 """
 
 from typing import TYPE_CHECKING

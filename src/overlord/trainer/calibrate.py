@@ -1,10 +1,10 @@
-"""Measuring what documents cost a model, on the device that it trains on. Needs torch and numpy alone.
+"""`calibrate_model`: measure what documents cost a model, on the device that it trains on. Needs torch and numpy alone.
 
 A model is a function step(lengths) that runs forward and backward over packed documents of these lengths. It is timed on a
-designed set of shapes: several numbers of tokens, each as short documents, as long ones and in between, so that what grows
-with tokens, with squared lengths and with documents can be told apart. Shapes are run in turn, several times over, so that a
-clock that drifts drifts for all. Other shapes, mixed as in training, are measured but not fitted: how far the prediction is
-off there is the error that is reported.
+set of shapes designed to tell apart what grows with tokens, with squared lengths and with the number of documents: several
+numbers of tokens, each as short documents, as long ones and in between. Shapes are run in turn, several times over, so that
+a drift of the clock affects all of them. Other shapes, mixed as in training, are measured but not fitted; the error of the
+prediction on them is reported.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from overlord.errors import SpecError
 from overlord.steering.cost_fit import fit_times
 from overlord.stream.facts import Samples
 
-Step = Callable[[Sequence[int]], None]
-"""Runs forward and backward over packed documents of these lengths, and may return before the device is done."""
+TrainingStep = Callable[[Sequence[int]], None]
+"""Runs forward and backward over packed documents of these lengths. It may return before the device is done."""
 Stopwatch = Callable[[Callable[[], None]], float]
-"""Runs something and gives the seconds that it took."""
+"""Runs a function and returns the seconds that it took."""
 
-_SHORTEST = 128  # tokens: shorter documents cost what their number does
+_SHORTEST = 128  # tokens: the cost of shorter documents is that of their number
 _WARM_UP = 2
 _HELD_OUT = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Documents that were run together, and how long they took."""
+class MeasuredShape:
+    """Documents that were run together, with the measured and the predicted time."""
 
     lengths: tuple[int, ...]
     seconds: float
@@ -43,33 +43,33 @@ class Shape:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a share of the time."""
+        """The error of the prediction, as a share of the measured time."""
         return abs(self.predicted - self.seconds) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Fitted coefficients, in seconds, and how good they are."""
+    """The fitted cost in seconds, and the measurements behind it."""
 
     cost: TransformerCost
     per_microbatch: float
-    """What every forward and backward pass takes, whatever is in it."""
-    fitted: tuple[Shape, ...]
-    held_out: tuple[Shape, ...]
+    """The fixed time of every forward and backward pass."""
+    fitted: tuple[MeasuredShape, ...]
+    held_out: tuple[MeasuredShape, ...]
     device: str
 
     @property
     def fit_error(self) -> float:
-        """The largest over the shapes that were fitted."""
+        """The largest error over the shapes that were fitted."""
         return max(shape.error for shape in self.fitted)
 
     @property
     def held_out_error(self) -> float:
-        """The largest over the shapes that were not."""
+        """The largest error over the shapes that were not fitted."""
         return max(shape.error for shape in self.held_out)
 
     def about(self) -> dict[str, Any]:
-        """All but the coefficients of documents, for a file."""
+        """Everything but the cost itself, for the cost file."""
         return {
             "unit": "seconds",
             "per_microbatch": self.per_microbatch,
@@ -77,13 +77,13 @@ class Calibration:
             "torch": torch.__version__,
             "fit_error": self.fit_error,
             "held_out_error": self.held_out_error,
-            "fitted": [_listed(shape) for shape in self.fitted],
-            "held_out": [_listed(shape) for shape in self.held_out],
+            "fitted": [_to_plain(shape) for shape in self.fitted],
+            "held_out": [_to_plain(shape) for shape in self.held_out],
         }
 
 
-def calibrated(
-    step: Step,
+def calibrate_model(
+    step: TrainingStep,
     *,
     tokens: int,
     longest: int | None = None,
@@ -91,7 +91,11 @@ def calibrated(
     device: str | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> Calibration:
-    """Measure a model with up to `tokens` tokens at a time, in documents of up to `longest`."""
+    """Measure a model with up to `tokens` tokens at a time, in documents of up to `longest` tokens (default: `tokens`).
+
+    Every shape is run `repeats` times, and its median time counts. Raises SpecError if the options leave no shapes to tell
+    the coefficients apart.
+    """
     longest = tokens if longest is None else longest
     if tokens < 4 * _SHORTEST or not _SHORTEST <= longest <= tokens:
         raise SpecError(
@@ -101,15 +105,15 @@ def calibrated(
     if repeats < 1:
         raise SpecError(f"each shape is run at least once, got repeats={repeats}")
     device = usual_device() if device is None else device
-    fitted, held_out = designed(tokens, longest), mixed(tokens, longest)
-    seconds = _measured(step, [*fitted, *held_out], repeats, stopwatch or stopwatch_for(device))
+    fitted, held_out = fitted_shapes(tokens, longest), held_out_shapes(tokens, longest)
+    seconds = _measure(step, [*fitted, *held_out], repeats, stopwatch or stopwatch_for(device))
     features = np.array([_features(lengths) for lengths in fitted])
     coefficients, per_microbatch = fit_times(features, seconds[: len(fitted)])
     cost = TransformerCost(*coefficients.tolist())
 
-    def shapes(all_lengths: Sequence[Sequence[int]], times: Sequence[float]) -> tuple[Shape, ...]:
+    def shapes(all_lengths: Sequence[Sequence[int]], times: Sequence[float]) -> tuple[MeasuredShape, ...]:
         predicted = [float(_features(lengths) @ coefficients) + per_microbatch for lengths in all_lengths]
-        return tuple(Shape(tuple(n), float(t), p) for n, t, p in zip(all_lengths, times, predicted, strict=True))
+        return tuple(MeasuredShape(tuple(n), float(t), p) for n, t, p in zip(all_lengths, times, predicted, strict=True))
 
     times = seconds.tolist()
     return Calibration(
@@ -117,9 +121,10 @@ def calibrated(
     )
 
 
-def designed(tokens: int, longest: int) -> list[list[int]]:
-    """A quarter, half and all of the tokens, each in documents of one length, from short to the longest by powers of two."""
-    shapes = []
+def fitted_shapes(tokens: int, longest: int) -> list[list[int]]:
+    """Shapes to fit: a quarter, half and all of the tokens, in documents of one length, from short to longest by powers of
+    two."""
+    shapes: list[list[int]] = []
     for total in (tokens // 4, tokens // 2, tokens):
         length = _SHORTEST
         while length <= min(longest, total):
@@ -128,8 +133,8 @@ def designed(tokens: int, longest: int) -> list[list[int]]:
     return shapes
 
 
-def mixed(tokens: int, longest: int) -> list[list[int]]:
-    """Long-tailed lengths, as corpora have them: half or all of the tokens."""
+def held_out_shapes(tokens: int, longest: int) -> list[list[int]]:
+    """Shapes to check the fit on: half or all of the tokens, in documents of long-tailed lengths as corpora have them."""
     rng = np.random.Generator(np.random.Philox(0))
     shapes = []
     for number in range(_HELD_OUT):
@@ -150,7 +155,7 @@ def name_of(device: str) -> str:
 
 
 def stopwatch_for(device: str) -> Stopwatch:
-    """By the device's own clock on a GPU, by the wall clock elsewhere."""
+    """A stopwatch that uses CUDA events on a GPU, and the wall clock elsewhere."""
     if not device.startswith("cuda"):
         return _by_wall_clock
     if not torch.cuda.is_available():
@@ -174,8 +179,8 @@ def _by_wall_clock(work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _measured(step: Step, shapes: Sequence[Sequence[int]], repeats: int, stopwatch: Stopwatch) -> np.ndarray:
-    """The middle time of each shape."""
+def _measure(step: TrainingStep, shapes: Sequence[Sequence[int]], repeats: int, stopwatch: Stopwatch) -> np.ndarray:
+    """Run every shape, and return the median time of each."""
     for lengths in (shapes[0], max(shapes, key=max)):
         for _ in range(_WARM_UP):
             stopwatch(lambda lengths=lengths: step(lengths))
@@ -187,7 +192,7 @@ def _features(lengths: Sequence[int]) -> np.ndarray:
     return TransformerCost(1, 1, 1).features(Samples.of_lengths(np.array(lengths))).sum(axis=0)
 
 
-def _listed(shape: Shape) -> dict[str, Any]:
-    """Lengths as (length, how many), which is short where documents are alike."""
+def _to_plain(shape: MeasuredShape) -> dict[str, Any]:
+    """The shape for a file, with lengths as pairs (length, count)."""
     length, count = np.unique(shape.lengths, return_counts=True)
     return {**asdict(shape), "lengths": np.column_stack([length, count]).tolist(), "error": shape.error}

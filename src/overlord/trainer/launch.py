@@ -1,8 +1,8 @@
-"""`attach`: from inside the processes of a torch training run, the iterator of each rank.
+"""`attach`: called in every process of a torch training run, it returns the batch iterator of that process's rank.
 
-Rank 0 starts the job and serves it; the others learn the address through torch's own rendezvous and connect. One node
-stays on loopback; over several nodes rank 0 listens on all interfaces, and a token made for the occasion lets in only the
-ranks that came through the rendezvous.
+Rank 0 starts the job and serves it; the others get its address through torch's own rendezvous and connect. On a single node
+the service listens on loopback only. Over several nodes rank 0 listens on all interfaces, and a random token, passed through
+the rendezvous, admits only the ranks of this run.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place among the trainers."""
+    """This process's rank in the training run."""
 
     rank: int
     size: int
     master: str
-    """The host of rank 0, as the others reach it."""
+    """The host of rank 0, as other nodes reach it."""
     is_one_node: bool
 
     @staticmethod
-    def found() -> World:
-        """From an initialised process group, or from the variables that torchrun sets."""
+    def from_environment() -> World:
+        """Read it from the initialised process group, or from the variables that torchrun sets."""
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
@@ -61,7 +61,7 @@ class World:
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others: where to connect, or why there is nothing to connect to."""
+    """The message of rank 0 to the others: where to connect, or why the job could not start."""
 
     address: str = ""
     token: str | None = None
@@ -83,34 +83,40 @@ def attach(
     pin_memory: bool = False,
     linger_s: float = 60.0,
 ) -> Client:
-    """The iterator of this process's rank. Every rank of the world must call it, as often and in the same order.
+    """Return the batch iterator of this process's rank in a torch training run.
 
-    The mesh is that of `device_mesh` (a torch DeviceMesh of the whole world), or the job's own; where the job leaves dp out,
-    it is the size of the world divided by cp x tp x pp. Rank 0 starts the job, on
-    `engine` and from the state `resume`, and serves it until its client is closed (at the latest when the process ends) and
-    the other ranks have left, which it waits for up to `linger_s`. With `address` nothing is started: every rank connects
-    to the service that runs there, with its `token` and `tls_root`.
+    Every rank must call it, as often and in the same order. Rank 0 starts the job and serves it to the others; nothing else
+    has to be started. With `address`, no job is started: every rank connects to the service there.
+
+    - `device_mesh`: a torch DeviceMesh of the whole world. Without it the job's own mesh counts; a job that leaves dp out
+      gets the world size divided by cp x tp x pp.
+    - `address`, `token`, `tls_root`: a service that runs already, its token and its root certificate.
+    - `engine`, `resume`, `accept_changes`: as in `ol.start`; `resume` is the state to continue from.
+    - `timeout`: the most seconds to wait for a step; None waits without limit.
+    - `torch`, `pin_memory`: return torch tensors, in pinned memory.
+    - `linger_s`: how long rank 0 keeps serving after its own client is closed (at the latest when the process exits), until
+      the other ranks have left.
     """
-    world = World.found()
+    world = World.from_environment()
     options: dict[str, Any] = {"timeout_s": timeout_s, "torch": torch, "pin_memory": pin_memory}
     if address is not None:
-        return _until_exit(connect(address, rank=world.rank, token=token, tls_root=tls_root, **options))
+        return _close_at_exit(connect(address, rank=world.rank, token=token, tls_root=tls_root, **options))
     if job is None:
         raise SpecError("attach needs a job to start, or the address=... of a service that runs one")
     job = _on_mesh(job, device_mesh, world)
 
-    def started() -> Loader:
+    def start_job() -> Loader:
         return start(job, engine=engine, resume=resume, accept_changes=accept_changes)
 
     if world.size == 1:
-        return _until_exit(_hosting(started(), world, 0.0, options))
-    tell, hear = _rendezvous(world)
+        return _close_at_exit(_host_client(start_job(), world, 0.0, options))
+    send, receive = _rendezvous(world)
     if world.rank == 0:
-        return _until_exit(_hosting(_served(started, world, tell), world, linger_s, options))
-    meeting = hear()
+        return _close_at_exit(_host_client(_serve(start_job, world, send), world, linger_s, options))
+    meeting = receive()
     if meeting.error is not None:
         raise ServiceError(f"rank 0 could not start the job: {meeting.error}")
-    return _until_exit(connect(meeting.address, rank=world.rank, token=meeting.token, **options))
+    return _close_at_exit(connect(meeting.address, rank=world.rank, token=meeting.token, **options))
 
 
 def _on_mesh(job: Job, device_mesh: Any, world: World) -> Job:
@@ -122,8 +128,9 @@ def _on_mesh(job: Job, device_mesh: Any, world: World) -> Job:
         raise
 
 
-def _served(make: Callable[[], Loader], world: World, tell: Callable[[Meeting], None]) -> Loader:
-    """The job, served, with the others told; they are told of a failure too, or they would wait for ever."""
+def _serve(make: Callable[[], Loader], world: World, send: Callable[[Meeting], None]) -> Loader:
+    """Start the job, serve it, and tell the other ranks its address. They are told of a failure too, or they would wait
+    forever."""
     made = secrets.token_urlsafe(32)
     try:
         loader = make()
@@ -136,14 +143,14 @@ def _served(make: Callable[[], Loader], world: World, tell: Callable[[Meeting], 
             loader.close()
             raise
     except Exception as error:
-        tell(Meeting(error=f"{type(error).__name__}: {error}"))
+        send(Meeting(error=f"{type(error).__name__}: {error}"))
         raise
-    tell(Meeting(address, made))
+    send(Meeting(address, made))
     return loader
 
 
-def _hosting(loader: Loader, world: World, linger_s: float, options: Mapping[str, Any]) -> Client:
-    """Rank 0's client, which takes the loader with it when it is closed, after the other ranks."""
+def _host_client(loader: Loader, world: World, linger_s: float, options: Mapping[str, Any]) -> Client:
+    """The client of rank 0. Closing it waits for the other ranks to leave and then closes the loader."""
     client = loader.client(0, **options)
     client.at_close(loader.close)
     client.at_close(lambda: _linger(loader, world, linger_s))
@@ -155,27 +162,27 @@ def _linger(loader: Loader, world: World, linger_s: float) -> None:
         _log.warning("the service of this training run ends, though some ranks did not leave within %.0f s", linger_s)
 
 
-def _until_exit(client: Client) -> Client:
-    """The client, closed at the latest when the process ends: the others must not wait for it."""
+def _close_at_exit(client: Client) -> Client:
+    """Close the client when the process exits, so that other ranks do not wait for it. Returns the client."""
     atexit.register(client.close)
     client.at_close(lambda: atexit.unregister(client.close))
     return client
 
 
 def _rendezvous(world: World) -> tuple[Callable[[Meeting], None], Callable[[], Meeting]]:
-    """How rank 0 tells the others something, and how they hear it."""
+    """Two functions: one with which rank 0 sends the meeting, one with which the others receive it."""
     if dist.is_initialized():
 
-        def tell(meeting: Meeting) -> None:
+        def send(meeting: Meeting) -> None:
             dist.broadcast_object_list([msgspec.json.encode(meeting)], src=0)
 
-        def hear() -> Meeting:
-            told: list[Any] = [None]
-            dist.broadcast_object_list(told, src=0)
-            return msgspec.json.decode(told[0], type=Meeting)
+        def receive() -> Meeting:
+            received: list[Any] = [None]
+            dist.broadcast_object_list(received, src=0)
+            return msgspec.json.decode(received[0], type=Meeting)
 
-        return tell, hear
-    # A key of its own for each time that workers are started, and for each `attach` in them.
+        return send, receive
+    # A separate key for each restart of the workers, and for each call of `attach` in them.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"overlord/{attempt}/{next(_attached)}"
     store = _store(world)
@@ -186,7 +193,7 @@ def _rendezvous(world: World) -> tuple[Callable[[Meeting], None], Callable[[], M
 
 @cache
 def _store(world: World) -> Any:
-    """Kept: unless torchrun has one, it lives in rank 0, and must outlast the others' looking into it."""
+    """The rendezvous store. Cached, because without torchrun it lives in rank 0 and must outlive the others' reads."""
     store, _, _ = next(iter(rendezvous("env://", world.rank, world.size)))
     return store
 

@@ -1,7 +1,7 @@
-"""A stack of Llama-like blocks over packed documents, to measure. Weights are random: only the time counts.
+"""A stack of Llama-like blocks over packed documents, for `overlord calibrate`. Weights are random: only the time matters.
 
-Attention is causal inside each document: `torch.nn.attention.varlen` on a GPU, where this torch has it, otherwise
-`scaled_dot_product_attention` for one document after the other.
+Attention is causal within each document: `torch.nn.attention.varlen` on a GPU if this torch has it, otherwise
+`scaled_dot_product_attention` on one document after the other.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ LLAMA_70B = BlockShape(hidden=8192, heads=64, kv_heads=8, ffn=28672)
 TINY = BlockShape(hidden=64, heads=4, kv_heads=2, ffn=128)
 
 Attention = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
-"""(query, key, value, lengths), each [tokens, heads, head size], to [tokens, heads, head size]."""
+"""A function (query, key, value, lengths) of tensors [tokens, heads, head size] that returns [tokens, heads, head size]."""
 
 
 def steps_of(shape: BlockShape, layers: int, device: str) -> Callable[[Sequence[int]], None]:
-    """A function that runs forward and backward over packed documents of given lengths."""
+    """Make a function that runs forward and backward over packed documents of given lengths."""
     if layers < 1:
         raise SpecError(f"at least 1 block is measured, got layers={layers}")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     attention = attention_for(device)
     with torch.device(device):
-        blocks = nn.ModuleList(_Block(shape, attention) for _ in range(layers)).to(dtype)
+        blocks = nn.ModuleList(_LlamaBlock(shape, attention) for _ in range(layers)).to(dtype)
 
     def step(lengths: Sequence[int]) -> None:
         hidden = torch.randn(sum(lengths), shape.hidden, device=device, dtype=dtype, requires_grad=True)
@@ -72,16 +72,17 @@ def steps_of(shape: BlockShape, layers: int, device: str) -> Callable[[Sequence[
 
 
 def attention_for(device: str) -> Attention:
-    """The best that this torch has for packed documents."""
+    """The fastest attention over packed documents that this torch has on the device."""
     varlen = _varlen() if device.startswith("cuda") else None
     return _one_by_one if varlen is None else varlen
 
 
 def attention_name(device: str) -> str:
+    """The name of `attention_for(device)`, for reports."""
     return "one document at a time" if attention_for(device) is _one_by_one else "varlen"
 
 
-class _Block(nn.Module):
+class _LlamaBlock(nn.Module):
     def __init__(self, shape: BlockShape, attention: Attention) -> None:
         super().__init__()
         self._shape = shape
@@ -97,7 +98,7 @@ class _Block(nn.Module):
         normed = rms_norm(hidden, (shape.hidden,))
         heads = self.queries_keys_values(normed).view(len(hidden), -1, shape.head_size)
         query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        attended = self._attention(_rotated(query, angles), _rotated(key, angles), value.contiguous(), lengths)
+        attended = self._attention(_rotate(query, angles), _rotate(key, angles), value.contiguous(), lengths)
         hidden = hidden + self.out(attended.reshape(len(hidden), shape.hidden))
         gate, up = self.gate_up(rms_norm(hidden, (shape.hidden,))).chunk(2, dim=-1)
         return hidden + self.down(silu(gate) * up)
@@ -109,7 +110,7 @@ def _angles(lengths: Sequence[int], head_size: int, device: str) -> Tensor:
     return position[:, None, None] * rate
 
 
-def _rotated(heads: Tensor, angles: Tensor) -> Tensor:
+def _rotate(heads: Tensor, angles: Tensor) -> Tensor:
     cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
@@ -132,7 +133,7 @@ def _varlen() -> Attention | None:
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    # What says "causal", and whether key heads may be fewer, has changed from release to release.
+    # The options for causal attention and for fewer key heads differ between torch releases.
     options: dict[str, object] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     shares_heads = "enable_gqa" in known
     if shares_heads:

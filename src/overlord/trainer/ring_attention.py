@@ -1,18 +1,19 @@
-"""Exact causal attention over documents that are cut over ranks: a small reference, for any device and any precision.
+"""Exact causal attention over documents that are cut over ranks: a small reference for any device and any precision.
 
-The ranks of a microbatch (`hdp_ranks`) pass keys and values round: in N rounds each has seen those of all N, and has merged
-what its own queries make of them by their log-sum-exp, as flash attention does over blocks. Backward goes round once more,
-with the gradients of keys and values travelling along until they are home. All messages are point-to-point on one group
-that has every rank, so no group is ever made for a document. Rings that ranks share come in one order on all of them
-(`hdp_number`), and a ring's messages follow each other, so a message can only meet its own receive.
+The N ranks of a microbatch (`hdp_ranks`) pass keys and values around the ring. After N rounds each has seen all of them, and
+has merged the partial results of its own queries by their log-sum-exp, as flash attention does over blocks. The backward
+pass goes around once more, and the gradients of keys and values travel along until they are back at their rank. All messages
+are point-to-point on one group that has every rank, so no process group is ever made for a document. All ranks run the rings
+that they share in the same order (`hdp_number`), and the messages of a ring are ordered, so every message meets its own
+receive.
 
-Scores are computed for some queries at a time and kept nowhere; a fused kernel does the same in a fraction of the time.
+Scores are computed for some queries at a time and not stored. A fused kernel does the same in a fraction of the time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _QUERIES = 1024
-"""Queries whose scores are computed at once."""
+"""The number of queries whose scores are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The places [begin, end) of a rank's part, which hold a document from its token `offset` on."""
+    """The tokens [begin, end) of a rank's microbatch, which are a document from its token `offset` on."""
 
     document: int
     offset: int
@@ -41,19 +42,23 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The ranks that run a microbatch together, and what each of them has of its documents."""
+    """The ranks that attend together to the documents of one microbatch, and the pieces that each of them has.
+
+    Make it with `Ring.of(micro)` and pass it to `ring_attention`.
+    """
 
     ranks: tuple[int, ...]
     index: int
-    """Which of `ranks` this process is."""
+    """The index of this process in `ranks`."""
     pieces: tuple[tuple[Piece, ...], ...]
-    """Of each rank."""
+    """The pieces of each rank."""
     group: dist.ProcessGroup | None = None
-    """The group that messages go through, which has all ranks; None is the default one."""
+    """The process group for messages, which has all ranks; None is the default group."""
 
     @staticmethod
     def of(micro: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> Ring:
-        """From the fields of a microbatch that an HDP plan made."""
+        """Make it from a microbatch of a job with `strategies.hdp`. `group` must have all ranks; None is the default
+        group."""
         if "hdp_ranks" not in micro:
             raise SpecError("the microbatch has no hdp_ranks: ring attention needs the job to use strategies.hdp")
         ranks, index = tuple(micro["hdp_ranks"].tolist()), int(micro["hdp_index"])
@@ -62,13 +67,15 @@ class Ring:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.ranks)
 
     def num_tokens(self, part: int) -> int:
+        """The number of tokens of the rank with this index."""
         return self.pieces[part][-1].end if self.pieces[part] else 0
 
-    def passed_on(self, tensors: list[Tensor], part: int) -> list[Tensor]:
-        """Send these to the next rank, and receive the like from the rank before, which has `part`'s."""
+    def pass_on(self, tensors: list[Tensor], part: int) -> list[Tensor]:
+        """Send tensors to the next rank, and receive from the previous rank those of the rank with index `part`."""
         after, before = self.ranks[(self.index + 1) % self.size], self.ranks[self.index - 1]
         received = [tensor.new_empty((self.num_tokens(part), *tensor.shape[1:])) for tensor in tensors]
         sends = [dist.P2POp(dist.isend, tensor, after, self.group) for tensor in tensors]
@@ -79,7 +86,7 @@ class Ring:
 
 
 def _documents(micro: Mapping[str, Any], num_ranks: int, index: int) -> list[int]:
-    """The whole lengths of a microbatch's documents, having seen that its pieces are what the cut says."""
+    """The lengths of a microbatch's whole documents. Raises SpecError if its pieces are not those of the cut."""
     columns = [micro[name].tolist() for name in ("whole_lengths", "piece_offsets", "document_lengths")]
     wholes, rest = [], list(zip(*columns, strict=True))
     while rest:
@@ -106,10 +113,11 @@ def _pieces(wholes: list[int], num_ranks: int, part: int) -> tuple[Piece, ...]:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, scale: float | None = None) -> Tensor:
-    """Causal attention of this rank's queries to all keys of their documents, wherever these are.
+    """Causal attention of this rank's queries to all keys of their documents, on whatever rank these are.
 
-    `q` is [tokens, heads, dim], `k` and `v` are [tokens, kv heads, dim], where kv heads divides heads; all in the order of
-    the microbatch's tokens. Every rank of the ring must call it, with the same number of heads. The result is like `q`.
+    `q` is [tokens, heads, dim]; `k` and `v` are [tokens, kv heads, dim], where kv heads divides heads. All are in the order
+    of the microbatch's tokens. `scale` defaults to dim ** -0.5. Every rank of the ring must call it, with the same number of
+    heads. The result has the shape and dtype of `q`. Differentiable.
     """
     tokens = ring.num_tokens(ring.index)
     if q.shape[0] != tokens or k.shape[0] != tokens or v.shape != k.shape or q.shape[1] % k.shape[1]:
@@ -122,7 +130,12 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, scale: float 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        q: Tensor
+        k: Tensor
+        v: Tensor
+        ring: Ring
+        q, k, v, ring, scale = args
         grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
         out = torch.zeros_like(grouped, dtype=_exact(q))
         lse = torch.full(grouped.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
@@ -130,15 +143,15 @@ class _RingAttention(torch.autograd.Function):
         for turn in range(ring.size):
             part = (ring.index - turn) % ring.size
             for block in _blocks(ring, part):
-                _merge(grouped, held[0], held[1], out, lse, block, scale)
+                _merge(grouped, held, _Partial(out, lse), block, scale)
             if turn + 1 < ring.size:
-                held = ring.passed_on(held, (part - 1) % ring.size)
+                held = ring.pass_on(held, (part - 1) % ring.size)
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out.to(q.dtype).view_as(q)
 
     @staticmethod
-    @once_differentiable  # its stub forgets the name of ctx
+    @once_differentiable  # its type stub lacks the name of ctx
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
@@ -146,24 +159,42 @@ class _RingAttention(torch.autograd.Function):
         dout = grads[0].reshape(out.shape).to(out.dtype)
         delta = (dout * out).sum(-1)
         dq = torch.zeros_like(out)
+        queries = _Queries(grouped, dout, delta, lse, dq)
         held = [k.contiguous(), v.contiguous()]
         gradients = [torch.zeros_like(k, dtype=out.dtype), torch.zeros_like(v, dtype=out.dtype)]
         for turn in range(ring.size):
             part = (ring.index - turn) % ring.size
             for block in _blocks(ring, part):
-                _differentiate(grouped, held, dout, delta, lse, dq, gradients, block, ctx.scale)
+                _differentiate(queries, held, gradients, block, ctx.scale)
             if ring.size > 1:
-                # The gradients go one round further than the keys, to the rank that they belong to.
+                # The gradients go one round further than the keys, back to the rank that they belong to.
                 last = turn + 1 == ring.size
-                passed = ring.passed_on(gradients if last else held + gradients, (part - 1) % ring.size)
+                passed = ring.pass_on(gradients if last else held + gradients, (part - 1) % ring.size)
                 held, gradients = ([], passed) if last else (passed[:2], passed[2:])
         return dq.view_as(q).to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), None, None
 
 
+class _Partial(NamedTuple):
+    """The attention output and log-sum-exp of this rank's queries, over the keys seen so far. Updated in place."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class _Queries(NamedTuple):
+    """What the backward pass knows about this rank's queries; `dq` is their gradient, updated in place."""
+
+    q: Tensor
+    dout: Tensor
+    delta: Tensor
+    lse: Tensor
+    dq: Tensor
+
+
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Queries [begin, end) of this rank that see keys [first, stop) of another; all of them, or in a triangle: query
-    `begin` then sees the first `seen` keys, each later one a key more."""
+class _ScoreBlock:
+    """Queries [begin, end) of this rank that see keys [first, stop) of another. With `seen`, in a triangle: query `begin`
+    sees the first `seen` keys, each later query one key more. Otherwise all see all."""
 
     begin: int
     end: int
@@ -171,16 +202,16 @@ class _Block:
     stop: int
     seen: int | None
 
-    def hidden(self, device: torch.device) -> Tensor | None:
-        """True where a query does not see a key."""
+    def mask(self, device: torch.device) -> Tensor | None:
+        """True where a query does not see a key; None if all queries see all keys."""
         if self.seen is None:
             return None
         shape = (self.end - self.begin, self.stop - self.first)
         return torch.ones(shape, dtype=torch.bool, device=device).triu(self.seen)
 
 
-def _blocks(ring: Ring, part: int) -> Iterator[_Block]:
-    """What this rank's queries see of the keys of `part`. Chunks are equal or apart, never in between."""
+def _blocks(ring: Ring, part: int) -> Iterator[_ScoreBlock]:
+    """The blocks of scores between this rank's queries and the keys of `part`. Chunks are the same or disjoint."""
     for own in ring.pieces[ring.index]:
         for other in ring.pieces[part]:
             if own.document != other.document or other.offset > own.offset:
@@ -188,29 +219,30 @@ def _blocks(ring: Ring, part: int) -> Iterator[_Block]:
             for begin in range(own.begin, own.end, _QUERIES):
                 end = min(begin + _QUERIES, own.end)
                 if other.offset < own.offset:
-                    yield _Block(begin, end, other.begin, other.end, None)
+                    yield _ScoreBlock(begin, end, other.begin, other.end, None)
                 else:
-                    yield _Block(begin, end, other.begin, other.begin + end - own.begin, begin - own.begin + 1)
+                    yield _ScoreBlock(begin, end, other.begin, other.begin + end - own.begin, begin - own.begin + 1)
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
-    """What sums are kept in."""
+    """The dtype in which sums are accumulated."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _scores(q: Tensor, k: Tensor, block: _Block, scale: float, dtype: torch.dtype) -> Tensor:
-    """[kv heads, heads each, queries, keys]"""
+def _scores(q: Tensor, k: Tensor, block: _ScoreBlock, scale: float, dtype: torch.dtype) -> Tensor:
+    """The scores of a block, [kv heads, heads per kv head, queries, keys]."""
     queries, keys = q[block.begin : block.end].to(dtype), k[block.first : block.stop].to(dtype)
     scores = torch.einsum("qghd,kgd->ghqk", queries, keys) * scale
-    hidden = block.hidden(q.device)
-    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+    mask = block.mask(q.device)
+    return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
 
 
-def _merge(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: _Block, scale: float) -> None:
-    """Add what a block of keys means to its queries, to what is there already."""
-    scores = _scores(q, k, block, scale, out.dtype)
+def _merge(q: Tensor, held: list[Tensor], partial: _Partial, block: _ScoreBlock, scale: float) -> None:
+    """Merge the attention of a block's queries to its keys into the partial result. `held` are keys and values."""
+    out, lse = partial
+    scores = _scores(q, held[0], block, scale, out.dtype)
     found_lse = scores.logsumexp(-1)
-    values = v[block.first : block.stop].to(out.dtype)
+    values = held[1][block.first : block.stop].to(out.dtype)
     found = torch.einsum("ghqk,kgd->qghd", (scores - found_lse[..., None]).exp_(), values)
     found_lse = found_lse.permute(2, 0, 1)
     before = lse[block.begin : block.end]
@@ -220,18 +252,9 @@ def _merge(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: _Bl
     before.copy_(both)
 
 
-def _differentiate(
-    q: Tensor,
-    held: list[Tensor],
-    dout: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    gradients: list[Tensor],
-    block: _Block,
-    scale: float,
-) -> None:
-    """Add the gradients of a block to those of its queries, keys and values."""
+def _differentiate(queries: _Queries, held: list[Tensor], gradients: list[Tensor], block: _ScoreBlock, scale: float) -> None:
+    """Add the gradients of a block to those of its queries, keys and values. `held` are keys and values."""
+    q, dout, delta, lse, dq = queries
     rows, columns = slice(block.begin, block.end), slice(block.first, block.stop)
     weights = _scores(q, held[0], block, scale, dq.dtype).sub_(lse[rows].permute(1, 2, 0)[..., None]).exp_()
     gradients[1][columns] += torch.einsum("ghqk,qghd->kgd", weights, dout[rows])

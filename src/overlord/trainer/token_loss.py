@@ -1,7 +1,8 @@
-"""The loss of a step as one sum over its tokens, wherever they are: right for any arrangement of the step.
+"""The loss of a step as one sum over its tokens, which is right for every strategy.
 
-Every microbatch adds the losses of its tokens, divided by the loss tokens of the whole step. Gradients are then summed over
-all ranks that hold different tokens, never averaged, and once a step, since ranks may run different numbers of microbatches.
+Every microbatch adds the losses of its tokens, divided by the loss tokens of the whole step. Gradients are then summed, not
+averaged, over all ranks that hold different tokens. That happens once per step, because ranks may run different numbers of
+microbatches.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def token_loss(logits: Tensor, labels: Tensor, loss_tokens: float, loss_weights: Tensor | None = None) -> Tensor:
-    """A microbatch's part of the step's loss: the cross-entropy of its tokens, summed and divided by `step.loss_tokens`.
+    """The loss of a microbatch: the cross-entropy of its tokens, summed and divided by the step's `loss_tokens`.
 
-    `logits` are [tokens, vocabulary]; labels of -100 count nothing. `loss_weights`, where the batch has them, are what each
-    token counts; `step.loss_tokens` is then their sum over the step. The loss of the step is the sum over all microbatches
-    of all dp x cp ranks.
+    `logits` are [tokens, vocabulary]; tokens with the label -100 are ignored. Pass `step.loss_tokens`, and the microbatch's
+    `loss_weights` if it has them. The loss of the step is the sum over all microbatches of all dp x cp ranks; call
+    `sum_gradients` after the last one.
     """
     if loss_tokens < 0:
         raise SpecError(
@@ -35,13 +36,14 @@ def token_loss(logits: Tensor, labels: Tensor, loss_tokens: float, loss_weights:
     else:
         each = functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
         summed = (each * loss_weights).sum()
-    return summed / (loss_tokens or 1)  # a step may be without loss
+    return summed / (loss_tokens or 1)  # a step may have no loss tokens
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Sum gradients over the ranks of a group, in place; a rank that ran no microbatch counts as zeros.
+    """Sum gradients over the ranks of a group, in place. Call it once per step, on every rank, instead of DDP's averaging.
 
-    The group must have the dp x cp ranks of one pipeline stage and tensor-parallel index; None is all ranks.
+    A rank that ran no microbatch contributes zeros. The group must have the dp x cp ranks of one pipeline stage and one
+    tensor-parallel index; None is all ranks.
     """
     for parameter in parameters:
         if not parameter.requires_grad:

@@ -1,4 +1,8 @@
-"""TempBalance: layer-wise learning rates from the heavy tails of weight spectra (arXiv 2312.00359, 2410.12178)."""
+"""TempBalance: layer-wise learning rates from the heavy tails of weight spectra (arXiv 2312.00359, 2410.12178).
+
+`TempBalance(optimizer, model)` is all that most runs need. `mapping` (`Linear`, `Sigmoid`, ...), `unit` (`PerBlock`,
+`PerLayer`) and `spectrum` (`WholeMatrix`, `FixedAspectRatio`) are its options.
+"""
 
 from overlord.trainer.tempbalance.balancer import TempBalance, usual_interval
 from overlord.trainer.tempbalance.groups import PerBlock, PerLayer

@@ -1,4 +1,4 @@
-"""TempBalance: an add-on to any torch optimizer and any schedule that gives every layer its own share of the rate."""
+"""`TempBalance`: an add-on to any torch optimizer and schedule that scales the learning rate of every layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.optim import LBFGS, Optimizer
 from overlord.errors import SpecError, StateError
 from overlord.trainer.tempbalance import distributed, report
 from overlord.trainer.tempbalance.groups import Layer, LayerGrouping, PerBlock, check_enough, find_layers
-from overlord.trainer.tempbalance.mappings import Linear, checked_factors
+from overlord.trainer.tempbalance.mappings import Linear, compute_factors
 from overlord.trainer.tempbalance.mappings import Mapping as FactorMapping
 from overlord.trainer.tempbalance.spectra import AlphaSolver, Spectrum, WholeMatrix
-from overlord.trainer.tempbalance.stepping import keep_changes, view_for_step
+from overlord.trainer.tempbalance.stepping import view_for_step, write_back
 from overlord.trainer.tempbalance.weights import Matrix, matrices_of
 
 if TYPE_CHECKING:
@@ -27,17 +27,19 @@ _VERSION = 1
 
 
 def usual_interval(steps_per_epoch: int) -> int:
-    """The authors' interval for fine-tuning: a tenth of an epoch, at most 100 steps."""
+    """The authors' `interval` for fine-tuning: a tenth of an epoch, at most 100 steps."""
     return max(1, min(100, steps_per_epoch // 10))
 
 
 class TempBalance:
-    """Multiplies the learning rate of each layer by a factor computed from its weights, inside `optimizer.step()`.
+    """Scales the learning rate of each layer by a factor computed from its weights, inside `optimizer.step()`.
 
-    Make it once, before or after the scheduler, and train as before: nothing else is to be called. Before every
-    `interval`-th step of the optimizer (the first included) it computes alphas and factors anew. What the optimizer and
-    its schedulers show stays the rate of the schedule. Under torch.distributed every rank of `process_group` must make one
-    and step together.
+    Make one for an optimizer, before or after its scheduler, and train as before; nothing else has to be called. Before
+    every `interval`-th step of the optimizer, the first included, it measures the spectra of the weights. A layer's `alpha`
+    is the power-law exponent of the tail of its spectrum; a large alpha (little learned so far) gets a factor above 1. The
+    rates in `optimizer.param_groups` and in schedulers stay those of the schedule. Under torch.distributed every rank of
+    `process_group` must make one, and all must step together. It needs no change of the training loop, and can be saved and
+    restored with `state_dict` and `load_state_dict`.
     """
 
     def __init__(
@@ -56,11 +58,21 @@ class TempBalance:
         on_update: Callable[[int, dict[str, float]], None] | None = None,
         process_group: Any = None,
     ) -> None:
-        """`tail` is the share of eigenvalues the Hill estimator looks at (one half; the authors' GLUE runs: one third).
-        `exclude` has patterns (`*`, `?`) of names of modules or parameters to leave at the base rate. `on_update` gets the
-        step and `metrics()` after each update."""
+        """Attach to an optimizer that trains `model`.
+
+        - `interval`: optimizer steps between two updates of the factors; `usual_interval` computes the authors' choice.
+        - `mapping`: from alphas to factors; default `Linear()`, from 0.5 to 1.5.
+        - `unit`: what gets one factor; default `PerBlock()`, a transformer block.
+        - `spectrum`: the matrices whose spectrum counts; default `WholeMatrix()`.
+        - `tail`: the share of eigenvalues in the tail, for the Hill estimator; the authors' GLUE runs use one third.
+        - `exclude`: patterns (`*`, `?`) of module or parameter names that keep the base rate.
+        - `min_eigenvalues`: matrices with fewer are not measured.
+        - `lora_alone`: measure LoRA adapters alone, without the weight that they change.
+        - `on_update`: called with the step and `metrics()` after each update.
+        - `process_group`: the ranks that hold the same parameters; default all.
+        """
         _check_settings(optimizer, interval, tail, min_eigenvalues)
-        if isinstance(exclude, str):  # its letters would be patterns, and a star among them would exclude everything
+        if isinstance(exclude, str):  # its letters would be patterns, and a `*` among them would exclude everything
             raise SpecError(f"exclude is a sequence of patterns: write exclude=({exclude!r},)")
         distributed.check_gatherable(model.modules())
         self.optimizer = optimizer
@@ -75,8 +87,8 @@ class TempBalance:
             matrices_of(model, lora_alone),
             unit := unit or PerBlock(),
             self._spectrum,
-            exclude,
-            min_eigenvalues,
+            exclude=exclude,
+            min_eigenvalues=min_eigenvalues,
         )
         check_enough(self._layers, unit)
         self._matrices: tuple[Matrix, ...] = tuple(m for layer in self._layers.balanced for m in layer.matrices)
@@ -96,36 +108,37 @@ class TempBalance:
 
     @property
     def factors(self) -> dict[str, float]:
-        """The factor of each balanced layer; whatever is not listed has 1."""
+        """The factor of each balanced layer. Parameters of no such layer have the factor 1."""
         return dict(self._factors)
 
     @property
     def alphas(self) -> dict[str, float]:
-        """The alpha of each balanced layer, the mean over its matrices; NaN where there is none."""
+        """The alpha of each balanced layer, the mean over its matrices; NaN if none of them has one."""
         return {layer.name: self._alpha_of(layer) for layer in self._layers.balanced}
 
     def update(self) -> None:
-        """Compute alphas and factors from the weights as they are. `step` does it every `interval` steps."""
+        """Compute alphas and factors from the present weights. The optimizer's step calls it every `interval` steps."""
         self._matrix_alphas = self._measure()
         alphas = np.array([self._alpha_of(layer) for layer in self._layers.balanced])
         known = np.isfinite(alphas)
         factors = np.ones_like(alphas)
         if known.any():
-            factors[known] = checked_factors(self._mapping, alphas[known])
+            factors[known] = compute_factors(self._mapping, alphas[known])
         self._set_factors(factors.tolist())
         self._warn([layer.name for layer, fine in zip(self._layers.balanced, known, strict=True) if not fine])
         if self._on_update is not None:
             self._on_update(self.num_steps, self.metrics())
 
     def explain(self) -> str:
-        """A table of layers with alpha and factor, and of what was left at the base rate and why."""
+        """A table of layers with their alpha and factor, and of modules that keep the base rate, with the reason."""
         return report.table(self._layers, self.alphas, self._factors)
 
     def metrics(self) -> dict[str, float]:
-        """Alphas and factors by layer, with their spread, under flat names for a logger."""
+        """Alphas and factors by layer, and the mean and spread of alphas, under flat names for a logger."""
         return report.metrics(self.alphas, self._factors)
 
     def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint: plain numbers and strings."""
         return {
             "version": _VERSION,
             "num_steps": self.num_steps,
@@ -134,7 +147,7 @@ class TempBalance:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the saved one would have: the same factors until the same next update."""
+        """Restore a saved state: the same factors, and the next update at the same step."""
         if state.get("version") != _VERSION:
             raise StateError(f"a TempBalance state of version {_VERSION} is needed, got {state.get('version')!r}")
         saved, here = set(state["factors"]), set(self._factors)
@@ -148,13 +161,13 @@ class TempBalance:
         self._set_factors([state["factors"][layer.name] for layer in self._layers.balanced])
 
     def close(self) -> None:
-        """Leave the optimizer as it was before."""
+        """Detach from the optimizer, which then steps as without TempBalance."""
         for hook in self._hooks:
             hook.remove()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if optimizer is not self.optimizer:
-            return None  # a class whose step calls its parent's: already on the view
+            return None  # the step of a subclass called its parent's: this one runs on the view already
         if args[0] is not optimizer:
             raise SpecError("an optimizer takes one TempBalance, and this one has another; close() that first")
         if self.num_steps % self.interval == 0:
@@ -163,9 +176,10 @@ class TempBalance:
         return (self._running[0], *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args, kwargs  # torch passes the arguments of the step
         if optimizer is not self.optimizer or self._running is None:
             return
-        keep_changes(*self._running, optimizer)
+        write_back(*self._running, optimizer)
         self._running = None
         self.num_steps += 1
 
@@ -185,8 +199,8 @@ class TempBalance:
 
     @torch.no_grad()
     def _measure(self) -> dict[str, float]:
-        """The alpha of every matrix that is being trained now; parameters may join an optimizer later."""
-        trained = self._trained_ids()
+        """The alpha of every matrix that the optimizer trains now. Parameters may join an optimizer later."""
+        trained = self._ids_of_trained()
         matrices = [m for m in self._matrices if any(id(p) in trained for p in m.parameters)]
         owner = distributed.owners([distributed.cost(matrix) for matrix in matrices], self._ranks.size)
         found = self._solver.alphas(self._own_stacks(matrices, owner), len(matrices))
@@ -201,11 +215,11 @@ class TempBalance:
                 if mine:
                     yield number, self._spectrum.pieces(stack)
 
-    def _trained_ids(self) -> set[int]:
+    def _ids_of_trained(self) -> set[int]:
         return {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
 
     def _check_trained(self) -> None:
-        trained = self._trained_ids()
+        trained = self._ids_of_trained()
         if not any(id(p) in trained for layer in self._layers.balanced for p in layer.parameters):
             raise SpecError(
                 "the optimizer trains no parameter of the model's layers; make it from this model's parameters, after "
@@ -213,7 +227,7 @@ class TempBalance:
             )
 
     def _warn(self, unknown: Sequence[str]) -> None:
-        trained = self._trained_ids()
+        trained = self._ids_of_trained()
         by_name = {layer.name: layer for layer in self._layers.balanced}
         new = [name for name in unknown if name not in self._warned and _is_trained(by_name[name], trained)]
         if new:

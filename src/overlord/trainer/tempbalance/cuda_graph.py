@@ -1,7 +1,7 @@
-"""A computation on a CUDA tensor, recorded the first time a shape comes and played back from then on.
+"""A function of a CUDA tensor that is captured as a CUDA graph for each new shape, and replayed from then on.
 
-Thousands of small kernels cost far more to launch one by one than to run. The recording keeps its own memory: one copy of
-the input and what the computation needs besides.
+Launching thousands of small kernels one by one costs far more than running them. A captured graph keeps its own memory: a
+copy of the input, and the intermediate results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _Recording:
     answer: Tensor
 
 
-class Recorded:
-    """`function(tensor, number)`, which must take its control flow from shapes and the number alone."""
+class CudaGraphed:
+    """Wraps `function(tensor, number)`, whose control flow must depend on the shape and the number alone."""
 
     def __init__(self, function: Callable[[Tensor, int], Tensor]) -> None:
         self._function = function
@@ -41,11 +41,11 @@ class Recorded:
 
     def _record(self, tensor: Tensor, number: int) -> _Recording:
         with torch.cuda.device(tensor.device):
-            self._function(tensor[:1].clone(), number)  # libraries make their workspaces now, not while recording
+            self._function(tensor[:1].clone(), number)  # libraries allocate their workspaces now, not during capture
             torch.cuda.synchronize()
             given = tensor.clone()
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads (a loader that pins memory) may go on calling CUDA meanwhile
+            # thread_local: other threads, such as a loader that pins memory, may call CUDA during capture
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 answer = self._function(given, number)
         return _Recording(graph, given, answer)

@@ -1,7 +1,7 @@
-"""Sharing the spectra over ranks, and getting whole matrices where ranks hold pieces.
+"""Computing spectra on several ranks, and gathering matrices that are sharded over ranks.
 
-Every rank solves its share of the matrices and all add up what they found, so all have the same alphas to the last bit.
-A sharded matrix is gathered by all ranks together, one at a time, and only the rank that solves it keeps anything of it.
+Every rank solves its share of the matrices, and an all-reduce adds up the results, so all ranks have the same alphas to the
+last bit. Sharded matrices are gathered by all ranks together, one at a time, and only the rank that solves one keeps it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """The ranks that hold the same parameters, whole or sharded: those of `group`, the world's unless given."""
+    """The ranks that hold the same parameters, whole or sharded: those of `group`, or all ranks if it is None."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._together = dist.is_available() and dist.is_initialized()
@@ -34,7 +34,7 @@ class Ranks:
             raise SpecError("this rank is not in the process_group given to TempBalance; pass the group it belongs to")
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over ranks, on the CPU."""
+        """The sum of `values` over ranks (an all-reduce), on the CPU."""
         if self.size == 1:
             return values
         there = values.to(self._device)
@@ -42,7 +42,7 @@ class Ranks:
         return there.cpu()
 
     def check_same(self, matrices: Sequence[Matrix]) -> None:
-        """Ranks that would wait for each other over different matrices must not begin."""
+        """Raise SpecError unless all ranks have the same matrices: otherwise they would deadlock in collectives."""
         if self.size == 1:
             return
         text = repr([(matrix.name, matrix.shape) for matrix in matrices]).encode()
@@ -57,7 +57,7 @@ class Ranks:
 
 
 def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """The rank that solves each matrix: the costliest first, each to the rank with least to do."""
+    """The rank that solves each matrix: by falling cost, each to the rank with the least work."""
     load = [0.0] * num_ranks
     owner = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -67,14 +67,14 @@ def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
 
 
 def cost(matrix: Matrix) -> float:
-    """Of the Gram matrix and its eigenvalues, in multiplications, roughly."""
+    """The rough cost of the Gram matrix and its eigenvalues, in multiplications."""
     num_matrices, rows, columns = matrix.shape
     short = min(rows, columns)
     return float(num_matrices) * short * short * (max(rows, columns) + 4 * short)
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The parameter itself, or all of it gathered from the ranks that shard it."""
+    """The parameter itself, or the whole of it gathered from the ranks that shard it."""
     return parameter.full_tensor() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
 
 
@@ -83,7 +83,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def check_gatherable(modules: Iterable[nn.Module]) -> None:
-    """FSDP1 keeps parameters flattened together, without the shapes that spectra need."""
+    """Raise SpecError for FSDP1, which flattens parameters together and so loses the shapes that spectra need."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
         raise SpecError(
             "TempBalance gathers whole matrices from FSDP2; wrap the model with torch.distributed.fsdp.fully_shard "

@@ -1,6 +1,6 @@
-"""Splitting a model into layers that each get one factor: by transformer block, or by single layer.
+"""Grouping a model's parameters into layers that each get one factor: transformer blocks, or single layers.
 
-Everything that cannot be compared keeps the base rate, and `Layers.left` says why.
+Parameters that cannot be compared keep the base rate; `Layers.left` has the reasons.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """A module left at the base rate."""
+class BaseRateModule:
+    """A module that keeps the base rate, and why."""
 
     name: str
     num_parameters: int
@@ -39,12 +39,14 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
+    """The layers that get a factor, and the modules that keep the base rate."""
+
     balanced: tuple[Layer, ...]
-    left: tuple[Left, ...]
+    left: tuple[BaseRateModule, ...]
 
 
 class LayerGrouping(Protocol):
-    """What gets a factor of its own. `homes` maps the name of each module to the name of its layer, or to none."""
+    """How a model is divided into layers. `homes` maps the name of each module to the name of its layer, or to None."""
 
     def homes(self, model: nn.Module, matrices: Sequence[Matrix]) -> dict[str, str | None]: ...
 
@@ -53,8 +55,8 @@ class LayerGrouping(Protocol):
 class PerBlock:
     """One factor per numbered block: `encoder.layer.3.attention.key` belongs to `encoder.layer.3`.
 
-    Norms and biases of a block go with it. Embeddings, heads and whatever lies outside numbered blocks keep the base
-    rate, and so does a numbered module that is a single layer, as in `classifier.0`.
+    Norms and biases of a block belong to it. Embeddings, heads and everything else outside numbered blocks keep the base
+    rate, and so does a numbered module that is a single layer, such as `classifier.0`.
     """
 
     def homes(self, model: nn.Module, matrices: Sequence[Matrix]) -> dict[str, str | None]:
@@ -73,14 +75,14 @@ class PerBlock:
 
 @dataclass(frozen=True, slots=True)
 class PerLayer:
-    """One factor per layer with a weight matrix; a norm goes with the layer registered before it in the same parent.
-
-    The first and the last matrix keep the base rate unless told otherwise, as published for image models.
-    """
+    """One factor per layer with a weight matrix, for models without numbered blocks, such as image models."""
 
     skip_first: bool = True
+    """The first layer keeps the base rate, as published."""
     skip_last: bool = True
+    """The last layer keeps the base rate, as published."""
     norms_follow: bool = True
+    """A norm gets the factor of the layer registered before it in the same parent."""
 
     def homes(self, model: nn.Module, matrices: Sequence[Matrix]) -> dict[str, str | None]:
         owners = list(dict.fromkeys(matrix.module for matrix in matrices))
@@ -106,14 +108,16 @@ def find_layers(
     matrices: Sequence[Matrix],
     unit: LayerGrouping,
     spectrum: Spectrum,
+    *,
     exclude: Sequence[str],
     min_eigenvalues: int,
 ) -> Layers:
-    """Split a model. A parameter used in several places belongs to the first, or to none if one of them is an embedding."""
+    """Group the parameters of a model. A parameter that is used in several places belongs to the first, or to no layer if
+    one of the places is an embedding."""
     homes = unit.homes(model, matrices)
     usable = [m for m in matrices if _num_pooled(m, spectrum) >= min_eigenvalues and not _is_excluded(m.name, exclude)]
     members: dict[str, list[Tensor]] = {}
-    left: dict[str, Left] = {}
+    left: dict[str, BaseRateModule] = {}
     embedded = {id(p) for module in model.modules() if is_embedding(module) for p in module.parameters(recurse=False)}
     measured = {homes[matrix.module] for matrix in usable}
     seen: set[int] = set()
@@ -136,14 +140,14 @@ def find_layers(
                 members.setdefault(home, []).append(parameter)
                 continue
             known = left.get(name)
-            left[name] = Left(name, parameter.numel() + (known.num_parameters if known else 0), reason)
+            left[name] = BaseRateModule(name, parameter.numel() + (known.num_parameters if known else 0), reason)
     own_matrices = {name: tuple(m for m in usable if homes[m.module] == name) for name in members}
     balanced = tuple(Layer(name, tuple(parameters), own_matrices[name]) for name, parameters in members.items())
     return Layers(balanced, tuple(left.values()))
 
 
 def check_enough(layers: Layers, unit: LayerGrouping) -> None:
-    """Balancing compares layers, so there must be two."""
+    """Raise SpecError unless there are two layers to compare."""
     if len(layers.balanced) >= 2:
         return
     reasons = "".join(f"\n  {left.name or '(the model itself)'}: {left.reason}" for left in layers.left[:12])
@@ -159,7 +163,7 @@ def _module_names(model: nn.Module) -> list[str]:
 
 def _num_pooled(matrix: Matrix, spectrum: Spectrum) -> int:
     if matrix.num_eigenvalues < num_eigenvalues(matrix.shape):
-        return matrix.num_eigenvalues  # an adapter alone: windows cannot raise its rank
+        return matrix.num_eigenvalues  # a LoRA adapter alone: windows cannot raise its rank
     return num_eigenvalues(spectrum.pieces_shape(matrix.shape))
 
 

@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 MAX_ALPHA = 1000.0
-"""A tail this flat (an orthogonal matrix) has no exponent: rounding alone decides it."""
+"""Alphas above this count as none. So flat a tail (an orthogonal matrix) has no exponent; only rounding errors decide it."""
 
 
 def tail_size(num_eigenvalues: int, tail: float) -> int:
-    """How many of the largest eigenvalues make the tail."""
-    # 1e-9: one third of 768 is 256, whatever binary fractions say
+    """The number of eigenvalues in the tail."""
+    # 1e-9 makes up for binary fractions: one third of 768 is 256
     return num_eigenvalues - int(num_eigenvalues * (1 - tail) + 1e-9)
 
 
 def hill_alphas(largest: Tensor, num_eigenvalues: int, tail: float) -> Tensor:
-    """Alphas of spectra, each row of `largest` holding at least its tail in descending order. NaN where there is none.
+    """The alphas of spectra. Each row of `largest` has at least the tail of one, in descending order. NaN where there is
+    none.
 
-    Eigenvalues under the rounding error of a matrix are zeros. Where they reach into the tail the matrix has low rank, and
-    its spectrum is what is left above them.
+    Eigenvalues below the rounding error of a matrix count as zeros. A matrix in which they reach into the tail has low rank,
+    and its spectrum is the eigenvalues above them.
     """
     floor = largest[:, :1] * num_eigenvalues * torch.finfo(largest.dtype).eps
     n = tail_size(num_eigenvalues, tail)

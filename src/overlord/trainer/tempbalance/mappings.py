@@ -1,8 +1,9 @@
-"""From the alphas of layers to factors on the learning rate. A large alpha (a light tail: little learned so far) gets more.
+"""Mappings from the alphas of layers to factors on their learning rate. A large alpha (a light tail, little learned so far)
+gets a large factor.
 
-A mapping is any function from an array of alphas to an array of factors. Those published spread factors over their
-whole range however close the alphas are, so that noise alone moves rates by half. Hence `min_spread`: below that
-range of alphas the factors are drawn towards 1 in proportion, down to exactly 1 when all alphas are equal.
+A mapping is any function from an array of alphas to an array of factors. The published ones spread factors over their whole
+range however close the alphas are, so that noise alone would change rates by half. Hence `min_spread`: where alphas span
+less than that, factors are scaled towards 1 in proportion, down to exactly 1 when all alphas are equal.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ Floats: TypeAlias = NDArray[np.float64]
 Mapping: TypeAlias = Callable[[Floats], Floats]
 
 MIN_SPREAD = 0.05
-"""Fresh blocks of RoBERTa-base's shape, which differ by chance alone, have alphas within 0.01; five times that."""
+"""Five times the range of alphas over freshly initialised blocks of RoBERTa-base, which differ by chance alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """From `low` at the smallest alpha to `high` at the largest: the published default."""
+    """A mapping that is linear in alpha, from `low` at the smallest alpha to `high` at the largest: the published
+    default."""
 
     low: float = 0.5
     high: float = 1.5
@@ -39,12 +41,12 @@ class Linear:
         if spread == 0:
             return np.ones_like(alphas)
         place = (alphas - alphas.min()) / spread
-        return _guarded(self.low + place * (self.high - self.low), spread, self.min_spread)
+        return _shrink_towards_one(self.low + place * (self.high - self.low), spread, self.min_spread)
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """From `low` upwards in equal steps by rank: low + (high - low) * rank / layers, the largest alpha last."""
+    """A mapping by the rank of alpha among the layers: low + (high - low) * rank / layers."""
 
     low: float = 0.5
     high: float = 1.5
@@ -56,15 +58,16 @@ class Rank:
     def __call__(self, alphas: Floats) -> Floats:
         rank = np.argsort(np.argsort(alphas, kind="stable"), kind="stable")
         factors = self.low + (self.high - self.low) * rank / len(alphas)
-        return _guarded(factors, np.ptp(alphas), self.min_spread)
+        return _shrink_towards_one(factors, np.ptp(alphas), self.min_spread)
 
 
 @dataclass(frozen=True, slots=True)
 class Sigmoid:
-    """TB_Sigmoid: 10 ** (s * (1 / (1 + exp(-steepness * (alpha - mean))) - 1/2)), so 10 ** (-s/2) to 10 ** (s/2).
+    """The mapping TB_Sigmoid: 10 ** (s * (1 / (1 + exp(-steepness * (alpha - mean))) - 1/2)), from 10 ** (-s/2) to 10 **
+    (s/2).
 
-    `strength` is s; `strength_below`, where given, is s for alphas below the mean. Near the mean it is flat by itself
-    and needs no guard.
+    `strength` is s; `strength_below`, if given, is s for alphas below the mean. It is flat near the mean and needs no
+    `min_spread`.
     """
 
     strength: float = 1.0
@@ -94,7 +97,7 @@ class Sqrt:
 
 @dataclass(frozen=True, slots=True)
 class Log2:
-    """In proportion to log2(alpha), with mean 1. Alphas are above 1 by the Hill formula, so logarithms are positive."""
+    """A mapping in proportion to log2(alpha), with mean 1. Alphas of the Hill estimator are above 1."""
 
     def __call__(self, alphas: Floats) -> Floats:
         return _with_mean_one(np.log2(alphas))
@@ -102,7 +105,7 @@ class Log2:
 
 @dataclass(frozen=True, slots=True)
 class Normalised:
-    """Another mapping, scaled so that the mean rate over layers is the schedule's."""
+    """Another mapping, scaled to the mean 1, so that the mean rate over layers is that of the schedule."""
 
     mapping: Mapping
 
@@ -110,17 +113,18 @@ class Normalised:
         return _with_mean_one(self.mapping(alphas))
 
 
-def checked_factors(mapping: Mapping, alphas: Floats) -> Floats:
-    """What a mapping gives, refused when it is no set of learning rate factors."""
+def compute_factors(mapping: Mapping, alphas: Floats) -> Floats:
+    """Call a mapping. Raises SpecError unless it returns one finite factor >= 0 per alpha."""
     factors = np.asarray(mapping(alphas), dtype=np.float64)
     if factors.shape != alphas.shape or not np.all(np.isfinite(factors)) or np.any(factors < 0):
         raise SpecError(
-            f"a mapping gives one finite factor >= 0 per alpha; {mapping!r} gave {factors.tolist()} for {alphas.tolist()}"
+            f"a mapping returns one finite factor >= 0 per alpha; {mapping!r} returned {factors.tolist()} for "
+            f"{alphas.tolist()}"
         )
     return factors
 
 
-def _guarded(factors: Floats, spread: float, min_spread: float) -> Floats:
+def _shrink_towards_one(factors: Floats, spread: float, min_spread: float) -> Floats:
     if spread >= min_spread:
         return factors
     return 1 + (factors - 1) * (spread / min_spread)

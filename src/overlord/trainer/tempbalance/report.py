@@ -1,4 +1,4 @@
-"""What TempBalance did, for people (a table) and for loggers (flat numbers)."""
+"""Reports of TempBalance: a table for people, flat numbers for loggers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table(layers: Layers, alphas: Mapping[str, float], factors: Mapping[str, flo
     rows += [
         (left.name or "(model)", "-", f"{left.num_parameters:,}", "-", _number(1.0), left.reason) for left in layers.left
     ]
-    return "\n".join(_aligned([head, *rows]))
+    return "\n".join(_align([head, *rows]))
 
 
 def metrics(alphas: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
@@ -46,7 +46,7 @@ def _number(value: float) -> str:
     return f"{value:.3f}" if np.isfinite(value) else "-"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+def _align(rows: Sequence[Sequence[str]]) -> Iterable[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = [

@@ -1,9 +1,9 @@
 """From weights to alphas: Gram matrices of the short side, their eigenvalues in batches of equal size, then Hill.
 
-A weight comes as a stack of matrices whose eigenvalues are pooled, as the authors do for the kernel positions of a
-convolution; a linear layer is a stack of one. The squared singular values of a matrix are the eigenvalues of its Gram
-matrix, which is never larger than its short side. Squaring halves the digits, so all of it is done in float64: on a GPU
-small eigenvalue problems wait for launches, not for arithmetic, and take no longer than in float32.
+A weight is a stack of matrices whose eigenvalues are pooled, as the authors do for the kernel positions of a convolution; a
+linear layer is a stack of one. The squared singular values of a matrix are the eigenvalues of its Gram matrix, which is as
+large as the short side. Squaring halves the number of digits, so everything is in float64. That costs no time on a GPU,
+where small eigenvalue problems are bound by kernel launches, not by arithmetic.
 """
 
 from __future__ import annotations
@@ -15,51 +15,58 @@ import torch
 from torch import Tensor
 
 from overlord.errors import SpecError
-from overlord.trainer.tempbalance.cuda_graph import Recorded
+from overlord.trainer.tempbalance.cuda_graph import CudaGraphed
 from overlord.trainer.tempbalance.hill import hill_alphas, tail_size
 from overlord.trainer.tempbalance.tridiagonal import largest_eigenvalues_together
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Shape: TypeAlias = tuple[int, int, int]
-"""Of a stack: matrices, rows, columns."""
+StackShape: TypeAlias = tuple[int, int, int]
+"""The shape of a stack: matrices, rows, columns."""
 
-_BATCH_BYTES = 512 << 20  # Gram matrices solved at once, and the most that wait for it
-_TOGETHER_MIN_BATCH = 12  # fewer, or larger ones, are as quick one after the other (measured on an H200)
+_BATCH_BYTES = 512 << 20  # the most Gram matrices solved at once
+_TOGETHER_MIN_BATCH = 12  # fewer or larger matrices are as fast one by one (measured on an H200)
 _TOGETHER_MAX_SIDE = 2048
 
 
 class Spectrum(Protocol):
-    """Which matrices stand for a stack: `pieces` gives another stack, `pieces_shape` its shape beforehand."""
+    """Which matrices the spectrum of a weight is computed from."""
 
-    def pieces(self, stack: Tensor) -> Tensor: ...
+    def pieces(self, stack: Tensor) -> Tensor:
+        """The stack of matrices to measure in place of `stack`."""
+        ...
 
-    def pieces_shape(self, shape: Shape) -> Shape: ...
+    def pieces_shape(self, shape: StackShape) -> StackShape:
+        """The shape of `pieces` for a stack of this shape."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class WholeMatrix:
-    """The spectrum of each matrix as it is."""
+    """The spectrum of the whole matrix: the default."""
 
     def pieces(self, stack: Tensor) -> Tensor:
         return stack
 
-    def pieces_shape(self, shape: Shape) -> Shape:
+    def pieces_shape(self, shape: StackShape) -> StackShape:
         return shape
 
 
 @dataclass(frozen=True, slots=True)
 class FixedAspectRatio:
-    """FARMS (arXiv 2506.06280): the pooled spectra of windows of one aspect ratio.
+    """The pooled spectra of windows of one aspect ratio (FARMS, arXiv 2506.06280).
 
-    The spectrum of a random matrix depends on its aspect ratio, so that alphas of layers of different shapes are not
-    comparable. Windows are as large as fit, or of `rows` rows; along each side at most `windows` of them, evenly spaced.
+    The spectrum of a random matrix depends on its aspect ratio, so the alphas of layers of different shapes are not
+    comparable. Windows of one aspect ratio are.
     """
 
     columns_per_row: float = 1.0
+    """The aspect ratio of a window."""
     rows: int | None = None
+    """Rows of a window; None for as many as fit."""
     windows: int = 5
+    """The most windows along each side, evenly spaced."""
 
     def __post_init__(self) -> None:
         if self.columns_per_row <= 0 or self.windows < 1 or (self.rows is not None and self.rows < 2):
@@ -75,7 +82,7 @@ class FixedAspectRatio:
         ]
         return torch.cat(windows)
 
-    def pieces_shape(self, shape: Shape) -> Shape:
+    def pieces_shape(self, shape: StackShape) -> StackShape:
         num_matrices, num_rows, num_columns = shape
         rows, columns = self._window(num_rows, num_columns)
         num_windows = len(self._starts(num_rows - rows)) * len(self._starts(num_columns - columns))
@@ -92,14 +99,15 @@ class FixedAspectRatio:
         return sorted({room * i // (self.windows - 1) for i in range(self.windows)})
 
 
-def num_eigenvalues(shape: Shape) -> int:
+def num_eigenvalues(shape: StackShape) -> int:
     return shape[0] * min(shape[1], shape[2])
 
 
 def gram_matrices(stack: Tensor) -> Tensor:
-    """[matrices, s, s] in float64, s the short side. A matrix that is not finite becomes zeros, which have no alpha."""
+    """The Gram matrices of a stack, [matrices, s, s] in float64, where s is the short side. A matrix with values that are
+    not finite becomes zeros, which have no alpha."""
     if stack.device.type not in ("cpu", "cuda"):
-        stack = stack.cpu()  # float64 is not everywhere
+        stack = stack.cpu()  # other devices may lack float64
     wide = stack.to(torch.float64)
     grams = wide @ wide.mT if wide.shape[1] <= wide.shape[2] else wide.mT @ wide
     finite = torch.isfinite(grams).flatten(1).all(1)
@@ -107,15 +115,15 @@ def gram_matrices(stack: Tensor) -> Tensor:
 
 
 class AlphaSolver:
-    """Takes stacks one at a time, keeps only their Gram matrices, solves these in batches, and gives the alphas."""
+    """Computes alphas. It takes stacks one at a time, keeps only their Gram matrices, and solves these in batches."""
 
     def __init__(self, tail: float, batch_bytes: int = _BATCH_BYTES) -> None:
         self._tail = tail
         self._batch_bytes = batch_bytes
-        self._recorded = Recorded(largest_eigenvalues_together)
+        self._graphed = CudaGraphed(largest_eigenvalues_together)
 
     def alphas(self, stacks: Iterable[tuple[int, Tensor]], num_alphas: int) -> Tensor:
-        """Alphas by the number that comes with each stack, float64 on the CPU, zero for numbers that did not come."""
+        """The alpha of each stack, at the index that comes with it, in float64 on the CPU; zero at all other indexes."""
         found = torch.zeros(num_alphas, dtype=torch.float64)
         waiting: dict[int, list[tuple[int, Tensor]]] = {}
         for number, stack in stacks:
@@ -132,9 +140,9 @@ class AlphaSolver:
         grams = torch.cat([each for _, each in same_size])
         counts = [len(each) for _, each in same_size]
         side = grams.shape[1]
-        # A pooled spectrum may have its whole tail in one matrix; alone, a matrix needs no more than its own tail.
+        # A pooled spectrum may have its whole tail in one matrix. A single matrix needs only its own tail.
         num_largest = tail_size(side, self._tail) if max(counts) == 1 else side
-        spectra = self._largest(grams, num_largest).cpu()  # a GPU's running sums are refused in deterministic mode
+        spectra = self._largest(grams, num_largest).cpu()  # torch has no deterministic cumsum on a GPU
         if max(counts) == 1:
             alphas = hill_alphas(spectra, side, self._tail)
         else:
@@ -145,5 +153,5 @@ class AlphaSolver:
     def _largest(self, grams: Tensor, num_largest: int) -> Tensor:
         batch, side, _ = grams.shape
         if grams.is_cuda and batch >= _TOGETHER_MIN_BATCH and side <= _TOGETHER_MAX_SIDE:
-            return self._recorded(grams, num_largest)
+            return self._graphed(grams, num_largest)
         return torch.linalg.eigvalsh(grams).flip(1)[:, :num_largest]

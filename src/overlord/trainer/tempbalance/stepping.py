@@ -1,9 +1,9 @@
-"""Taking an optimizer's step with a factor on each parameter's learning rate, without the optimizer ever showing it.
+"""Run an optimizer's step with a factor on each parameter's learning rate, invisibly to everything else.
 
-The step runs on a view: an object of the optimizer's class that shares its state and everything else, but whose groups
-are split by factor, with `lr` multiplied. The optimizer itself keeps its groups and their rates, so that schedulers (which
-compute the next rate from the present one), checkpoints, loggers and `zero_grad` see what they would see without it, at
-any time, even when a step fails halfway.
+The step runs on a view: an object of the optimizer's class that shares its state and all other attributes, but whose groups
+are split by factor, with `lr` multiplied. The optimizer itself keeps its groups and their rates. So schedulers (which
+compute the next rate from the present one), checkpoints, loggers and `zero_grad` see what they would see without
+TempBalance, at any time, even when a step fails halfway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PER_PARAMETER = ("params", "param_names")
 
 
 def view_for_step(optimizer: Optimizer, factor_of: Callable[[Tensor], float]) -> tuple[Optimizer, list[int]]:
-    """The view, and for each of its groups the number of the group it came from."""
+    """Make the view. Returns it, and for each of its groups the index of the group that it came from."""
     groups: list[Group] = []
     origins: list[int] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -40,8 +40,9 @@ def view_for_step(optimizer: Optimizer, factor_of: Callable[[Tensor], float]) ->
     return view, origins
 
 
-def keep_changes(view: Optimizer, origins: list[int], optimizer: Optimizer) -> None:
-    """Write back what the step changed on the view besides parameters and state: attributes, and options of groups."""
+def write_back(view: Optimizer, origins: list[int], optimizer: Optimizer) -> None:
+    """Copy the attributes and group options that the step changed on the view to the optimizer. Parameters and state are
+    shared already."""
     for name, value in view.__dict__.items():
         if name not in _OF_VIEW and optimizer.__dict__.get(name) is not value:
             setattr(optimizer, name, value)
@@ -49,7 +50,7 @@ def keep_changes(view: Optimizer, origins: list[int], optimizer: Optimizer) -> N
         parts = [part for part, origin in zip(view.param_groups, origins, strict=True) if origin == number]
         for key in dict.fromkeys(key for part in parts for key in part):
             if key not in (*_PER_PARAMETER, "lr"):
-                _keep_option(optimizer, group, key, [part.get(key) for part in parts])
+                _write_option(optimizer, group, key, [part.get(key) for part in parts])
 
 
 def _split(group: Group, factor_of: Callable[[Tensor], float]) -> list[Group]:
@@ -64,7 +65,7 @@ def _part(group: Group, indices: list[int], factor: float) -> Group:
     return {**group, **lists, "lr": group["lr"] if factor == 1 else group["lr"] * factor}
 
 
-def _keep_option(optimizer: Optimizer, group: Group, key: str, values: list[Any]) -> None:
+def _write_option(optimizer: Optimizer, group: Group, key: str, values: list[Any]) -> None:
     if not all(_same(value, values[0]) for value in values):
         raise SpecError(
             f"{type(optimizer).__name__} computes the group option {key!r} from the learning rate in each step and got "

@@ -1,11 +1,11 @@
 """Eigenvalues of many symmetric matrices at once, for GPUs.
 
-Torch solves a batch of eigenvalue problems one after the other, and each is a long chain of tiny kernels: a GPU idles.
+Torch solves a batch of eigenvalue problems one by one, and each is a long chain of tiny kernels that leaves a GPU idle.
 Here every kernel works on the whole batch. Householder reflections bring all matrices to tridiagonal form, in panels, so
 that most of the arithmetic is matrix products. Then all eigenvalues are bracketed together: for a shift, the pivots of the
-tridiagonal matrix tell how many eigenvalues lie below it (Sturm), and every round cuts every bracket in `_SECTIONS`.
+tridiagonal matrix tell how many eigenvalues lie below it (Sturm), and every round divides every bracket into `_SECTIONS`.
 
-Shapes decide all control flow, so a GPU can record the whole computation once as a CUDA graph and play it back.
+All control flow depends on shapes alone, so the whole computation can be captured as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 _PANEL = 32
-_SHIFTS = 2048  # of the first round, over the whole range
+_SHIFTS = 2048  # in the first round, over the whole range
 _SECTIONS = 16
 _ROUNDS = 5  # 16 ** 5 cuts of a first bracket of 1.6 % leave 1.5e-8, relative
-_SMALLEST = 1e-14  # relative to the largest; what is smaller is rounding error
+_SMALLEST = 1e-14  # relative to the largest; smaller eigenvalues are rounding errors
 
 
 def largest_eigenvalues_together(matrices: Tensor, num_largest: int) -> Tensor:
     """The largest eigenvalues of positive semi-definite [batch, n, n], in descending order. Overwrites `matrices`."""
-    diagonal, beside = tridiagonalised(matrices)
-    return _bracketed(diagonal, beside, num_largest)
+    diagonal, beside = tridiagonalize(matrices)
+    return _bracket_eigenvalues(diagonal, beside, num_largest)
 
 
-def tridiagonalised(a: Tensor) -> tuple[Tensor, Tensor]:
+def tridiagonalize(a: Tensor) -> tuple[Tensor, Tensor]:
     """Diagonal [batch, n] and off-diagonal [batch, n - 1] of a matrix similar to each of `a`, which is overwritten."""
     batch, n, _ = a.shape
     diagonal, beside = a.new_empty(batch, n), a.new_empty(batch, n - 1)
@@ -61,7 +61,7 @@ def tridiagonalised(a: Tensor) -> tuple[Tensor, Tensor]:
     return diagonal, beside
 
 
-def _bracketed(diagonal: Tensor, beside: Tensor, num_largest: int) -> Tensor:
+def _bracket_eigenvalues(diagonal: Tensor, beside: Tensor, num_largest: int) -> Tensor:
     batch, n = diagonal.shape
     wanted = torch.arange(n - 1, n - 1 - num_largest, -1, device=diagonal.device).expand(batch, -1).contiguous()
     steps = torch.logspace(1, 0, _SHIFTS, base=_SMALLEST, dtype=diagonal.dtype, device=diagonal.device)
@@ -81,13 +81,13 @@ def _bracketed(diagonal: Tensor, beside: Tensor, num_largest: int) -> Tensor:
 
 
 def _upper_bound(diagonal: Tensor, beside: Tensor) -> Tensor:
-    """Gershgorin's, a little widened, [batch, 1]."""
+    """Gershgorin's upper bound of the eigenvalues, slightly widened, [batch, 1]."""
     edge = torch.nn.functional.pad(beside.abs(), (1, 1))
     return (diagonal + edge[:, 1:] + edge[:, :-1]).amax(1, keepdim=True) * (1 + 1e-12)
 
 
 def _num_below(diagonal: Tensor, beside: Tensor, shifts: Tensor) -> Tensor:
-    """How many eigenvalues are below each shift of [batch, shifts]: the negative pivots of T - shift."""
+    """The number of eigenvalues below each shift of [batch, shifts]: the number of negative pivots of T - shift."""
     squares = beside.square().clamp(min=torch.finfo(beside.dtype).tiny)  # never 0 / 0
     pivot = diagonal[:, :1] - shifts
     count = torch.signbit(pivot).to(torch.int64)

@@ -1,8 +1,8 @@
 """Which weights of a model have a spectrum, and how each is read as a stack of matrices.
 
-Linear layers (also those that keep a bare 2-D parameter), convolutions (a stack over kernel positions), packed attention
-projections (a stack of query, key and value), experts (a stack), and layers with LoRA adapters (what the adapter makes of
-the weight, or the adapter alone).
+These are linear layers (also as bare 2-D parameters), convolutions (a stack over kernel positions), packed attention
+projections (a stack of query, key and value), experts (a stack), and layers with LoRA adapters (the adapted weight, or the
+adapter alone).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from overlord.trainer.tempbalance.spectra import Shape
+    from overlord.trainer.tempbalance.spectra import StackShape
 
 Whole: TypeAlias = Callable[[Tensor], Tensor]
-"""Gives the whole tensor of a parameter, gathering it where ranks hold pieces of it."""
+"""A function that returns the whole tensor of a parameter, gathered from all ranks if it is sharded."""
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -26,19 +26,19 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One weight with a spectrum. `stack` must be called on every rank where a parameter is sharded."""
+    """One weight with a spectrum. If a parameter is sharded, all ranks must call `stack` together."""
 
     name: str
     module: str
     parameters: tuple[Tensor, ...]
-    """Those that change the spectrum."""
-    shape: Shape
+    """The parameters that the spectrum depends on."""
+    shape: StackShape
     num_eigenvalues: int
     stack: Callable[[Whole], Tensor]
 
 
 def matrices_of(model: nn.Module, lora_alone: bool) -> list[Matrix]:
-    """Every weight with a spectrum, once, in the order of modules. Embeddings, and what is tied to them, have none."""
+    """Every weight with a spectrum, once, in the order of modules. Embeddings and weights tied to them are left out."""
     taken = {id(p) for module in model.modules() if is_embedding(module) for p in module.parameters(recurse=False)}
     found: list[Matrix] = []
     inside_lora: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def matrices_of(model: nn.Module, lora_alone: bool) -> list[Matrix]:
 
 
 def plain_name(name: str) -> str:
-    """A module's name without what wrappers put into it."""
+    """A module's name without the parts that wrappers (DDP, FSDP, torch.compile) add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -90,16 +90,16 @@ def _own_matrices(name: str, module: nn.Module) -> Iterator[Matrix]:
         yield Matrix(full_name, name, (parameter,), shape, _count(shape), _stack_of(parameter, shape, is_convolution))
 
 
-def _stack_of(parameter: Tensor, shape: Shape, is_convolution: bool) -> Callable[[Whole], Tensor]:
-    return lambda whole: _stacked(whole(parameter).detach(), shape, is_convolution)
+def _stack_of(parameter: Tensor, shape: StackShape, is_convolution: bool) -> Callable[[Whole], Tensor]:
+    return lambda whole: _to_stack(whole(parameter).detach(), shape, is_convolution)
 
 
-def _stacked(weight: Tensor, shape: Shape, is_convolution: bool) -> Tensor:
+def _to_stack(weight: Tensor, shape: StackShape, is_convolution: bool) -> Tensor:
     # [out, in, kernel...] with kernel positions first
     return weight.flatten(2).permute(2, 0, 1) if is_convolution else weight.reshape(shape)
 
 
-def _count(shape: Shape) -> int:
+def _count(shape: StackShape) -> int:
     return shape[0] * min(shape[1], shape[2])
 
 
@@ -112,7 +112,8 @@ def _has_lora(module: nn.Module) -> bool:
 
 
 def _lora_matrix(name: str, module: Any, alone: bool) -> Matrix:
-    """W + scaling * B A, as the layer computes it; or scaling * B A alone, which has no more eigenvalues than A has rows."""
+    """The weight W + scaling * B A of a LoRA layer; or scaling * B A alone, which has no more eigenvalues than A has
+    rows."""
     weight: Tensor = module.base_layer.weight if hasattr(module, "base_layer") else module.weight
     adapters = _adapters(module)
     rank = sum(a.shape[0] for a, _, _ in adapters)
@@ -126,7 +127,7 @@ def _lora_matrix(name: str, module: Any, alone: bool) -> Matrix:
             start=torch.zeros((), dtype=torch.float64, device=weight.device),
         ).detach()
         update = (update.mT if turned else update).reshape(weight.shape)
-        return _stacked(update if alone else whole(weight).detach().double() + update, shape, weight.ndim > 2)
+        return _to_stack(update if alone else whole(weight).detach().double() + update, shape, weight.ndim > 2)
 
     frozen = () if alone else (weight,)
     parameters = (*(p for a, b, _ in adapters for p in (a, b)), *frozen)
