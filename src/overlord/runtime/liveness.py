@@ -188,7 +188,7 @@ SERVER_ANSWER = Detector(
     watcher="a client",
     sign="it answers a question; a step may take so long beyond the wait that was asked for",
     after_s=30.0,
-    then="the client looks up at the service's address who serves its rank now, every 0.2 s, until its own `timeout`",
+    then="the client looks up at the service's address who serves its rank now, every 0.2 s, until its own `timeout_s`",
 )
 SERVER_CONTROL = Detector(
     watched="the service",
