@@ -37,7 +37,7 @@ class Lineage:
     """Files that the rows point into: they do not count as memory of the chunk."""
 
     def where(self, number: int) -> tuple[str, int]:
-        """(file or unit, row in it); row -1 where a transform lost track."""
+        """(file or unit, row in it); row -1 where a transform lost the lineage."""
         if number < 0:
             names = ", ".join(str(unit) for unit in self.units[:3])
             return (names, -1)
@@ -51,8 +51,8 @@ class Lineage:
 class Chunk:
     """Row r of the chunk is the tokens `values[begin[r]:end[r]]`, part of the document that ends at `document_end[r]`.
 
-    `table_row[r]` is the row of `table` it came from, and `origin` gives, for each row of the table, its number among the
-    rows that were read (-1 where a transform lost track of it).
+    `table_row[r]` is its row of `table`. `origin` is the number of each row of the table among the rows that were
+    read (-1 where a transform lost its lineage).
     """
 
     facts: ChunkFacts

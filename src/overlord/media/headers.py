@@ -1,6 +1,6 @@
-"""What the first bytes of a JPEG or PNG tell, and whether its last ones are there.
+"""Parses the headers of JPEG and PNG files, and checks that their ends are present.
 
-That is enough to plan by, so that a file need not be read from end to end.
+Planning needs no more than that, so that image files need not be read in full.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ImageHeader:
 def parse_header(data: memoryview, tail: memoryview | None = None) -> ImageHeader | None:
     """The header of a JPEG or PNG, None for anything else. A file that is damaged or cut short is a DataError.
 
-    With `tail`, `data` is only the first bytes of the file and `tail` the last ones: then an error may mean no more
-    than that something lies between the two.
+    With `tail`, `data` is only the first bytes of the file and `tail` the last ones. An error may then only mean that the
+    wanted bytes lie between the two.
     """
     if not data:
         raise DataError("the image is empty (0 bytes)")
@@ -68,7 +68,7 @@ def _parse_jpeg(data: memoryview, tail: memoryview | None) -> ImageHeader:
     bits, height, width, channels = struct.unpack_from(">BHHB", data, place + 4)
     if height == 0 or width == 0:
         raise DataError(f"JPEG states a size of {width} x {height}")
-    # Inside a scan 0xff is always escaped, so that this finds the end of the image and no accident.
+    # Scans escape 0xff, so these two bytes can only be the end marker.
     if not _holds(data[place:] if tail is None else tail, _END_OF_JPEG):
         raise DataError(f"JPEG of {len(data)} bytes is cut short: no end marker")
     return ImageHeader("jpeg", height, width, channels, bits)
@@ -86,5 +86,5 @@ def _parse_png(data: memoryview, tail: memoryview | None) -> ImageHeader:
 
 
 def _holds(data: memoryview, mark: bytes) -> bool:
-    """Whether `mark` is in the data; looks at the end first, since files may have something appended to them."""
+    """Whether the data contains `mark`. The end is searched first; files may have bytes appended after the mark."""
     return mark in bytes(data[-TAIL_BYTES:]) or mark in bytes(data)

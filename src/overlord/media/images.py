@@ -1,10 +1,10 @@
-"""Images whose decoding waits until a plan asks for their row; planning works with the sizes in their headers.
+"""Images that are decoded only once a plan needs their row. Planning uses the sizes in their headers.
 
 Every picture comes out as 8-bit RGB. Grey becomes three equal channels, CMYK is converted, transparency is
-laid on white, 16-bit samples keep their upper 8 bits, animations give their first frame. An orientation
-noted in EXIF is not applied, as in Pillow. A JPEG that is to be made smaller is decoded at a reduced scale
-that is still at least the size asked for (libjpeg-turbo does that in the frequency domain), then resized by
-an antialiasing filter.
+laid on white, 16-bit samples keep their upper 8 bits, animations yield their first frame. An EXIF
+orientation is not applied, as in Pillow. A JPEG that is to shrink is decoded at a reduced scale that is still
+at least the wanted size (libjpeg-turbo does that in the frequency domain), then resized by an antialiasing
+filter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from overlord.errors import DataError, OverlordError, SchemaError, SourceError, SpecError
 from overlord.media.headers import TAIL_BYTES, ImageHeader, parse_header
-from overlord.media.resample import Pixels, Span, resize
+from overlord.media.resample import Pixels, Span, resize, scale_span
 from overlord.sources.storage import StoredFile, open_local, read_at
 from overlord.sources.views import StoredValues, is_view, read_value
 from overlord.stream.facts import ImageSizes, Ints
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """What planning is told of the images of each row."""
+    """The facts of the images of each row that planning uses."""
 
     sizes: dict[str, Ints]
     images: ImageSizes
@@ -86,12 +86,12 @@ class DecodeImage:
         sizes = {name: np.zeros(len(column), np.int64) for name in names}
         found: list[list[tuple[int, int]]] = [[] for _ in range(len(column))]
         bad: BadImages = []
-        # One look at a header is some microseconds and cannot be vectorised; pixels are not touched.
+        # A Python loop: parsing a header takes microseconds and cannot be vectorised. Pixels are not decoded.
         for row, files in enumerate(_peeks_of_rows(column)):
             try:
                 shapes = [self._shape(file) for file in _files_or_raise(files)]
             except SourceError:
-                raise  # the file cannot be read, which says nothing about the row
+                raise  # the source file cannot be read; the row may be fine
             except DataError as error:
                 bad.append((row, str(error)))
                 continue
@@ -106,13 +106,13 @@ class DecodeImage:
     def decode_row(
         self, column: pa.ChunkedArray | pa.Array, row: int, out: Sequence[Pixels] | None = None, only: int | None = None
     ) -> list[Pixels]:
-        """The decoded images of one row, or the one with number `only`, written to `out` where given."""
+        """The decoded images of one row, or only image number `only`, written to `out` if given."""
         files = _files_or_raise(next(iter(_files_of_rows(column.slice(row, 1)))))
         files = files if only is None else files[only : only + 1]
         return [self.decode(data, None if out is None else out[i]) for i, data in enumerate(files)]
 
     def decode(self, data: Data, out: Pixels | None = None) -> Pixels:
-        """One image as uint8 (height, width, 3), written to `out` where given. Raises DataError in one line."""
+        """One image as uint8 (height, width, 3), written to `out` if given. Raises DataError with a message of one line."""
         content = memoryview(data).cast("B")
         header = parse_header(content)
         if header is not None:
@@ -161,10 +161,10 @@ class DecodeImage:
             return _decode_jpeg(simplejpeg, content, "RGB", self.strict)
         rows, columns = self._box(header.height, header.width)
         scale = _scale(rows[1] - rows[0], columns[1] - columns[0], self.size)
-        # The decoder takes the smallest scale that gives this size, rounded up as it rounds.
+        # The decoder takes the smallest scale that reaches this size, which is rounded up as the decoder does.
         least = {"min_height": -(-header.height * scale // 8), "min_width": -(-header.width * scale // 8)}
         pixels = _decode_jpeg(simplejpeg, content, "RGB", self.strict, **least)
-        return resize(pixels, self.size, _scaled(rows, scale), _scaled(columns, scale), out)
+        return resize(pixels, self.size, scale_span(rows, scale / 8), scale_span(columns, scale / 8), out)
 
     def _decode_other(self, content: memoryview, out: Pixels | None) -> Pixels:
         with _open_image(content) as image:
@@ -181,7 +181,7 @@ class DecodeImage:
 
     def _box(self, height: int, width: int) -> tuple[Span, Span]:
         """The rows and columns of the picture that are wanted."""
-        assert self.size is not None  # asked for only when there is a size
+        assert self.size is not None  # callers check that there is a size
         if self.fit == "stretch":
             return (0.0, float(height)), (0.0, float(width))
         factor = min(height / self.size[0], width / self.size[1])
@@ -191,7 +191,7 @@ class DecodeImage:
 
 T = TypeVar("T")
 _Files = list[memoryview] | DataError
-"""The encoded files of a row, or why there are none."""
+"""The encoded files of a row, or the error of the row."""
 
 
 def _files_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[_Files]:
@@ -211,7 +211,7 @@ def _files_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[_Files]:
         )
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
         for row in range(len(chunk)):
-            # Read from its file rather than touched where it is mapped: see `views`.
+            # Read from its file, not through the mapping: see `views`.
             stored = read_value(chunk, row) if is_view(kind) else None
             if stored is not None:
                 yield [memoryview(stored).cast("B")]
@@ -223,7 +223,7 @@ def _files_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[_Files]:
 
 @dataclass(frozen=True, slots=True)
 class _Peek:
-    """An encoded file; or its first and last bytes, and how to get the whole of it."""
+    """An encoded file; or its first and last bytes, and a function that reads it in full."""
 
     head: memoryview
     tail: memoryview | None = None
@@ -231,7 +231,7 @@ class _Peek:
 
 
 def _peeks_of_rows(column: pa.ChunkedArray | pa.Array) -> Iterator[list[_Peek] | DataError]:
-    """The encoded files of each row. Of those that lie in a local file only the ends are read."""
+    """The encoded files of each row. Of values in a local file only both ends are read."""
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
         stored = StoredValues.of(chunk) if _is_binary(chunk.type) else None
         if stored is None:
@@ -303,10 +303,6 @@ def _scale(height: float, width: float, size: tuple[int, int]) -> int:
     return 8
 
 
-def _scaled(span: Span, eighths: int) -> Span:
-    return span[0] * eighths / 8, span[1] * eighths / 8
-
-
 def _decode_jpeg(simplejpeg: ModuleType, content: memoryview, colours: str, strict: bool, **least: int) -> Pixels:
     with _data_errors(f"JPEG of {len(content)} bytes cannot be decoded"):
         return simplejpeg.decode_jpeg(content, colours, strict=strict, **least)
@@ -314,8 +310,8 @@ def _decode_jpeg(simplejpeg: ModuleType, content: memoryview, colours: str, stri
 
 @contextmanager
 def _data_errors(failed: str) -> Iterator[None]:
-    """Whatever a decoder raises is about the image: damaged ones make Pillow's plugins raise RuntimeError, AttributeError,
-    struct.error, warnings and types of their own, and no list of them would be complete."""
+    """Turns any exception of a decoder into a DataError. Damaged images make Pillow's plugins raise RuntimeError,
+    AttributeError, struct.error, warnings and types of their own, and no list of them would be complete."""
     try:
         yield
     except OverlordError:

@@ -1,9 +1,9 @@
 """Resizing pictures with an antialiasing filter, by OpenCV.
 
-OpenCV has no antialiasing bilinear filter, so one is put together from its parts, all in whole numbers and so the same on
-every processor: a picture that is more than four times too large is averaged over boxes first, then it is blurred just so
-much that, with the linear interpolation that follows, the whole filter is as wide as the triangle that Pillow calls
-BILINEAR. The results agree with Pillow's to 40 dB and more, at a third of its cost.
+OpenCV has no antialiasing bilinear filter, so one is composed of its integer operations, whose results are the same on every
+processor. A picture that is more than four times too large is first averaged over boxes. Then it is blurred just enough that
+blur and linear interpolation together are as wide as the triangle filter that Pillow calls BILINEAR. The results agree with
+Pillow's to 40 dB and more, at a third of its cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Span = tuple[float, float]
 
 
 class Blur(NamedTuple):
-    """A Gaussian over `taps` pixels; over 1 it does nothing."""
+    """A Gaussian over `taps` pixels; 1 means no blur."""
 
     taps: int = 1
     sigma: float = 1.0
@@ -58,7 +58,7 @@ def resize(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, ou
 
 
 def _within(span: Span, length: int) -> tuple[int, int]:
-    """The first of the whole pixels that a span touches, and how many they are."""
+    """The first pixel that a span touches, and the number of pixels."""
     start = min(int(span[0]), length - 1)
     return start, max(1, min(math.ceil(span[1]), length) - start)
 
@@ -69,8 +69,7 @@ def scale_span(span: Span, factor: float) -> Span:
 
 @lru_cache(maxsize=4096)
 def _blur(scale: float, box: int) -> Blur:
-    """The blur that makes boxes and linear interpolation as wide as a triangle filter for making a picture `scale` times
-    smaller."""
+    """The blur that makes box averaging and linear interpolation as wide as a triangle filter for shrinking by `scale`."""
     # Widths are variances, in pixels after the boxes: the triangle has scale²/6, a box (box² - 1)/12, the interpolation 1/6.
     missing = (scale**2 / 6 - (box**2 - 1) / 12) / box**2 - 1 / 6
     if scale <= 1 or missing < 1e-3:
@@ -96,6 +95,6 @@ def _opencv() -> ModuleType:
         import cv2
     except ModuleNotFoundError:
         raise SpecError("resizing images needs an extra: pip install 'overlord-dataloader[images]'") from None
-    if is_ours:  # pictures are resized side by side already; its own threads would only double the work
+    if is_ours:  # images are resized in parallel already; OpenCV's own threads would oversubscribe the cores
         cv2.setNumThreads(1)
     return cv2

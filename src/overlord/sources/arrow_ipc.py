@@ -1,5 +1,4 @@
-"""Arrow IPC files, IPC streams and Feather (version 2): a unit is some record batches, of which the wanted columns are
-read."""
+"""Arrow IPC files, IPC streams and Feather (version 2). A unit is some record batches; only wanted columns are read."""
 
 from __future__ import annotations
 
@@ -48,13 +47,13 @@ HEADER_BYTES = 4 << 10
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The record batches of a unit. Without `starts` the unit is the whole file: a remote stream, which has
-    no index, or a file with dictionaries, which its batches share."""
+    """The record batches of a unit. Without `starts` the unit is the whole file: a remote stream, which has no index, or a
+    file with dictionaries, which its batches share."""
 
     file: StoredFile
     file_schema: pa.Schema
     schema: pa.Schema
-    """Of the columns to read."""
+    """The columns to read."""
     starts: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
 
@@ -65,7 +64,7 @@ class _Index:
     blocks: Blocks | None
     """None where the whole file is one unit."""
     rows: tuple[int, ...] | None
-    """Rows of each batch, where they can be known without fetching."""
+    """The rows of each batch, if known without fetching them."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,12 @@ class ArrowIpc(FileSource):
             if is_remote(unit.path) or 2 * self.window * unit.num_bytes <= self.buffer_bytes:
                 table = self._read(unit)
             else:
-                # Read, it would not fit into the buffer beside the next one. A file that is cut while it is mapped kills
-                # the process, so this is for what cannot be had otherwise.
+                # In memory, the unit and the next one would not fit into the buffer together. Mapping is the last resort,
+                # because truncating a mapped file kills the process.
                 mapped = (MappedFile(detail.file),)
                 table = self._decode(unit, mapped[0].data, 0) if detail.starts else _decode_whole(unit.path, mapped[0].data)
         except StorageError:
-            raise  # an OSError too, but it says nothing about the file
+            raise  # an OSError too, but not a fault of the file
         except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
             raise SourceError(f"{unit} cannot be decoded as Arrow IPC: {error}; copy or write the file again") from error
         table = table.select(detail.schema.names).replace_schema_metadata(None)
@@ -114,7 +113,7 @@ class ArrowIpc(FileSource):
         result = validate(table, where or unit.path, mapped=mapped)
         if unit.num_rows is not None and table.num_rows != unit.num_rows:
             raise SourceError(
-                f"{unit} gave {table.num_rows} rows and had {unit.num_rows} when it was listed; do not change the files of "
+                f"{unit} has {table.num_rows} rows and had {unit.num_rows} when it was listed; do not change the files of "
                 "a running job"
             )
         return result
@@ -133,7 +132,7 @@ class ArrowIpc(FileSource):
         return pa.Table.from_batches(batches)
 
     def _decode(self, unit: Unit, data: pa.Buffer, origin: int) -> pa.Table:
-        """The record batches of a unit out of `data`, which begins at byte `origin` of the file."""
+        """The record batches of a unit from `data`, which begins at byte `origin` of the file."""
         detail: Batches = unit.detail
         places = zip(detail.starts, detail.stops, strict=True)
         pieces = [data.slice(start - origin, stop - start) for start, stop in places]
@@ -142,10 +141,10 @@ class ArrowIpc(FileSource):
         return pa.Table.from_batches(batches, detail.file_schema)
 
     def _read_columns(self, unit: Unit, descriptor: int, start: int, stop: int) -> pa.RecordBatch:
-        """The record batch in the bytes [start, stop), of which only the columns of the schema are read.
+        """The record batch in the bytes [start, stop), with only the columns of the schema read.
 
-        Arrow is shown memory in which only the header is there yet, and makes arrays that point into it without a look at
-        what they point to; so they say which bytes belong to which column.
+        Arrow gets a buffer in which only the header is filled in, and makes arrays that point into the rest without reading
+        it. These arrays tell which bytes belong to which column.
         """
         detail: Batches = unit.detail
         message = pa.allocate_buffer(stop - start)
@@ -211,7 +210,7 @@ def _read_index(storage: Storage, file: StoredFile) -> _Index:
             ends = zip(blocks.starts, blocks.stops, strict=True)
             return _Index(schema, blocks, tuple(batch_rows(data, start, stop) for start, stop in ends))
     except StorageError:
-        raise  # an OSError too, but it says nothing about the file
+        raise  # an OSError too, but not a fault of the file
     except (pa.ArrowException, OSError, EOFError, struct.error, ValueError, IndexError) as error:
         raise SourceError(
             f"{file.path} has an Arrow index that cannot be read: {error}; copy or write the file again"
@@ -227,7 +226,7 @@ def _read_remote_index(storage: Storage, file: StoredFile) -> _Index:
 
 
 def _read_tail(storage: Storage, file: StoredFile) -> tuple[pa.Buffer, int]:
-    """The end of a file, with all of its footer where it has one, and where that begins."""
+    """The end of a file, with its whole footer if it has one, and the offset of that end."""
     start = max(0, file.num_bytes - HEAD_BYTES)
     tail = storage.read(file, start, file.num_bytes)
     footer_bytes = int.from_bytes(tail[-10:-6].to_pybytes(), "little")
@@ -251,7 +250,7 @@ def _read_head_schema(storage: Storage, file: StoredFile) -> pa.Schema:
 
 
 def _footer_index(file: StoredFile, tail: pa.Buffer, start: int) -> tuple[Blocks, pa.Schema]:
-    """From the end of a file in the file format; `tail` begins at byte `start` of it."""
+    """The index in the footer of the file format. `tail` begins at byte `start` of the file."""
     end = tail[-10:].to_pybytes()
     footer_bytes = int.from_bytes(end[:4], "little", signed=True)
     if end[4:] != MAGIC or not 0 < footer_bytes <= tail.size - 10:
@@ -276,7 +275,7 @@ def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
 
 
 def _check_names(schema: pa.Schema) -> pa.Schema:
-    """The schema. UnicodeDecodeError, a ValueError, where the name of a field, of a nested one too, is not UTF-8."""
+    """The schema. Raises UnicodeDecodeError, a ValueError, where the name of a field, also a nested one, is not UTF-8."""
     fields = list(schema)
     while fields:
         field = fields.pop()
@@ -299,6 +298,6 @@ def _decode_batch(unit: Unit, message: pa.Buffer, start: int) -> pa.RecordBatch:
 def _decode_whole(path: str, data: pa.Buffer) -> pa.Table:
     is_file = data[: len(MAGIC)].to_pybytes() == MAGIC
     if not is_file:
-        stream_blocks(path, data)  # checks more than Arrow does; a remote stream is not looked at when it is listed
+        stream_blocks(path, data)  # checks more than Arrow does; listing does not check a remote stream
     with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(data)) as reader:
         return reader.read_all()

@@ -1,7 +1,7 @@
-"""Arrow types and the values they hold: values put under a type unchanged, and the narrowest type that holds two others.
+"""Exact conversion of values to Arrow types, and the narrowest type that holds two others.
 
-Arrow converts Python values to a type that is given to it more freely than training data can bear: 0.97 becomes the int64 0,
-"abc" becomes the list ["a", "b", "c"], true becomes 1.0. Here a value either stays what it is or does not fit.
+Arrow's own conversions lose data silently: 0.97 becomes the int64 0, "abc" the list ["a", "b", "c"], true becomes 1.0. Here
+a value is either converted exactly or reported as unfit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from overlord.errors import SchemaError
 Column = pa.Array | pa.ChunkedArray
 
 UNFIT = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, TypeError, ValueError)
-"""What pa.array raises for a Python value that does not fit a type."""
+"""The exceptions of pa.array for a Python value that does not fit a type."""
 
 
 def fit_values(values: Sequence[Any], type_: pa.DataType) -> tuple[Column, dict[int, str]]:
-    """The values under a type, and why some of them, which are null there, do not fit it."""
+    """The values as a column of a type, with null for those that do not fit, and the errors of these."""
     column = _convert_exactly(values, type_)
     if column is not None:
         return column, {}
@@ -38,7 +38,7 @@ def fit_values(values: Sequence[Any], type_: pa.DataType) -> tuple[Column, dict[
 
 
 def wider_type(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
-    """The narrowest type that holds both, also inside lists and structs; None where there is none. Null goes with all."""
+    """The narrowest type that holds both, also inside lists and structs; None where there is none. Any type holds null."""
     if left.equals(right):
         return left
     schemas = [pa.schema([("", type_)]) for type_ in (left, right)]
@@ -49,7 +49,7 @@ def wider_type(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
 
 
 def wider_schema(left: pa.Schema, right: pa.Schema) -> pa.Schema | None:
-    """All columns of both, each under the type that holds both; None where there is none."""
+    """The columns of both, each with the type that holds both; None where there is none."""
     fields = dict(zip(left.names, left.types, strict=True))
     for name, type_ in zip(right.names, right.types, strict=True):
         both = wider_type(fields.get(name, pa.null()), type_)
@@ -60,8 +60,8 @@ def wider_schema(left: pa.Schema, right: pa.Schema) -> pa.Schema | None:
 
 
 def cast_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table with the columns of a wider schema; those that it has not are null. Raises ArrowInvalid for a number that
-    the wider type does not hold exactly: whole numbers beyond 2**53 are not all doubles."""
+    """The table cast to a wider schema, with nulls for missing columns. Raises ArrowInvalid for a number that the wider type
+    does not hold exactly: not all integers beyond 2**53 are doubles."""
     columns = [
         table.column(field.name).cast(field.type) if field.name in table.column_names else _nulls(table.num_rows, field.type)
         for field in schema
@@ -70,7 +70,7 @@ def cast_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def merge_tables(tables: Sequence[pa.Table]) -> pa.Table | None:
-    """One table of all columns of all tables, each under the type that holds them all; None where there is none."""
+    """The tables concatenated, each column with the type that holds all of its parts; None where there is none."""
     schema = tables[0].schema
     for table in tables[1:]:
         merged = wider_schema(schema, table.schema)
@@ -84,7 +84,7 @@ def merge_tables(tables: Sequence[pa.Table]) -> pa.Table | None:
 
 
 def merge_arrays(name: str, arrays: Sequence[pa.Array], owners: Sequence[str]) -> pa.Array:
-    """The parts of one column one after the other, under the type that holds them all. `owners` says whose each part is."""
+    """The parts of one column concatenated, with the type that holds them all. `owners` names the source of each part."""
     first = 0  # the last part that widened the type
     found = arrays[0].type
     for i, array in enumerate(arrays):
@@ -107,7 +107,7 @@ def merge_arrays(name: str, arrays: Sequence[pa.Array], owners: Sequence[str]) -
 
 
 def has_null_type(type_: Any) -> bool:
-    """Whether a part of the type is not known: there were only nulls, or empty lists."""
+    """Whether a part of the type is unknown, because there were only nulls or empty lists."""
     if pa.types.is_struct(type_):
         return any(has_null_type(field.type) for field in type_)
     return pa.types.is_null(type_) or (_is_list(type_) and has_null_type(type_.value_type))
@@ -132,8 +132,8 @@ def largest_float(column: Column) -> float:
 
 
 def _convert_exactly(values: Sequence[Any], type_: pa.DataType) -> Column | None:
-    """The values under the type where that can be told without looking at each: what Arrow infers by itself is true to the
-    values, except for true and false among floats, and a checked cast from numbers to numbers changes none."""
+    """The values as a column of the type, if that is known to be exact without checking each value; otherwise None. Types
+    that Arrow infers are exact, except for booleans among floats, and so are checked casts between numbers."""
     try:
         column = pa.array(values)
         if _has_zero_or_one(column) and _has_bool_as_float(values, column.type):
@@ -152,7 +152,7 @@ def _convert_exactly(values: Sequence[Any], type_: pa.DataType) -> Column | None
 
 
 def _has_zero_or_one(column: Any) -> bool:
-    """Whether a float of the column could have been false or true before Arrow made a number of it."""
+    """Whether a float of the column could have been a boolean before Arrow converted it."""
     if isinstance(column, pa.ChunkedArray):
         return any(map(_has_zero_or_one, column.chunks))
     if pa.types.is_floating(column.type):
@@ -164,7 +164,7 @@ def _has_zero_or_one(column: Any) -> bool:
 
 
 def _has_bool_as_float(values: Iterable[Any], type_: Any) -> bool:
-    """Whether a value is true or false where the type has floats."""
+    """Whether a value is a boolean where the type has floats."""
     if pa.types.is_floating(type_):
         return not {bool, np.bool_}.isdisjoint(map(type, values))
     present = (value for value in values if value is not None)
@@ -187,7 +187,7 @@ def _misfit(value: Any, type_: pa.DataType) -> str:
 
 
 def _change(value: Any, type_: Any) -> str:
-    """How a value would be changed by Arrow's conversion to a type; empty where it stays what it is."""
+    """How Arrow's conversion to a type would change a value; empty where it is exact."""
     if value is None:
         return ""
     if pa.types.is_dictionary(type_):

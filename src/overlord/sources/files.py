@@ -79,7 +79,7 @@ Codec = Literal["gzip", "zstd"]
 CODECS: dict[str, Codec] = {".gz": "gzip", ".gzip": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 BLOCK_BYTES = 8 << 20
-"""How much is decompressed at a time."""
+"""The size of blocks in decompression."""
 
 
 def codec_of(path: str) -> Codec | None:
@@ -87,8 +87,8 @@ def codec_of(path: str) -> Codec | None:
 
 
 def decompress_blocks(path: str, codec: Codec, content: pa.NativeFile, block_bytes: int) -> Iterator[bytes]:
-    """The content in blocks of at most `block_bytes`: how much there is cannot be known beforehand. Several frames or
-    members one after the other are one content."""
+    """Decompress in blocks of at most `block_bytes`, since the total size is unknown. Concatenated frames or members are one
+    content."""
     try:
         with pa.CompressedInputStream(content, codec) as stream:
             while block := stream.read_buffer(block_bytes).to_pybytes():  # read() leaks its memory when it raises
@@ -100,7 +100,7 @@ def decompress_blocks(path: str, codec: Codec, content: pa.NativeFile, block_byt
 
 
 def decompress(path: str, codec: Codec, content: pa.NativeFile, most_bytes: int) -> pa.Buffer:
-    """The whole content, if it has no more than `most_bytes`."""
+    """Decompress the whole content; BufferTooSmallError beyond `most_bytes`."""
     whole = pa.BufferOutputStream()
     for block in decompress_blocks(path, codec, content, BLOCK_BYTES):
         if whole.tell() + len(block) > most_bytes:
@@ -136,7 +136,7 @@ def check_columns(columns: TypedColumns) -> tuple[str, ...] | dict[str, pa.DataT
 
 
 def common_schema(schemas: Iterable[tuple[str, pa.Schema]], columns: Columns) -> pa.Schema:
-    """The schema of the columns to read, checked in every file. `schemas` gives (file, its schema)."""
+    """The schema of the columns to read, checked in every file. `schemas` are pairs of file and schema."""
     first: tuple[str, pa.Schema] | None = None
     for path, schema in schemas:
         if first is None:
@@ -192,7 +192,7 @@ def _option_without(names: Sequence[str], unwanted: str) -> str:
 
 
 def type_text(type_: Any) -> str:
-    """A type as it is written in Python."""
+    """The Python expression for a type."""
     if pa.types.is_list(type_):
         return f"pa.list_({type_text(type_.value_type)})"
     if pa.types.is_struct(type_):

@@ -1,8 +1,7 @@
-"""Where the record batches of an Arrow IPC file or stream lie, read from its index or headers, not from its data.
+"""The places of the record batches of an Arrow IPC file or stream, from its index or headers. Data is not read.
 
-Both formats are rows of messages: FF FF FF FF, the length of a header, the header (a flatbuffer), a body. The
-file format adds a magic in front and a footer with an index behind. Arrow's own readers do not tell the
-places, so this does.
+Both formats are sequences of messages: FF FF FF FF, the length of a header, the header (a flatbuffer), a body. The
+file format adds a magic in front and a footer with an index at the end. Arrow's own readers do not expose these places.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CONTINUATION = b"\xff\xff\xff\xff"
 _BLOCK = np.dtype([("offset", "<i8"), ("header", "<i4"), ("_", "<i4"), ("body", "<i8")])
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _LEAST_HEADER_BYTES = 16
-"""Of a message: the mark, the length of the header, and the smallest header."""
+"""Of a message: the continuation mark, the length of the header, and the smallest header."""
 
 
 _STEP_BYTES = 1 << 16
@@ -41,13 +40,13 @@ class Blocks:
 
 
 def file_blocks(path: str, footer: pa.Buffer, num_bytes: int) -> Blocks:
-    """From the footer of a file of `num_bytes`, without its length and the magic behind it. ValueError, IndexError or
-    struct.error where it is no footer."""
+    """The blocks of a file of `num_bytes`, from its footer without the length and magic after it. Raises ValueError,
+    IndexError or struct.error where the footer is damaged."""
     root = _u32(footer, 0)
     batches, dictionaries = _blocks(footer, root, 3), _blocks(footer, root, 2)
     starts: list[int] = []
     stops: list[int] = []
-    # As Python's numbers, which do not overflow. Arrow does not check where the parts of a file lie before it reads there.
+    # As Python integers, which do not overflow. Arrow does not check these offsets before it reads there.
     for offset, header_bytes, _, body_bytes in np.concatenate([batches, dictionaries]).tolist():
         stop = offset + header_bytes + body_bytes
         if stop > num_bytes:
@@ -63,7 +62,7 @@ def file_blocks(path: str, footer: pa.Buffer, num_bytes: int) -> Blocks:
 
 
 def stream_blocks(path: str, data: FileBytes | pa.Buffer) -> Blocks:
-    """From the headers of a stream; its data is not touched."""
+    """The blocks of a stream, from the headers of its messages."""
     starts: list[int] = []
     stops: list[int] = []
     has_dictionaries = False
@@ -91,7 +90,7 @@ def stream_blocks(path: str, data: FileBytes | pa.Buffer) -> Blocks:
 
 
 def _check_end(path: str, data: FileBytes | pa.Buffer, end: int) -> None:
-    """Raises SourceError where something follows the end-of-stream mark: Arrow would leave it out without a word."""
+    """Raises SourceError where data follows the end-of-stream mark: Arrow would ignore it silently."""
     if any(any(_bytes(data, start, start + _STEP_BYTES)) for start in range(end, data.size, _STEP_BYTES)):
         raise SourceError(
             f"{path} goes on after the end-of-stream mark at byte {end - 8:,}, for {data.size - end:,} bytes that would not "
@@ -115,7 +114,7 @@ def batch_rows(data: FileBytes, start: int, stop: int) -> int:
 
 
 def decompressed_bytes(message: pa.Buffer) -> int:
-    """What decompressing a record batch takes, as its buffers say; 0 where it is not compressed."""
+    """The decompressed size of a record batch, as its buffers state it; 0 where it is not compressed."""
     header = message.slice(8)
     batch = _record_batch(header)
     buffers = _field(header, batch, 2)
@@ -124,23 +123,23 @@ def decompressed_bytes(message: pa.Buffer) -> int:
     vector = buffers + _u32(header, buffers)
     places = np.frombuffer(memoryview(header), "<i8", count=2 * _u32(header, vector), offset=vector + 4)
     body = message.slice(8 + _u32(message, 4))
-    # A buffer begins with its length, or -1 where it was not worth compressing.
+    # A buffer begins with its decompressed length; -1 means that it is not compressed.
     sizes = (struct.unpack_from("<q", body, start)[0] for start, size in places.reshape(-1, 2).tolist() if size)
     return sum(size for size in sizes if size > 0)
 
 
 def header_bytes(mark: bytes) -> int:
-    """How many bytes of a message lie before its body, by the first 8 of them."""
+    """The number of bytes of a message before its body, from its first 8 bytes."""
     return 8 + struct.unpack_from("<i", mark, 4)[0]
 
 
 def is_compressed(header: bytes) -> bool:
-    """Whether the body of a record batch must be decompressed, by its header without the first 8 bytes."""
+    """Whether the body of a record batch is compressed, from its header without the first 8 bytes."""
     return _field(header, _record_batch(header), 3) is not None
 
 
 def _record_batch(header: pa.Buffer | bytes) -> int:
-    """Where the table of a record batch begins in the header of its message."""
+    """The offset of the record batch table in the header of its message."""
     place = _field(header, _u32(header, 0), 2)
     if place is None:
         raise ValueError("a message has no header")
@@ -165,7 +164,7 @@ def _blocks(footer: pa.Buffer, root: int, index: int) -> np.ndarray:
 
 
 def _field(data: pa.Buffer | bytes, table: int, index: int) -> int | None:
-    """Where field `index` of a flatbuffer table lies; None when it has its default value."""
+    """The offset of field `index` of a flatbuffer table; None when it has its default value."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     if vtable < 0:
         raise ValueError("a flatbuffer table before the start of the data")

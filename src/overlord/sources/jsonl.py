@@ -1,9 +1,8 @@
 """JSON Lines, plain or compressed: a unit is a byte range of a plain file, or a whole compressed one.
 
-A line belongs to the range that its first byte lies in, so that every line is read exactly once however files
-are cut. Lines are parsed one at a time: a bad line is one bad row with its place, and cannot harm its
-neighbours. (Arrow's own JSON reader is nearly twice as fast, but accepts an object over several lines, and
-crashes the process on a line that is `null`.)
+A line belongs to the range that contains its first byte, so that every line is read exactly once for any ranges. Lines are
+parsed one at a time: a bad line is one bad row with its place, and does not affect its neighbours. (Arrow's own JSON reader
+is nearly twice as fast, but accepts an object over several lines, and crashes the process on a line that is `null`.)
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class LineRange:
     stop: int
     schema: pa.Schema
     declared: bool
-    """The user gave the types: then a column may be missing in every row."""
+    """The user declared the types: a column may then be missing in every row."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Jsonl(FileSource):
 
     `columns` names the fields to read, with their types inferred from the first unit, or gives the types as
     {"text": pa.string(), ...}. All fields of the first unit are read unless given. Missing fields are null, and keys
-    of nested objects are like fields. A value is never changed to fit its type: a row with one that does not fit is a bad
-    row. The type `pa.json_()` takes values of any kind, as a column of their JSON text.
+    of nested objects are like fields. A value is never changed to fit its type: a row with an unfit value is a bad row. The
+    type `pa.json_()` takes values of any kind, as a column of their JSON text.
     """
 
     columns: Sequence[str] | Mapping[str, pa.DataType] | None = None
@@ -111,7 +110,7 @@ class Jsonl(FileSource):
         raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
 
     def _read_first_text(self, file: StoredFile) -> bytes:
-        """The lines of the first unit of a file; of a compressed one, as many as fit in a unit, and at least one."""
+        """The lines of the first unit of a file. For a compressed file: the lines that fit in `unit_bytes`, at least one."""
         codec = codec_of(file.path)
         if codec is None:
             detail = LineRange(file, 0, min(self.unit_bytes, file.num_bytes), pa.schema([]), True)
@@ -130,12 +129,12 @@ class Jsonl(FileSource):
         return text.removeprefix(BYTE_ORDER_MARK)
 
     def _read_texts(self, path: str, detail: LineRange) -> Iterator[tuple[int, bytes]]:
-        """(offset, text) of the lines of a range, some at a time: offset counts from the start of the decompressed file."""
+        """Pairs of offset and text with the lines of a range. Offsets are those of the decompressed file."""
         if codec := codec_of(path):
             with self.storage.stream(detail.file) as content:
                 yield from self._whole_lines(path, decompress_blocks(path, codec, content, BLOCK_BYTES))
             return
-        # One byte earlier: a newline there means that a line begins with the first byte of the range.
+        # From one byte earlier: a newline there means that a line begins with the first byte of the range.
         begin = max(0, detail.start - 1)
         text = self.storage.read(detail.file, begin, detail.stop).to_pybytes()
         if detail.start:
@@ -157,14 +156,14 @@ class Jsonl(FileSource):
                 self._check_line(path, offset, held)
                 continue
             text = b"".join([*parts, block[:end]])
-            parts, held = [block[end:]], len(block) - end  # before the text is used: a long line is not held twice
+            parts, held = [block[end:]], len(block) - end  # before the yield, so that a long line is not in memory twice
             yield _strip_mark(offset, text)
             offset += len(text)
         if held:
             yield _strip_mark(offset, b"".join(parts))
 
     def _read_rest_of_line(self, path: str, detail: LineRange) -> bytes:
-        """From the end of a range to the end of the line that is open there."""
+        """The bytes from the end of a range to the end of the line that crosses it."""
         parts: list[bytes] = []
         start, step = detail.stop, BEYOND_BYTES
         while start < detail.file.num_bytes:
@@ -192,13 +191,13 @@ def _strip_mark(offset: int, text: bytes) -> tuple[int, bytes]:
     return offset, text
 
 
-_REPORT_BYTES = 512  # about what a bad row takes until it is handed to its policy
-_PARSER_INTS = 2**63  # beyond this (and its double, without a sign) orjson makes a float of a whole number
+_REPORT_BYTES = 512  # about the memory of a bad row until it is reported
+_PARSER_INTS = 2**63  # orjson parses larger integers (from twice as many on, unsigned) as floats
 _LONG_NUMBER = re.compile(rb"\d{19}")
 
 
 def infer_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa.Schema:
-    """The types of the fields, from the rows of one unit. Bad lines tell nothing and are left to the reading."""
+    """The types of the fields, inferred from the rows of one unit. Bad lines are skipped: reading reports them."""
     rows = [row for row in map(_parse_line, _split_lines(text)) if type(row) is dict]
     if not rows:
         raise SourceError(f"{path} has no JSON object on any of its first lines: is it JSON Lines?")
@@ -226,10 +225,10 @@ def infer_schema(path: str, text: bytes, columns: Sequence[str] | None) -> pa.Sc
 
 
 class JsonRows:
-    """The rows of one unit, collected from its text piece by piece: the outcome does not depend on how the text is cut.
+    """Collects the rows of one unit from pieces of its text. The result does not depend on where the text was cut.
 
-    Rows with a value that does not fit its type are bad. When not one value of a field fits, it is the type that is wrong,
-    not the rows. Each field of `must_have` must be in some row. The columns may take `most_bytes`.
+    A row with a value that does not fit its type is bad. If no value of a field fits, the type is wrong, and SchemaError is
+    raised. Each field of `must_have` must be in some row. The columns may take `most_bytes`.
     """
 
     def __init__(self, path: str, schema: pa.Schema, must_have: Sequence[str], most_bytes: int) -> None:
@@ -244,7 +243,7 @@ class JsonRows:
         self._num_objects = 0
         self._num_bytes = 0
         self._num_values = dict.fromkeys(schema.names, 0)
-        self._unfit: dict[str, list[str]] = {name: [] for name in schema.names}  # the kinds of values that do not fit
+        self._unfit: dict[str, list[str]] = {name: [] for name in schema.names}  # the types of values that do not fit
 
     def add(self, offset: int, text: bytes) -> None:
         """Add the lines of `text`, which begins at byte `offset` of the (decompressed) file."""
@@ -329,7 +328,7 @@ class JsonRows:
 
 
 def _find_rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType, bad: Container[int]) -> dict[int, str]:
-    """Whole numbers so large that the parser made floats of them, which are other numbers. Lines in `bad` are no JSON."""
+    """Errors of integers that the parser rounded to floats because they are too large. Lines in `bad` are skipped."""
     if largest_float(column) < _PARSER_INTS:
         return {}
     found = {}
@@ -346,7 +345,7 @@ def _find_rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataT
 
 
 def _to_json_text(lines: list[bytes], values: list[Any], name: str) -> tuple[pa.Array, dict[int, str]]:
-    """The values as JSON text, by a parser that keeps numbers of any length."""
+    """The values as JSON text, from a parser that keeps numbers of any length."""
     texts = [None if value is None else _json_text(line, name) for line, value in zip(lines, values, strict=True)]
     unfit = {i: "it is nested too deeply" for i, text in enumerate(texts) if text is None and values[i] is not None}
     return pa.array(texts, pa.string()), unfit
@@ -381,7 +380,7 @@ def _stored_type(type_: pa.DataType) -> pa.DataType:
 
 
 def _type_hint(name: str, type_: pa.DataType, value: Any) -> str:
-    """A type that would hold the value too, as it is declared."""
+    """The end of a message that suggests a type that holds the value too; empty where there is none."""
     try:
         both = pa.uint64() if type(value) is int and 2**63 <= value < 2**64 else wider_type(type_, pa.array([value]).type)
     except UNFIT:
@@ -392,12 +391,12 @@ def _type_hint(name: str, type_: pa.DataType, value: Any) -> str:
 
 
 def _split_lines(text: bytes) -> list[bytes]:
-    """The lines that are rows: blank ones are not."""
+    """The lines that are not blank."""
     return [line for line in text.split(b"\n") if line and not line.isspace()]
 
 
 def _parse_line(line: bytes) -> Any:
-    """What a line says; None when it says nothing that can be understood."""
+    """The value of a line; None where it is not JSON."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -413,7 +412,7 @@ def _line_error(line: bytes) -> str:
 
 
 def _line_starts(text: bytes) -> list[int]:
-    """Where each row begins in the text."""
+    """The offset of each line in the text that is not blank."""
     starts, position = [], 0
     for line in text.split(b"\n"):
         if line and not line.isspace():

@@ -1,9 +1,8 @@
-"""One bucket of an object store, with retries that we decide and count.
+"""A client of one bucket of an object store, with retries of its own.
 
-A request that fails for a passing reason (5xx, 408, 429, a refused or dropped connection, a time-out) is
-asked again after waits that grow by a fixed factor, without jitter, until `deadline_s` after the first
-attempt; then StorageError. A missing object, a denied one or any other refusal is a SourceError at once:
-asking again cannot help.
+A request that fails for a transient reason (5xx, 408, 429, a refused or dropped connection, a timeout) is retried with
+exponential backoff, without jitter, until `deadline_s` after the first attempt; then StorageError. A missing object, denied
+access or any other refusal is a SourceError at once, because a retry cannot help.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _log = logging.getLogger("overlord.storage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """How long to go on asking storage that does not answer."""
+    """How long, and with which waits, requests to storage are retried."""
 
     deadline_s: float = STORAGE.after_s
     """No new attempt begins later than this after the first one. 0: a single attempt."""
@@ -49,7 +48,7 @@ class Retry:
     factor: float = 2.0
     max_wait_s: float = 5.0
     request_timeout_s: float = 60.0
-    """One attempt is given up after this long."""
+    """The timeout of one attempt."""
 
     def __post_init__(self) -> None:
         if self.deadline_s < 0:
@@ -73,18 +72,18 @@ class ListedObject:
     key: str
     num_bytes: int
     version: str
-    """The ETag, or the time of the last change where the store gives none."""
+    """The ETag, or the time of the last change where the store has none."""
 
     @staticmethod
     def of(meta: ObjectMeta) -> ListedObject:
-        # Some stores quote ETags in answers and not in listings, or mark them as weak in one of the two.
+        # Some stores quote ETags in responses and not in listings, or mark them as weak in one of the two.
         tag = (meta.get("e_tag") or "").removeprefix("W/").strip('"')
         modified = meta.get("last_modified")
         return ListedObject(meta["path"], meta["size"], tag or (modified.isoformat() if modified else ""))
 
 
 class ObjectStore:
-    """Reads, lists and stores under one root such as `s3://bucket`. Shared by all threads of a process."""
+    """Reads, lists and writes objects under one root such as `s3://bucket`. Thread-safe."""
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class ObjectStore:
 
     @property
     def num_retries(self) -> int:
-        """How often a request was asked again."""
+        """The number of retried requests."""
         return self._num_retries
 
     def head(self, key: str) -> ListedObject:
@@ -130,9 +129,9 @@ class ObjectStore:
         return [ListedObject.of(meta) for meta in result["objects"]], list(result["common_prefixes"])
 
     def read(self, listed: ListedObject, start: int, stop: int) -> pa.Buffer:
-        """The bytes [start, stop) of an object that is still as it was listed.
+        """The bytes [start, stop) of an object; SourceError if it has changed since it was listed.
 
-        Large ranges come in parts, so that a fault repeats a part and not the whole; all parts are of the same version.
+        Large ranges are read in parts, so that a retry repeats a part and not the whole. All parts are of one version.
         """
         if stop <= start:
             return pa.py_buffer(b"")
@@ -148,7 +147,7 @@ class ObjectStore:
             target[begin - start : end - start] = np.frombuffer(memoryview(part), np.uint8)
             return found
 
-        # The first part comes alone where no version is known: the others are held to its version.
+        # Without a known version the first part is read alone, and the others must have its version.
         expected = listed if listed.version else fetch(listed, begins.pop(0))
         pool = ThreadPoolExecutor(min(PARTS_AT_ONCE, len(begins)), thread_name_prefix="overlord-parts")
         try:
@@ -158,7 +157,7 @@ class ObjectStore:
         return whole
 
     def _get_part(self, listed: ListedObject, start: int, stop: int) -> tuple[pa.Buffer, ListedObject]:
-        """A range in one request, and the object that it is of."""
+        """A range in one request, and the object as the response describes it."""
         import obstore
 
         key, num_bytes, version = listed.key, listed.num_bytes, listed.version
@@ -176,13 +175,13 @@ class ObjectStore:
             )
         if part.size != stop - start:
             raise SourceError(
-                f"{self.root}/{key} gave {part.size:,} bytes for the range {start:,} to {stop:,} of {num_bytes:,}: the "
-                "server does not answer ranges as asked; use one that does, or copy the object"
+                f"{self.root}/{key} returned {part.size:,} bytes for the range {start:,} to {stop:,} of {num_bytes:,}: the "
+                "server does not support range requests; use one that does, or copy the object"
             )
         return part, found
 
     def put_new(self, key: str, content: bytes) -> None:
-        """Store an object that does not exist yet; FileExistsError when it does and holds something else."""
+        """Write an object that does not exist yet; FileExistsError when it exists with other content."""
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
@@ -193,18 +192,18 @@ class ObjectStore:
                 return False
             return True
 
-        # A put that seemed to fail may have arrived, and is then found to exist when it is tried again.
+        # A put that seemed to fail may have succeeded: the retry then finds that the object exists.
         if not self._request(key, put, "written") and self.get(key) != content:
             raise FileExistsError(f"{self.root}/{key} exists already")
 
     def get(self, key: str) -> bytes:
-        """A whole object that was never listed."""
+        """The whole content of an object, without a check of its version."""
         import obstore
 
         return self._request(key, lambda: bytes(obstore.get(self._store, key).bytes()))
 
     def delete(self, key: str) -> None:
-        """One that does not exist is as good as deleted."""
+        """Delete an object; a missing one is no error."""
         import obstore
 
         self._request(key, lambda: obstore.delete(self._store, key), "deleted")
@@ -217,7 +216,7 @@ class ObjectStore:
                 return request()
             except ValueError as error:
                 raise SpecError(
-                    f"{self.root}/{key!a} is not a name that can be asked for: {_reason(error)}; names have no line breaks, "
+                    f"{self.root}/{key!a} is not a valid name: {_reason(error)}; names have no line breaks, "
                     "no empty parts as in a//b, and are UTF-8"
                 ) from error
 
@@ -246,7 +245,7 @@ _stores_lock = threading.Lock()
 
 
 def shared_store(root: str, options: tuple[tuple[str, str], ...], retry: Retry) -> ObjectStore:
-    """One store, and so one pool of connections, per root and process."""
+    """The store of a root: one, and so one pool of connections, per process."""
     key = (root, options, retry)
     with _stores_lock:
         if key not in _stores:
@@ -255,7 +254,7 @@ def shared_store(root: str, options: tuple[tuple[str, str], ...], retry: Retry) 
 
 
 def num_retries() -> dict[str, int]:
-    """How often requests were asked again in this process, by root."""
+    """The number of retried requests of this process, by root."""
     counts: dict[str, int] = {}
     with _stores_lock:
         stores = list(_stores.values())
@@ -272,7 +271,7 @@ def _connect(root: str, options: Mapping[str, str], retry: Retry) -> Any:
         raise SpecError(
             f"reading {root} needs the extra 'object-stores': pip install 'overlord-dataloader[object-stores]'"
         ) from error
-    # Whoever writes an endpoint with http:// has chosen plain text; without this the store refuses it later on.
+    # An endpoint with http:// is a choice of plain text, which the store refuses unless allowed.
     plain = root.startswith("http://") or any(value.startswith("http://") for value in options.values())
     named = {name.removeprefix("aws_").removeprefix("azure_").removeprefix("google_") for name in options}
     client: dict[str, Any] = {"timeout": timedelta(seconds=retry.request_timeout_s)}

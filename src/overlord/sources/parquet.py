@@ -50,7 +50,7 @@ GAP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """What reading a row group needs. All units of a file share the footer and the schema."""
+    """The detail of a unit. All units of a file share the footer and the schema."""
 
     file: StoredFile
     footer: FileMetaData
@@ -142,7 +142,7 @@ class ParquetReader:
             ) from error
         if table.num_rows != unit.num_rows:
             raise SourceError(
-                f"row group {unit.index} of {unit.path} gave {table.num_rows} rows, its footer says {unit.num_rows}"
+                f"row group {unit.index} of {unit.path} has {table.num_rows} rows, its footer says {unit.num_rows}"
             )
         return table
 
@@ -281,7 +281,7 @@ def _units(file: StoredFile, detail: RowGroup) -> list[Unit]:
 
 
 def _leaves(footer: FileMetaData, names: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of the file's columns that the named columns consist of: a nested one has several."""
+    """The indices of the leaf columns of the named columns: a nested column has several."""
     paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
     wanted, nested = set(names), tuple(f"{name}." for name in names)
     return tuple(i for i, path in enumerate(paths) if path in wanted or path.startswith(nested))
@@ -291,7 +291,7 @@ def _arrow_schema(file: StoredFile, footer: FileMetaData) -> pa.Schema:
     try:
         schema = footer.schema.to_arrow_schema()
         for i in range(footer.num_columns):
-            _ = footer.schema.column(i).path  # a name that is not UTF-8 fails here, not somewhere in planning
+            _ = footer.schema.column(i).path  # raises for a name that is not UTF-8
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable_error(file, error) from error
     return schema
@@ -320,12 +320,11 @@ def _check_chunks(file: StoredFile, footer: FileMetaData, names: Sequence[str]) 
 
 
 def _find_entries_error(footer: FileMetaData, num_bytes: int, groups: list[int], leaves: list[int]) -> Exception | None:
-    """What Arrow says of the footer's entries for column chunks when it is about to read them.
+    """Arrow's error for the footer's entries of column chunks, found by beginning to read them; None without error.
 
-    pyarrow's accessors of these entries do not catch what Arrow's C++ throws at damaged or encrypted ones: the process
-    aborts. Reading makes the same calls where errors are caught. A read of several row groups that is pre-buffered looks at
-    every entry; a buffered read of one row group looks at its codecs too. It is asked for no rows, and so comes to an end
-    before it looks at data.
+    pyarrow's accessors of these entries do not catch C++ exceptions for damaged or encrypted ones: the process aborts.
+    Reading makes the same calls with exceptions caught. A pre-buffered read of several row groups checks every entry; a
+    buffered read of one row group checks its codecs too. The read asks for no rows, so it ends before it needs data.
     """
     import pyarrow.parquet as pq
 
@@ -333,7 +332,7 @@ def _find_entries_error(footer: FileMetaData, num_bytes: int, groups: list[int],
     try:
         with pq.ParquetFile(_empty_file(num_bytes), **options) as file:
             next(file.reader.iter_batches(0, groups, leaves, use_threads=False), None)
-    except EOFError:  # of SparseFile: Arrow wants to see data, so the entries are fine
+    except EOFError:  # raised by SparseFile: Arrow got as far as reading data, so the entries are fine
         return None
     except (pa.ArrowException, OSError) as error:
         return error
@@ -341,17 +340,17 @@ def _find_entries_error(footer: FileMetaData, num_bytes: int, groups: list[int],
 
 
 def _empty_file(num_bytes: int) -> pa.NativeFile:
-    # An offset beyond the file is for `_units` to report, which has more to say about it, hence some room.
+    # Larger than the file: `_units` reports offsets beyond its end with a better message.
     bits = max(30, num_bytes.bit_length())
     try:
         return pa.BufferReader(_address_space(bits))
-    except (OSError, ValueError, OverflowError):  # limited by ulimit -v
+    except (OSError, ValueError, OverflowError):  # ulimit -v
         return pa.PythonFile(SparseFile(1 << bits, {}), mode="r")
 
 
 @lru_cache(maxsize=64)
 def _address_space(bits: int) -> pa.Buffer:
-    """Bytes that are never looked at and take no memory."""
+    """Reserved addresses that are never read and take no memory."""
     return pa.py_buffer(mmap.mmap(-1, 1 << bits, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ))
 
 
@@ -363,7 +362,7 @@ def _extent(chunk: ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def _stretches(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The extents joined where little lies between them: reading over a gap costs less than another request."""
+    """The extents, joined over small gaps: reading a gap costs less than another request."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(extents):
         if joined and start - joined[-1][1] <= GAP_BYTES:
@@ -374,7 +373,7 @@ def _stretches(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _read_footer(storage: Storage, file: StoredFile) -> FileMetaData:
-    """Reads the end of the file, and once more only when the footer is longer than that."""
+    """Read the end of the file, and a second time only when the footer is longer."""
     import pyarrow.parquet as pq
 
     tail_start = max(0, file.num_bytes - TAIL_BYTES)
@@ -396,7 +395,7 @@ def _read_footer(storage: Storage, file: StoredFile) -> FileMetaData:
     if footer_start < tail_start:
         tail, tail_start = storage.read(file, footer_start, file.num_bytes), footer_start
     try:
-        # The parser counts from the end, so it does not miss the rest of the file.
+        # The parser counts from the end, so it does not need the rest of the file.
         return pq.read_metadata(pa.BufferReader(tail.slice(footer_start - tail_start)))
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is not UTF-8
         raise _unreadable_error(file, error) from error

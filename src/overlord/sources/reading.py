@@ -78,7 +78,7 @@ class ReadResult:
 
 
 def table_bytes(table: pa.Table, mapped: Sequence[MappedFile] = ()) -> int:
-    """The memory that a table holds, each buffer counted once and what lies in mapped files not at all."""
+    """The memory of a table: each buffer counts once, those in mapped files do not count."""
     files = [(file.start, file.stop) for file in mapped]
     sizes: dict[int, int] = {}
     for column in table.columns:
@@ -90,7 +90,7 @@ def table_bytes(table: pa.Table, mapped: Sequence[MappedFile] = ()) -> int:
 
 
 def good_rows(num_rows: int, bad: Sequence[BadRow]) -> NDArray[np.int64]:
-    """The row numbers that are left of `num_rows` without the bad ones."""
+    """The numbers of the rows that are not bad."""
     keep = np.ones(num_rows, bool)
     keep[[row.row for row in bad]] = False
     return np.flatnonzero(keep).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Where files are: local paths, globs, brace ranges and URLs in; an ordered list of files, and their bytes, out.
+"""Lists and reads files: from local paths, globs, brace ranges and URLs to an ordered list of files, and their bytes.
 
-Every byte comes through a check that the file is still the one that was listed: a regular file of the same size and
-modification time, an object with the same ETag. Local files are read, never touched through a mapping: a page of a mapped
-file that was cut in the meantime kills the process that touches it (SIGBUS).
+Every read checks that the file is still the one that was listed: a regular file of the same size and modification time, an
+object with the same ETag. Local files are read with pread, not through a mapping: touching a page of a mapped file that was
+truncated meanwhile kills the process (SIGBUS).
 
 Patterns are brace ranges and globs, the same for local files and object stores.
 """
@@ -41,7 +41,7 @@ B = TypeVar("B")
 
 REMOTE_SCHEMES = ("s3", "gs", "az", "http", "https")
 THREADS = 32
-# Without O_NONBLOCK a FIFO in place of a file would be waited for until somebody writes to it.
+# Without O_NONBLOCK, opening a FIFO in place of a file would block until another process writes to it.
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 AHEAD_BYTES = 32 << 10
 _KINDS = {
@@ -65,7 +65,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How to reach files. A value: it may be made anywhere and pickled; connections are kept per process."""
+    """Options and retries for reaching files. A value that pickles; connections are cached per process."""
 
     options: tuple[tuple[str, str], ...] = ()
     retry: Retry = field(default_factory=Retry)
@@ -93,7 +93,7 @@ class Storage:
 
     @contextmanager
     def stream(self, file: StoredFile) -> Iterator[pa.NativeFile]:
-        """The whole file, to be read from its start: local ones as they are read, others fetched first."""
+        """The whole file as a stream: a local one is read on demand, a remote one is fetched first."""
         if is_remote(file.path):
             with pa.BufferReader(self.read(file, 0, file.num_bytes)) as stream:
                 yield stream
@@ -115,7 +115,7 @@ class Storage:
                 yield pattern, file, identity
 
     def _list_path(self, path: str) -> list[tuple[StoredFile, object]]:
-        """The files that a path or a glob names, each with what is the same for another name of the same file."""
+        """The files that a path or a glob names, each with an identity that all names of one file share."""
         scheme = _scheme(path)
         if not scheme:
             return _list_local(path)
@@ -149,7 +149,7 @@ class Storage:
 
 @contextmanager
 def open_local(file: StoredFile) -> Iterator[int]:
-    """The descriptor of a local file, which is checked to be the listed one before the block and after it."""
+    """The descriptor of a local file. Before and after the block it is checked to be the listed file."""
     with source_errors(file.path):
         descriptor = os.open(file.path, _OPEN_FLAGS)
         try:
@@ -161,7 +161,7 @@ def open_local(file: StoredFile) -> Iterator[int]:
 
 
 def open_arrow(file: StoredFile) -> pa.NativeFile:
-    """A local file opened for Arrow, checked to be the listed one. Whoever reads it checks it again afterwards."""
+    """Open a local file for Arrow, and check that it is the listed one. The caller checks it again after reading."""
     with source_errors(file.path):
         check_unchanged(file, os.stat(file.path))
         stream = pa.OSFile(file.path, "rb")
@@ -170,7 +170,7 @@ def open_arrow(file: StoredFile) -> pa.NativeFile:
 
 
 def read_local(file: StoredFile, start: int, stop: int) -> pa.Buffer:
-    """The bytes [start, stop) of a local file: as `open_local` and `read_at`, for a single read of a few microseconds."""
+    """The bytes [start, stop) of a local file: `open_local` and `read_at` in one, without the cost of a context manager."""
     try:
         descriptor = os.open(file.path, _OPEN_FLAGS)
         try:
@@ -206,7 +206,7 @@ def read_into(file: StoredFile, descriptor: int, target: memoryview, start: int)
 
 
 def check_unchanged(file: StoredFile, status: os.stat_result) -> None:
-    """SourceError unless the status is of the file that was listed."""
+    """Raise SourceError unless the status is that of the listed file."""
     if (
         status.st_size == file.num_bytes
         and stat.S_ISREG(status.st_mode)
@@ -227,7 +227,7 @@ def check_unchanged(file: StoredFile, status: os.stat_result) -> None:
 
 
 class FileBytes:
-    """Bytes of an open local file by their place, read ahead in windows: for a walk over headers."""
+    """The bytes of an open local file by slice, with read-ahead: for a walk over headers."""
 
     def __init__(self, file: StoredFile, descriptor: int, ahead_bytes: int = AHEAD_BYTES) -> None:
         self.size = file.num_bytes
@@ -279,8 +279,8 @@ class SparseFile(io.IOBase):
 
 
 class MappedFile:
-    """A local file as a stretch of addresses that views may point to. It is there to be pointed to, not to be touched:
-    `mapped_file_at` leads from an address back to the file, whose bytes are then read."""
+    """A local file mapped to a range of addresses that views may point to. The addresses are not to be read:
+    `mapped_file_at` returns the file of an address, and its bytes are then read from the file."""
 
     def __init__(self, file: StoredFile) -> None:
         self.file = file
@@ -298,8 +298,8 @@ class MappedFile:
 
 
 _mappings: list[tuple[int, int, weakref.ref[MappedFile]]] = []
-"""By address. An entry goes before its stretch of addresses can be used again, because the mapped file holds it."""
-_mappings_lock = threading.RLock()  # a finalizer may run in a thread that holds it
+"""By address. An entry is removed before its addresses can be reused, because the MappedFile holds the mapping."""
+_mappings_lock = threading.RLock()  # reentrant: a finalizer may run in a thread that holds the lock
 
 
 def mapped_file_at(address: int) -> MappedFile | None:
@@ -323,7 +323,7 @@ def is_remote(path: str) -> bool:
 
 
 def map_threads(function: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """The results in order, many at a time: for waits on storage. The first error stops what has not begun."""
+    """The results in order, computed by many threads, to overlap waits for storage. The first error cancels the rest."""
     todo = list(items)
     if len(todo) < 2:
         return [function(item) for item in todo]
@@ -340,7 +340,7 @@ def _scheme(path: str) -> str:
 
 
 def _expand_home(path: str) -> str:
-    """`~` and `~user` stand for a home folder, unless there is a file of that very name."""
+    """The path with `~` or `~user` expanded, unless a file of that very name exists."""
     return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
 
 
@@ -369,7 +369,7 @@ def _list_local(pattern: str) -> list[tuple[StoredFile, object]]:
 
 
 def _glob_local(pattern: str) -> Iterator[str]:
-    """The names that match, without those that lead around in a circle of links."""
+    """The paths that match. Circles of links are not followed."""
     segments = pattern.split("/")
     deep = next((i for i, segment in enumerate(segments) if "**" in segment), None)
     if deep is None:
@@ -385,8 +385,8 @@ def _glob_local(pattern: str) -> Iterator[str]:
 
 
 def _walk(folder: str, prefix: str, hidden: bool, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    """Everything below a folder, in hidden ones too where asked for. Links to folders are followed, except to one that the
-    link lies in."""
+    """All paths below a folder; with `hidden`, also those in hidden folders. Links to folders are followed, except to a
+    folder that contains the link."""
     try:
         status = os.stat(folder)
         here = (status.st_dev, status.st_ino)
@@ -395,7 +395,7 @@ def _walk(folder: str, prefix: str, hidden: bool, above: tuple[tuple[int, int], 
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if hidden or not entry.name.startswith(".")]
     except OSError:
-        return  # not a folder, or not ours to look into
+        return  # not a folder, or no right to read it
     for name in names:
         yield f"{prefix}{name}"
         if os.path.isdir(f"{prefix}{name}"):
@@ -430,7 +430,7 @@ def _check_regular(path: str, status: os.stat_result) -> None:
 
 
 def printable(text: str) -> str:
-    """The text as it can be printed and sent: bytes that are not UTF-8 become escapes."""
+    """The text with bytes that are not UTF-8 as escapes."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
@@ -440,7 +440,7 @@ def _utc_text(ns: int) -> str:
 
 @contextmanager
 def source_errors(path: str) -> Iterator[None]:
-    """Turns an error of the file system into a SourceError that names the file."""
+    """Turns OSError into a SourceError that names the file."""
     try:
         yield
     except OSError as error:
@@ -491,7 +491,7 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a-{000..002}.{x,y}` in the order a shell gives. Zeros in front of a bound set the width."""
+    """`a-{000..002}.{x,y}` expanded in the order of a shell. Leading zeros of a bound set the width."""
     match = _BRACES.search(pattern)
     if match is None:
         return [pattern]
@@ -551,7 +551,7 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
 
 
 def _set_end(pattern: str, start: int) -> int:
-    """Where the `]` is that closes the `[` at `start`; -1 when there is none in its folder. `[]]` and `[!]]` hold one."""
+    """The place of the `]` that closes the `[` at `start`; -1 when its segment has none. `[]]` and `[!]]` contain one."""
     first = start + 2 if pattern.startswith("!", start + 1) else start + 1
     slash = pattern.find("/", start)
     return pattern.find("]", first + 1, slash if slash >= 0 else len(pattern))

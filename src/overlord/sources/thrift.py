@@ -1,8 +1,8 @@
 """Thrift's compact protocol, as far as Parquet's page headers and footers use it.
 
-A structure is read into a dict from field numbers to values. To write one, say the type of each value: `{1: i32(7)}`.
-Numbers are read where they are i32, as all are that page headers are read for. Other ones stay encoded: Arrow passes by a
-field that has another type than it should, so such a field must not be taken for a number here.
+A structure is read into a dict from field numbers to values. To write one, name the type of each value: `{1: i32(7)}`.
+Only i32 numbers are decoded: all fields that we use of page headers are i32. Numbers of other types stay encoded, because
+Arrow ignores a field of the wrong type, so it must not be taken for a number here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def binary(data: bytes) -> Encoded:
 
 
 def sequence(*items: Encoded) -> Encoded:
-    """Of one to 14 items, of the type of the first."""
+    """A list of one to 14 items of one type."""
     return Encoded(_LIST, bytes([len(items) << 4 | items[0].kind]) + b"".join(item.data for item in items))
 
 
@@ -60,7 +60,7 @@ def varint(number: int) -> bytes:
 
 
 def read_structure(data: Sequence[int], at: int) -> tuple[dict[int, Any], int]:
-    """The structure that begins at `at`, and where it ends. ValueError or IndexError where there is none."""
+    """The structure that begins at `at`, and the offset of its end. Raises ValueError or IndexError where it is damaged."""
     fields: dict[int, Any] = {}
     number = 0
     while head := data[at]:

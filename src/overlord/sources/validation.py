@@ -1,7 +1,7 @@
-"""Checks of a decoded table that Arrow leaves out for speed: offsets, dictionary indices, buffer sizes and UTF-8.
+"""Checks of decoded tables that Arrow skips for speed: offsets, dictionary indices, buffer sizes and UTF-8.
 
-Without them a damaged file shows up as other documents, as an error in some transform, or as a segmentation fault. Values
-themselves cannot be checked without a checksum.
+Without them a damaged file would yield wrong documents, an error in some transform, or a segmentation fault. Values cannot
+be checked without a checksum.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def validate(table: pa.Table, where: str | Sequence[str], mapped: tuple[MappedFile, ...] = ()) -> ReadResult:
-    """The rows whose text is UTF-8; the others are bad rows. SourceError where a column is damaged as a whole.
+    """The rows whose text is UTF-8; the others are bad rows. Raises SourceError where a whole column is damaged.
 
-    `where` says which part of which file was read, for the whole table or for each chunk of its columns. Looks at offsets,
-    indices and text, not at numbers or binary values.
+    `where` names the part of the file that was read, for the whole table or for each chunk of its columns. Offsets, indices
+    and text are checked, numbers and binary values are not.
     """
     bad: dict[int, BadRow] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
@@ -56,13 +56,13 @@ def _rows_at_fault(array: pa.Array, where: str, name: str) -> dict[int, str]:
 
 
 def _rows_without_utf8(array: Any) -> dict[int, str]:
-    """The rows whose text is not UTF-8, with Arrow's words for it. Raises what Arrow says where that is not all."""
-    array.validate()  # what follows may look at offsets only when their buffers are long enough
+    """The rows whose text is not UTF-8, with Arrow's error for each. Raises Arrow's error where there is other damage."""
+    array.validate()  # the code below reads offsets, whose buffers must be long enough
     try:
         array.validate(full=True)
     except pa.ArrowException as error:
         if pa.types.is_dictionary(array.type):
-            raise  # without the rows that use the entry at fault, the entry would still be in the column
+            raise  # dropping the rows that use the bad entry would leave the entry in the column
         found = _rows_of_children(array)
         if found is None:
             found = _rows_of_text(array)
@@ -73,7 +73,7 @@ def _rows_without_utf8(array: Any) -> dict[int, str]:
 
 
 def _rows_of_children(array: Any) -> dict[int, str] | None:
-    """None for an array without children in which the rows at fault could be found."""
+    """The bad rows of nested arrays, from their children; None for an array without children."""
     kind = array.type
     if pa.types.is_struct(kind):
         found: dict[int, str] = {}
@@ -92,7 +92,7 @@ def _rows_of_children(array: Any) -> dict[int, str] | None:
 
 def _rows_of_text(array: pa.Array) -> dict[int, str]:
     found: dict[int, str] = {}
-    for row in range(len(array)):  # only where the column is known to have a fault
+    for row in range(len(array)):  # only columns that are known to be bad
         try:
             array.slice(row, 1).validate(full=True)
         except pa.ArrowException as error:

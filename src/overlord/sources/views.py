@@ -1,9 +1,9 @@
-"""Columns of views: large values (images) that stay where they are, in a local file, until somebody asks for them.
+"""Columns of views: large values (images) that stay in a local file until they are needed.
 
 A `binary_view` column holds 16 bytes a row that point into shared buffers. Arrow cannot yet take rows from
-such a column, and pickling or sending one would carry the whole file along: use `take_rows` and `compact` of
-this module. Where a view points into a mapped file, its value is had with `materialize` or `Values`, which read the file: to
-touch the mapping itself works too, but kills the process if the file is cut at that moment.
+such a column, and pickling or sending one would include the whole file: use `take_rows` and `compact` of
+this module. Where a view points into a mapped file, get its value with `materialize` or `read_value`, which read the file:
+reading through the mapping works too, but kills the process if the file is truncated at that moment.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def views_into(data: pa.Buffer, offsets: NDArray[np.int64], lengths: NDArray[np.
 def views_into_file(
     mapped: MappedFile, offsets: NDArray[np.int64], lengths: NDArray[np.int64], first: Sequence[bytes]
 ) -> pa.Array:
-    """As `views_into`, for a file that is not touched: `first` has the first 12 bytes of each value, or all of a shorter
-    one, and anything where the length is negative."""
+    """Like `views_into`, without reading the file: `first` has the first 12 bytes of each value, or all of a shorter one;
+    it is ignored where the length is negative."""
     present = lengths >= 0
     lengths = np.where(present, lengths, 0)
     starts = np.frombuffer(b"".join(value.ljust(INLINE_BYTES, b"\0") for value in first), np.uint8)
@@ -66,7 +66,7 @@ def _view_array(
 ) -> pa.Array:
     views = np.zeros(len(offsets), VIEW)
     views["length"] = lengths
-    # Offsets are 32 bit, so that a long file is seen as several buffers; as slices of one mapping they may overlap.
+    # Offsets have 32 bits, so a long file becomes several buffers. They are slices of one mapping and may overlap.
     longest = int(lengths.max(initial=0))
     pieces = [data]
     if data.size > MOST_BYTES:
@@ -86,7 +86,7 @@ def _view_array(
 
 
 def _starts(data: pa.Buffer, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The first 12 bytes of each value, zeros behind the end of a shorter one."""
+    """The first 12 bytes of each value, padded with zeros."""
     if not data.size:
         return np.zeros((len(offsets), INLINE_BYTES), np.uint8)
     content = np.frombuffer(memoryview(data), np.uint8)
@@ -101,13 +101,13 @@ class StoredValues:
 
     files: tuple[MappedFile, ...]
     file: NDArray[np.int64]
-    """Row to the number of its file, -1 where the value is null or lies in memory."""
+    """The index of the file of each row; -1 where the value is null or in memory."""
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
     @staticmethod
     def of(array: pa.Array) -> StoredValues | None:
-        """None where no value lies in a mapped file."""
+        """The places of the values of an array; None where no value lies in a mapped file."""
         if not is_view(array.type):
             return None
         buffers: Sequence[pa.Buffer | None] = array.buffers()
@@ -143,7 +143,7 @@ def read_value(array: pa.Array, row: int) -> pa.Buffer | None:
 
 
 def materialize(array: pa.Array) -> pa.Array:
-    """A view array with its values copied in, read from their files: a `large_binary` (or `large_string`) array."""
+    """A `large_binary` (or `large_string`) array with the values of a view array, read from their files."""
     plain = pa.large_binary() if pa.types.is_binary_view(array.type) else pa.large_string()
     stored = StoredValues.of(array)
     if stored is None:
@@ -156,7 +156,7 @@ def materialize(array: pa.Array) -> pa.Array:
     content = memoryview(data).cast("B")
     for number, mapped in enumerate(stored.files):
         with open_local(mapped.file) as descriptor:
-            # A loop over rows: each lies in another place of the file.
+            # A Python loop over rows: each value is a read of its own.
             for row in np.flatnonzero(stored.file == number).tolist():
                 read_into(mapped.file, descriptor, content[offsets[row] : ends[row]], int(stored.offsets[row]))
     for row in np.flatnonzero(present & (stored.file < 0) & (lengths > 0)).tolist():
@@ -166,7 +166,7 @@ def materialize(array: pa.Array) -> pa.Array:
 
 
 def take_rows(table: pa.Table, rows: NDArray[np.integer]) -> pa.Table:
-    """The rows in the order given. Views are taken without touching what they point to."""
+    """The rows in the given order. The values of views are not read."""
     columns: list[pa.Array | pa.ChunkedArray] = []
     for column in table.columns:
         columns.append(_take_views(column, rows) if is_view(column.type) else column.take(rows))
@@ -186,13 +186,13 @@ def _take_views(column: pa.ChunkedArray, rows: NDArray[np.integer]) -> pa.Array:
 
 
 def combine_chunks(column: pa.ChunkedArray) -> pa.Array:
-    """One array out of the chunks of a column; the values of views stay where they are."""
+    """The chunks of a column as one array. The values of views are not copied."""
     chunks = column.chunks or [pa.array([], column.type)]
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
 
 
 def compact(table: pa.Table) -> pa.Table:
-    """The table with the values of its views copied in: do this before a table leaves the process."""
+    """The table with the values of its views copied in. Required before a table leaves the process."""
     for i, field in enumerate(table.schema):
         if is_view(field.type):
             table = table.set_column(i, field.name, materialize(combine_chunks(table.column(i))))

@@ -1,4 +1,4 @@
-"""WebDataset: tar shards whose members belong together by name. A unit is a shard; its members stay where they are."""
+"""WebDataset: tar shards whose members are grouped to samples by name. A unit is a shard."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 KEY = "__key__"
 HEAD_BYTES = 1 << 20
-# A sample's key is the name up to the first dot of its last part; names like .hidden and README are no part of a sample.
+# The key of a sample is the name up to the first dot of its last part. Names like .hidden and README belong to no sample.
 _MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
-# Small, and wanted by transforms as they are: not worth a view.
+# Small, and used by transforms directly: not worth a view.
 TEXT = frozenset(("txt", "text", "json", "cls", "cls2", "id", "index", "caption", "transcript", "csv", "tsv", "md"))
 _TYPES = (pa.binary(), pa.large_binary(), pa.string(), pa.large_string(), pa.binary_view())
 
@@ -48,7 +48,7 @@ class Shard:
     file: StoredFile
     schema: pa.Schema
     chosen: bool
-    """The user named the columns: other members of the shard are left out without a word."""
+    """The user named the columns: other members of the shard are ignored."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,8 @@ class WebDataset(FileSource):
     """Tar shards (plain, .gz or .zst): a row per key, a column per ending, null where a sample has no such member.
 
     `columns` names the endings to read, or gives their types as {"jpg": pa.binary(), "txt": pa.string()}; all
-    endings that the first shard has are read unless given. Texts come as binary, all else as binary_view:
-    these point into the shard, so that an image is read, and takes memory, only once it is decoded. See
-    `overlord.sources.views`.
+    endings of the first shard are read unless given. Texts are binary columns, all others binary_view: these point into
+    the shard, so that an image is read, and takes memory, only once it is decoded. See `overlord.sources.views`.
     """
 
     columns: Sequence[str] | Mapping[str, pa.DataType] | None = None
@@ -138,7 +137,7 @@ def _default_type(ending: str) -> pa.DataType:
 class _Samples:
     keys: list[str]
     places: dict[str, list[tuple[int, int, int]]]
-    """For each ending the (sample, offset, number of bytes) of its members."""
+    """The (sample, offset, number of bytes) of the members of each ending."""
 
     def column(self, ending: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Offset and length of the member of each sample; length -1 where it has none."""
@@ -150,7 +149,7 @@ class _Samples:
 
 
 def _group_members(path: str, found: Sequence[Member]) -> _Samples:
-    """Samples in the order in which their keys first appear."""
+    """Samples in the order of the first appearance of their keys."""
     number: dict[str, int] = {}
     places: dict[str, list[tuple[int, int, int]]] = {}
     seen: set[tuple[int, str]] = set()
@@ -178,7 +177,7 @@ def _group_members(path: str, found: Sequence[Member]) -> _Samples:
 
 
 def _read_endings(storage: Storage, file: StoredFile, most_bytes: int) -> set[str]:
-    """The endings in a shard. Of a remote one only the start is fetched: as much as shows a whole sample."""
+    """The endings in a shard. Of a remote shard only the start is fetched, up to the end of its first sample."""
     if codec_of(file.path) or not is_remote(file.path):
         return set(_group_members(file.path, _read_content(storage, file, most_bytes).members).places)
     head_bytes = min(HEAD_BYTES, file.num_bytes)
@@ -192,7 +191,7 @@ def _read_endings(storage: Storage, file: StoredFile, most_bytes: int) -> set[st
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A shard, and where its members lie: in memory, or in a local file."""
+    """A shard, in memory or in a local file, and the places of its members."""
 
     data: pa.Buffer | MappedFile
     members: list[Member]
@@ -220,7 +219,7 @@ def _read_content(storage: Storage, file: StoredFile, most_bytes: int) -> _Conte
 def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
     num_bytes = int(lengths[lengths > 0].sum())
     if num_bytes > MOST_BYTES and field.type in (pa.binary(), pa.string()):
-        # Arrow would not complain, but wrap the offsets around.
+        # Arrow would silently wrap the offsets around.
         raise SourceError(
             f"{path} has {num_bytes:,} bytes in its members that end in .{field.name}, and a column of {field.type} has "
             f"room for 2 GiB: write smaller shards, or declare columns={{{field.name!r}: pa.large_{field.type}(), ...}}"
@@ -228,7 +227,7 @@ def _check_fits(path: str, field: pa.Field, lengths: NDArray[np.int64]) -> None:
 
 
 def _cast_values(views: pa.Array, field: pa.Field, bad: dict[int, str]) -> pa.Array:
-    """The values as the declared type; what is not UTF-8 in a column of text is a bad row."""
+    """The values as the declared type. A value of a text column that is not UTF-8 is a bad row."""
     if field.type == pa.binary_view():
         return views
     copied = materialize(views)

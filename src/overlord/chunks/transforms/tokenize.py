@@ -266,7 +266,7 @@ class _Transformers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Function:
+class _FunctionEncoder:
     function: Callable[[str], Any]
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
@@ -322,7 +322,7 @@ def _wrap(encoding: Any, special_tokens: bool) -> Any:
         return _Tokenizers(_configure(backend, special_tokens))
     if hasattr(encoding, "convert_tokens_to_ids"):
         return _Transformers(encoding, special_tokens)
-    return _Function(encoding)
+    return _FunctionEncoder(encoding)
 
 
 def _configure(tokenizer: Any, special_tokens: bool) -> Any:
