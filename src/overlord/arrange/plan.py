@@ -212,7 +212,8 @@ class Plan:
 
     def check_groups(self, place: ClientPlaceTree) -> None:
         """Raise SpecError if the Data Constructors, one per data-parallel group, cannot build this plan."""
-        groups = place.num_groups(self.axis) if self.axis in ("dp", "cp") else None
+        mesh = place.mesh
+        groups = {"dp": mesh.dp, "cp": mesh.dp * mesh.cp}.get(self.axis)
         if self.num_groups != groups or self.group_size != 1:
             raise SpecError(
                 f"the strategy distributed the step over {self.num_groups} groups along {self.axis}, but Data Constructors "

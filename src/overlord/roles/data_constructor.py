@@ -64,7 +64,7 @@ class _Built:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def microbatches(self, place: Place, tree: ClientPlaceTree) -> tuple[Fields, ...]:
-        cp, own = tree.mesh.cp, slice(None)
+        cp, pp, own = tree.mesh.cp, tree.mesh.pp, slice(None)
         if self.counts is not None:
             first = sum(self.counts[: place.cp])
             own = slice(first, first + self.counts[place.cp])
@@ -78,8 +78,9 @@ class _Built:
         for i, parts in enumerate(self.rank_parts[own]):
             for part in parts:
                 micros[i] = micros[i] | part.fields_for(place, tree)
-        micros = [fields_for(fields, place.pp, tree.mesh.pp) for fields in micros]
-        if tree.source_of(place.rank, self.broadcast) != place.rank:
+        if pp > 1:
+            micros = [fields_for(fields, place.pp, pp) for fields in micros]
+        if self.broadcast and tree.source_of(place.rank, self.broadcast) != place.rank:
             micros = [receive_only(fields) for fields in micros]
         return tuple(dict(fields) for fields in micros)
 
@@ -114,7 +115,7 @@ class DataConstructor:
         self._weighted = weighted
         self._most_idle = prefetch + 2
         arenas.keep_more(self._most_idle)
-        self._num_ranks = len(tree.ranks_of(group))
+        self._places = {rank: tree.coordinates(rank) for rank in tree.ranks_of(group)}
         self._lock = threading.Lock()
         self._at: dict[int, int] = {}  # rank to the step it requested last
         self._expected: set[int] = set()  # ranks that have not requested a step yet
@@ -164,7 +165,7 @@ class DataConstructor:
             raise
         if built is None or isinstance(built, Later):
             return built
-        microbatches = built.microbatches(self._tree.coordinates(rank), self._tree)
+        microbatches = built.microbatches(self._places[rank], self._tree)
         with self._lock:
             if self._frozen_from is not None and step >= self._frozen_from:
                 return Later(f"step {step} waits for the mesh to change")
@@ -252,7 +253,7 @@ class DataConstructor:
         return None if future is None or _was_postponed(future) else future
 
     def _drop_taken(self) -> None:
-        if len(self._taken) == self._num_ranks:
+        if len(self._taken) == len(self._places):
             slowest = min(self._taken.values())
             for number in [n for n in self._steps if n < slowest]:
                 del self._steps[number]

@@ -295,11 +295,13 @@ class Planner:
     def _can_go_on(self, step: int) -> bool:
         """True if the next step can be planned beyond the requested one, without waiting for anything."""
         number = self._drawer.number
-        return number <= step + STEPS_AHEAD and self._drawer.is_ready and not self._steering.is_due(number)
+        if number > step + STEPS_AHEAD or not self._drawer.is_ready:
+            return False
+        return not (self._steering.may_decide and self._steering.is_due(number))
 
     def _draw(self) -> DrawnStep | None:
         number = self._drawer.number
-        if number >= self._window.reached:
+        if number >= self._window.reached and self._steering.may_decide:
             self._steering.settle(number)
         self._busy = f"the planner is drawing step {number}"
         try:
@@ -319,7 +321,7 @@ class Planner:
                 f"step {drawn.number} was drawn again and is not what it was: a source lists or gives other rows than "
                 "before, or a transform is not deterministic; restore the data, or start from a checkpoint"
             )
-        if after > self._window.reached:
+        if after > self._window.reached and self._batch.outliers is not None:
             self._facts.count_delays(drawn.samples)
         if self._log is None:
             self._window.keep_progress(after, drawn.after)
@@ -344,7 +346,7 @@ class Planner:
         self._drawer = self._drawer_at(replace(progress, step=number))
 
     def _arrange(self, step: DrawnStep) -> Plan:
-        costs = self._steering.costs_at(step.number)
+        costs = self._steering.costs_at(step.number) if self._steering.may_decide else None
         graph = DGraph(step.samples, self._batch, self._place, step.rows, step.in_rows, in_force=costs)
         try:
             plan = self._strategy(graph.mix(step.weights, self._mixture.unit))
@@ -352,7 +354,8 @@ class Planner:
         except Exception as error:
             error.add_note(f"while the strategy arranged step {step.number}")
             raise
-        self._steering.arranged(step.number, plan)
+        if plan.cost is not None:
+            self._steering.arranged(step.number, plan)
         return plan
 
 

@@ -16,7 +16,6 @@ from overlord.batches.payload import Payload
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
 from overlord.roles.loader_host import LoaderHost
 from overlord.runtime import liveness
-from overlord.runtime.engine import Answer, Engine, Handle
 from overlord.stream.facts import (
     ChunkFacts,
     Ints,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from overlord.loaders.routing import RoutingTable
+    from overlord.runtime.engine import Answer, Engine
 
 TABLE = "routing"
 """The key under which the table is published."""
@@ -72,14 +72,14 @@ class Routes:
         """Prefetch a chunk and some after it, before `end`. Advice only: nobody waits for it, and a request that is lost
         costs nothing but time."""
         name, lookup = self._names[source], self._lookup()
-        last = chunk + lookup.table.num_ahead(name)
+        last = chunk + lookup.num_ahead[source]
         chunks: dict[str, list[int]] = {}
         for number in range(chunk, last if end is None else min(last, max(end, chunk + 1))):
-            chunks.setdefault(lookup.table.host_of(name, number), []).append(number)
+            chunks.setdefault(lookup.host(source, number), []).append(number)
         for host, numbers in chunks.items():
             # A shadow too: it mirrors its host, but can no longer do so once the host is lost.
             for told in filter(None, (host, lookup.table.shadows.get(host))):
-                _send_to(Handle(self._engine, told), LoaderHost.prefetch, name, numbers)
+                self._send_to(told, LoaderHost.prefetch, name, numbers)
 
     def fetch(self, samples: Samples) -> Payload:
         """Return the payload of samples of any sources, in their order."""
@@ -98,13 +98,13 @@ class Routes:
 
     def status_lines(self) -> list[str]:
         """What the loaders are busy with. One that does not answer is named, not waited for."""
-        hosts = [Handle[LoaderHost](self._engine, name) for name in self._lookup().hosts]
+        hosts = self._lookup().hosts
         found: list[str] = []
-        for host, answer in [(host, _send_to(host, LoaderHost.status_lines)) for host in hosts]:
+        for host, answer in [(host, self._send_to(host, LoaderHost.status_lines)) for host in hosts]:
             try:
                 found += answer.result(_STATUS_WAIT_S)
             except (WaitTimeoutError, WorkerDiedError, ClosedError):
-                found.append(f"{host.name} does not answer")
+                found.append(f"{host} does not answer")
         return found
 
     def _request(self, samples: Samples, tries: int = 0) -> Callable[[], Payload]:
@@ -138,7 +138,7 @@ class Routes:
         for tries in range(_TRIES + 1):
             lookup = self._lookup()
             try:
-                return self._send(lookup, lookup.table.host_of(self._names[source], chunk), method, *args)()
+                return self._send(lookup, lookup.host(source, chunk), method, *args)()
             except ClosedError:
                 if not self._look_again(tries):
                     raise
@@ -148,18 +148,21 @@ class Routes:
         """Call a host; the function that is returned waits for the result of the host, or of its shadow."""
         shadow = lookup.table.shadows.get(host)
         if shadow is None:
-            return _send_to(Handle(self._engine, host), method, *args).result
+            try:
+                return self._engine.ask(host, method, *args).result
+            except ClosedError as error:
+                return _Gone(error).result
         first, second = (shadow, host) if self._is_suspect(host) else (host, shadow)
-        sent = _send_to(Handle(self._engine, first), method, *args)
+        sent = self._send_to(first, method, *args)
         return lambda: self._first_result(host, sent, first, second, method, *args)
 
     def _first_result(self, host: str, sent: Answer, first: str, second: str, method: Callable[..., Any], *args: Any) -> Any:
         try:
             return sent.result(_SILENT_S)
         except WaitTimeoutError:
-            answers = {second: _send_to(Handle(self._engine, second), method, *args), first: sent}
+            answers = {second: self._send_to(second, method, *args), first: sent}
         except ClosedError:  # the shadow took over the name, or is gone: one host is left
-            return _send_to(Handle(self._engine, second), method, *args).result()
+            return self._send_to(second, method, *args).result()
         while True:
             for name, answer in list(answers.items()):
                 try:
@@ -174,6 +177,12 @@ class Routes:
                 if name != host:
                     self._suspects[host] = time.monotonic()
                 return result
+
+    def _send_to(self, host: str, method: Callable[..., Any], *args: Any) -> Answer[Any]:
+        try:
+            return self._engine.ask(host, method, *args)
+        except ClosedError as error:
+            return _Gone(error)
 
     def _is_suspect(self, host: str) -> bool:
         return time.monotonic() - self._suspects.get(host, -_SUSPECT_S) < _SUSPECT_S
@@ -204,11 +213,22 @@ class _Lookup:
     def __init__(self, table: RoutingTable, sources: Sequence[str]) -> None:
         self.table = table
         self.hosts = table.hosts
+        self.num_ahead = [table.num_ahead(name) for name in sources]
         at = {name: index for index, name in enumerate(self.hosts)}
+        self._stretches = [table.stretches[name] for name in sources]
         self._of_source = [
             [(stretch.first, np.array([at[host] for host in stretch.hosts])) for stretch in table.stretches[name]]
             for name in sources
         ]
+
+    def host(self, source: int, chunk: int) -> str:
+        """The host of one chunk."""
+        stretches = self._stretches[source]
+        of_chunk = stretches[0]
+        for stretch in stretches[1:]:
+            if stretch.first <= chunk:
+                of_chunk = stretch
+        return of_chunk.hosts[chunk % len(of_chunk.hosts)]
 
     def host_of(self, samples: Samples) -> Ints:
         """The place in `hosts` of each sample's host."""
@@ -229,13 +249,6 @@ class _Gone:
 
     def result(self, timeout: float | None = None) -> Any:
         raise self._error
-
-
-def _send_to(host: Handle[Any], method: Callable[..., Any], *args: Any) -> Answer[Any]:
-    try:
-        return host.ask(method, *args)
-    except ClosedError as error:
-        return _Gone(error)
 
 
 def _names_of_sources(samples: Samples) -> str:

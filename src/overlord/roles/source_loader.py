@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from overlord.errors import BufferTooSmallError, ClosedError
@@ -270,7 +271,7 @@ class SourceLoader:
                 return found
             pending = self._pending.get(number)
             if pending is None or pending.future.cancelled():  # by the end of its threads
-                pending = self._pending[number] = _Pending(StealingFuture(lambda: self._make_now(number)), began)
+                pending = self._pending[number] = _Pending(StealingFuture(partial(self._make_now, number)), began)
         hot = pending.future.result()
         with self._lock:
             self._work = self._work.plus(Work(waited_s=self._clock() - began))

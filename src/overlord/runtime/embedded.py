@@ -75,11 +75,11 @@ class Embedded:
     def store_use(self) -> None:
         return None
 
-    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Immediate[Any]:
+    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate[Any]:
         role = self._roles.get(name)
         if role is None:
             raise ClosedError(f"no role named {name!r} is running; the loader was closed")
-        return Immediate(getattr(role, method)(*args, **kwargs))
+        return Immediate(getattr(role, method.__name__)(*args, **kwargs))
 
     def rebind(self, name: str, to: str) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from overlord.batches.buffers import Arenas
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
@@ -67,7 +69,7 @@ class Engine(Protocol):
         """Wait until these roles (every one spawned so far unless given) are made; raises what making one raised."""
         ...
 
-    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Answer:
+    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Answer[Any]:
         """Call a method of the role bound to a name. Use `Handle.ask`, which is typed."""
         ...
 
@@ -94,17 +96,23 @@ class Engine(Protocol):
         ...
 
 
+class _Ask(Protocol[R_co]):
+    def __call__(self, method: Callable[Concatenate[R_co, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Answer[T]: ...
+
+
 class Handle(Generic[R]):
     """A typed name: `loader.ask(SourceLoader.describe, chunk)`."""
 
-    __slots__ = ("engine", "name")
+    __slots__ = ("ask", "engine", "name")
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
+        self.ask: _Ask[R] = partial(engine.ask, name)
+        """Calls a method of the role that the name is bound to."""
 
-    def ask(self, method: Callable[Concatenate[R, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Answer[T]:
-        return self.engine.ask(self.name, method.__name__, args, kwargs)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Handle, (self.engine, self.name)
 
 
 _QUIET_S = 0.3  # most calls end sooner, without a warning

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class CallerRuns:
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> StealingFuture[T]:
-        future: StealingFuture[T] = StealingFuture(lambda: fn(*args, **kwargs))
+        future: StealingFuture[T] = StealingFuture(partial(fn, *args, **kwargs))
         if self._closed:
             future.cancel()
         return future
@@ -114,7 +115,7 @@ class Threads:
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> StealingFuture[T]:
-        future: StealingFuture[T] = StealingFuture(lambda: fn(*args, **kwargs), waits_for_thread=True)
+        future: StealingFuture[T] = StealingFuture(partial(fn, *args, **kwargs), waits_for_thread=True)
         with self._lock:
             if self._closed:
                 future.cancel()

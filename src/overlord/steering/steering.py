@@ -88,6 +88,8 @@ class Steering:
         self._settled = {(d.name, d.step) for d in self._decisions if d.value.get("by") != "user"}
         self._heard_until = max((d.value.get("until", 0) for d in self._decisions), default=0)
         self._learning = Learning(place, is_safe)
+        self.may_decide = mixture.feedback is not None or bool(self._decisions)
+        """False while there is nothing to decide or to look up: the declared weights and costs hold at every step."""
         self.schedule = WeightSchedule(mixture, start.names)
         for decision in sorted(self._decisions, key=lambda d: d.step):
             if decision.name == WEIGHTS:
@@ -159,6 +161,7 @@ class Steering:
 
     def arranged(self, step: int, plan: Plan) -> None:
         """Note how a step was arranged, to learn from the times that are reported for it."""
+        self.may_decide = True
         self._learning.arranged(step, plan)
 
     def _due(self, step: int) -> list[tuple[str, Callable[[int], tuple[Decision, Decision]]]]:
@@ -215,6 +218,7 @@ class Steering:
             if len(costs) > 64:
                 self._decisions.remove(costs[0])
         self._decisions.append(decision)
+        self.may_decide = True
 
     def _hear_losses(self, report: StepReport) -> list[str]:
         if self._mixture.feedback is None:

@@ -77,6 +77,7 @@ class StepDrawer:
         """`schedule`: the weights in force, where they may change while the run goes on. `has_loss_masks`: the loss of a cut
         document depends on where it is cut."""
         self._batch = batch
+        self._num_rows = batch.num_rows or 1
         self._mixture = mixture
         self._schedule = schedule or WeightSchedule(mixture, progress.names)
         self._extents = extents
@@ -146,10 +147,11 @@ class StepDrawer:
         return DrawQueue(progress, self._mixture.unit, self._mixture.stop, self._extents, self._facts)
 
     def _by_samples(self, count: int) -> tuple[Samples, None] | None:
-        def more(have: Samples) -> Samples:
-            return self._queue.next_samples(count - len(have))
-
-        samples, waiting = self._candidates(more)
+        if self._batch.outliers is None:
+            samples = self._with_carried(self._queue.next_samples(count - len(self._carried)))
+            waiting = self._carried
+        else:
+            samples, waiting = self._candidates(lambda have: self._queue.next_samples(count - len(have)))
         if len(samples) == 0 or (len(samples) < count and self._batch.drop_last):
             return None
         if len(samples) > count:  # more came due at once than a step has
@@ -235,19 +237,25 @@ class StepDrawer:
     def _whole_documents(self, tokens: int) -> tuple[Samples, Ints] | None:
         """Pack as many whole documents as fit into the step's rows. The rest is carried to the next step, where it is placed
         first."""
-        batch = self._batch
+        batch, multiple = self._batch, self._batch.document_multiple
 
-        def more(have: Samples) -> Samples:
-            wanted = tokens - int(_padded(have.tokens, batch.document_multiple).sum())
-            return self._limited(self._queue.next_tokens(wanted, batch.document_multiple))
+        def missing(have: Samples) -> int:
+            return tokens - int(_padded(have.tokens, multiple).sum())
 
         self._carried = self._limited(self._carried)
-        candidates, waiting = self._candidates(more)
+        if batch.outliers is None:
+            self._num_first = len(self._carried)
+            drawn = self._queue.next_tokens(missing(self._carried), multiple)
+            candidates, waiting = self._with_carried(self._limited(drawn)), self._carried
+        else:
+            candidates, waiting = self._candidates(
+                lambda have: self._limited(self._queue.next_tokens(missing(have), multiple))
+            )
         num_carried = self._num_first
         lengths = _padded(candidates.tokens, batch.document_multiple)
         if len(candidates) == 0 or (int(lengths.sum()) < tokens and batch.drop_last):
             return None
-        rows = in_drawn_order(best_fit(lengths, batch.num_rows or 1, batch.sequence_length, num_first=num_carried))
+        rows = in_drawn_order(best_fit(lengths, self._num_rows, batch.sequence_length, num_first=num_carried))
         placed = rows >= 0
         if placed.all():
             self._carried = waiting
@@ -260,10 +268,7 @@ class StepDrawer:
         """The samples that may be part of the next step, carried ones first, and those that stay set aside. `more` draws
         what is missing beside the samples that it gets."""
         policy, step = self._batch.outliers, self._number
-        if policy is None:
-            self._num_first = len(self._carried)
-            samples = self._with_carried(more(self._carried))
-            return samples, self._carried
+        assert policy is not None  # else nothing is ever set aside
         divided = released(self._carried, policy, step)
         found, waiting, drawn = divided.coming, divided.waiting, Samples.none(self._carried.source_names)
         self._num_first = len(found)

@@ -218,8 +218,8 @@ class Ray:
             if failed is not None:
                 raise failed.open()
 
-    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> RayAnswer:
-        return self._names.ask(name, method, args, kwargs)
+    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayAnswer:
+        return self._names.ask(name, method, *args, **kwargs)
 
     def rebind(self, name: str, to: str) -> None:
         with self._lock:

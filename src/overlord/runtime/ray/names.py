@@ -24,7 +24,7 @@ from overlord.runtime.retry import Backoff
 from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -56,8 +56,8 @@ class Names:
     def __reduce__(self) -> tuple[Any, ...]:
         return Names, (self.namespace, self.patience_s)
 
-    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> RayAnswer:
-        return RayAnswer(self, name, method, args, kwargs)
+    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayAnswer:
+        return RayAnswer(self, name, method.__name__, args, kwargs)
 
     def bind(self, name: str, actor: str) -> None:
         self.table.put(f"role/{name}", actor.encode())
