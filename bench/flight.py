@@ -19,20 +19,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
 
 import overlord as ol
 from bench.measure import ROOT
-from overlord.messages import Delivery, Later, StepReport, WeightChange
+from overlord.messages import Delivery, Later
 from overlord.service.auth import Listen
 from overlord.service.channel import FlightChannel
-from overlord.service.in_process import InProcess
+from overlord.service.run_api import RunApi
 from overlord.service.server import Service
 from overlord.service.serving import ServerPerGroup
-from overlord.steering.decisions import Decision
 from tests.small_sources import Numbered
 
 MB = 1_000_000
@@ -63,25 +62,11 @@ class Prebuilt:
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._micro),))
 
-    def leave(self, rank: int) -> None: ...
+    def leave(self, rank: int, generation: int | None = None) -> None: ...
 
-    def state_before(self, step: int) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Any, generation: int) -> int:
-        return 0
-
-    def status_lines(self) -> list[str]:
-        return []
-
-    def feedback(self, report: StepReport, generation: int) -> list[str]:
-        return []
-
-    def change_weights(self, change: WeightChange) -> int:
-        return 0
-
-    def decisions(self) -> Sequence[Decision]:
-        return ()
+    @property
+    def run(self) -> RunApi:
+        raise AssertionError("only steps are read")
 
 
 def serve_prebuilt(num_bytes: int) -> None:
@@ -99,8 +84,9 @@ def serve_many(num_loaders: int) -> None:
     job = ol.Job(sources=sources, batch=batch, mesh=ol.Mesh(dp=GROUPS, tp=RANKS_PER_GROUP))
     _raise_limit()
     with ol.start(job) as loader:
-        channel = cast("InProcess", loader.client(0)._channel)
-        serving = ServerPerGroup("bench", channel, lambda: loader.tree, loader._constructors, Listen(), None)
+        channel = loader.client(0)._channel
+        constructors = loader._constructors
+        serving = ServerPerGroup("bench", channel, lambda: loader.tree, constructors, listen=Listen(), leave_after_s=None)
         _serve_until_told(serving.address, lambda: {"sockets": _sockets(), "threads": threading.active_count()})
         serving.close()
 
@@ -120,7 +106,7 @@ def _sockets() -> int:
 
 def read_for(address: str, rank: int, seconds: float) -> None:
     """Fetch as fast as it goes; prints how much that was, with the time of each fetch."""
-    channel = FlightChannel(address, rank, None, None, 30.0)
+    channel = FlightChannel(address, rank, timeout_s=30.0)
     for step in range(3):
         channel.fetch(step, rank, 1.0)
     print("ready", flush=True)

@@ -26,9 +26,9 @@ from bench import corpus
 from bench.measure import Spread
 from bench.telling import parser_of, tell
 from overlord.messages import Delivery
-from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Planner
+from overlord.service.constructor import ServingConstructor
 
 ROW_TOKENS = 8192
 SMALL_STEP = 65_536
@@ -127,7 +127,7 @@ def costs_of(loader: ol.Loader) -> Costs:
     constructor, planner, host = loader._constructors[0], loader._planner, loader._fleet.hosts[0]
 
     def fetch() -> None:
-        delivered = constructor.ask(DataConstructor.fetch, step.number, 0, 10.0).result()
+        delivered = constructor.ask(ServingConstructor.fetch, step.number, 0, 10.0).result()
         assert isinstance(delivered, Delivery)
 
     fields = [field for micro in step for field in micro.values()]

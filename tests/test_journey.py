@@ -18,5 +18,5 @@ def test_one_batch_passes_few_modules_and_no_deep_stack(num_workers: int | None)
 
 def test_the_trace_sees_the_whole_way_from_the_client_to_the_file_and_the_plan():
     journey = trace_plain_job(num_workers=0)
-    assert "overlord.roles.client.Client.__next__" in journey.deepest[0]
+    assert "overlord.service.client.Client.__next__" in journey.deepest[0]
     assert {"overlord.sources.parquet", "overlord.stream.membership", "overlord.arrange.plan"} <= set(journey.functions)

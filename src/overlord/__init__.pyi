@@ -36,10 +36,10 @@ from overlord.declare.source import Unit as Unit
 from overlord.errors import OverlordError as OverlordError
 from overlord.messages import Microbatch as Microbatch
 from overlord.messages import Step as Step
-from overlord.roles.client import Client as Client
 from overlord.runtime.embedded import Embedded as Embedded
 from overlord.runtime.ray import Ray as Ray
 from overlord.service.channel import connect as connect
+from overlord.service.client import Client as Client
 from overlord.service.run import Loader as Loader
 from overlord.service.run import start as start
 from overlord.sources.arrow_ipc import ArrowIpc as ArrowIpc

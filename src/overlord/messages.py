@@ -67,6 +67,19 @@ class WeightChange:
             raise SpecError("every weight is 0: nothing to train on; give at least one source a weight above 0")
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something that holds from a step on and follows from nothing that is in the job."""
+
+    step: int
+    name: str
+    value: Any
+    """Numbers, strings, lists and dicts, as JSON has them."""
+
+    def to_plain(self) -> list[Any]:
+        return [self.step, self.name, self.value]
+
+
 def _numbers(what: str, given: Mapping[str, float] | None) -> dict[str, float]:
     return {} if given is None else {str(name): _number(f"{what}[{name!r}]", value) for name, value in given.items()}
 

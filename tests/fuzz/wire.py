@@ -23,9 +23,9 @@ import pyarrow.flight as flight
 import overlord as ol
 from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later
-from overlord.service import wire
+from overlord.service import run_api, wire
 from overlord.service.channel import FlightChannel
-from overlord.service.steps import SCHEMA, packed_step
+from overlord.service.steps import SCHEMA, pack_step
 from tests.fuzz.mutations import damaged, edited
 from tests.fuzz.states import JOBS
 from tests.fuzz.targets import Answer, Case, OracleFailed, Seed, Wrong
@@ -47,14 +47,14 @@ def _requests(job: str, state: dict[str, Any]) -> dict[str, bytes]:
         "hello": wire.Hello(wire.VERSION, 0),
         "here": wire.Presence(job, 0, _SESSION),
         "leave": wire.Presence(job, 0, _SESSION),
-        "state_before": wire.StateBefore(job, 0),
-        "load_state": wire.LoadState(job, state, 0),
-        "doing": wire.Doing(job),
-        "feedback": wire.FeedbackRequest(job, 0, 0, 0, _BY_SOURCE, _BY_SOURCE, [0.5, 0.25]),
-        "change_weights": wire.ChangeWeights(job, _BY_SOURCE, None, _SESSION),
-        "decisions": wire.Decisions(job),
+        "state_before": run_api.StateBeforeRequest(job, 0),
+        "load_state": run_api.LoadStateRequest(job, state, 0),
+        "doing": run_api.StatusRequest(job),
+        "feedback": run_api.FeedbackRequest(job, 0, 0, 0, _BY_SOURCE, _BY_SOURCE, [0.5, 0.25]),
+        "change_weights": run_api.ChangeWeightsRequest(job, _BY_SOURCE, None, _SESSION),
+        "decisions": run_api.DecisionsRequest(job),
     }
-    return {name: wire.packed(value) for name, value in made.items()}
+    return {name: wire.pack(value) for name, value in made.items()}
 
 
 def _delivery() -> Delivery:
@@ -77,23 +77,23 @@ def _delivery() -> Delivery:
 
 def _answers() -> dict[str, tuple[str, bytes, list[bytes]]]:
     """How a client asks, and what a service answers: metadata, and regions."""
-    contents, batches = packed_step(_delivery())
+    contents, batches = pack_step(_delivery())
     regions = [bytes(buffer) for batch in batches for buffer in batch.column(0).buffers()[2:] if buffer is not None]
     welcome = wire.Welcome("a job's id", _SESSION, None, 0, 0, None)
     failure = wire.Failure("DataError", "a row is bad", ["in step 3"])
     state = {"overlord": 1, "step": 3}
     return {
-        "contents": ("fetch", wire.packed(contents), regions),
-        "not-ready": ("fetch", wire.packed(wire.NotReady("others are behind")), []),
-        "end": ("fetch", wire.packed(wire.End()), []),
-        "moved": ("fetch", wire.packed(wire.Moved(_SESSION, 1)), []),
-        "failure": ("fetch", wire.packed(failure), []),
-        "welcome": ("connect", wire.packed(wire.Value(welcome)), []),
-        "state": ("state_before", wire.packed(wire.Value(state)), []),
-        "loaded": ("load_state", wire.packed(wire.Value(1)), []),
-        "value-failure": ("state_before", wire.packed(failure), []),
-        "lines": ("doing", wire.packed(wire.Value(["reading a"])), []),
-        "notes": ("feedback", wire.packed(wire.Value([])), []),
+        "contents": ("fetch", wire.pack(contents), regions),
+        "not-ready": ("fetch", wire.pack(wire.NotReady("others are behind")), []),
+        "end": ("fetch", wire.pack(wire.End()), []),
+        "moved": ("fetch", wire.pack(wire.Moved(_SESSION, 1)), []),
+        "failure": ("fetch", wire.pack(failure), []),
+        "welcome": ("connect", wire.pack(wire.Value(welcome)), []),
+        "state": ("state_before", wire.pack(wire.Value(state)), []),
+        "loaded": ("load_state", wire.pack(wire.Value(1)), []),
+        "value-failure": ("state_before", wire.pack(failure), []),
+        "lines": ("doing", wire.pack(wire.Value(["reading a"])), []),
+        "notes": ("feedback", wire.pack(wire.Value([])), []),
     }
 
 
@@ -178,7 +178,7 @@ class Wire:
         self._peer.fetched = sent["meta"], sent["regions"]
         welcome = self._known_answers["welcome"][1]
         self._peer.acted = {"hello": sent["meta"] if how == "connect" else welcome, how: sent["meta"]}
-        channel = FlightChannel(self._peer.address, 0, None, None, _TIMEOUT_S)
+        channel = FlightChannel(self._peer.address, 0, timeout_s=_TIMEOUT_S)
         try:
             return _ASKED[how](channel)
         finally:
@@ -233,14 +233,14 @@ def _connect(channel: FlightChannel) -> Answer:
 
 
 def _state_before(channel: FlightChannel) -> Answer:
-    state = channel.state_before(3)
+    state = channel.run.state_before(3)
     if not isinstance(state, dict):
         raise Wrong("a state that is no dict")
     return Answer([repr(state)])
 
 
 def _load_state(channel: FlightChannel) -> Answer:
-    generation = channel.load_state({"overlord": 1}, 0)
+    generation = channel.run.load_state({"overlord": 1}, 0)
     return Answer([generation, type(channel._generations[-1]).__name__])
 
 
@@ -251,13 +251,13 @@ def _lines(lines: Any) -> Answer:
 
 
 def _doing(channel: FlightChannel) -> Answer:
-    return _lines(channel.status_lines())
+    return _lines(channel.run.status_lines())
 
 
 def _feedback(channel: FlightChannel) -> Answer:
     from overlord.messages import StepReport
 
-    answer = _lines(channel.feedback(StepReport(0, 0, {"a": 1.0}, {"a": 2.0}, (0.5,)), 0))
+    answer = _lines(channel.run.feedback(StepReport(0, 0, {"a": 1.0}, {"a": 2.0}, (0.5,)), 0))
     return Answer([line.partition(":")[0] for line in answer.rows])
 
 
@@ -443,7 +443,7 @@ class _Peer(flight.FlightServerBase):
         return flight.GeneratorStream(SCHEMA, messages)
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[bytes]:
-        return iter([self.acted.get(action.type, wire.packed(wire.Value(None)))])
+        return iter([self.acted.get(action.type, wire.pack(wire.Value(None)))])
 
 
 def _batches(regions: list[bytes]) -> list[pa.RecordBatch]:

@@ -7,12 +7,12 @@ import numpy as np
 
 import overlord as ol
 from overlord.messages import Delivery
-from overlord.service.in_process import InProcess
+from overlord.service.run import LocalChannel
 from tests.small_sources import Numbered, job_of
 
 
 def fetched(loader: ol.Loader, step: int, rank: int) -> Delivery:
-    found = InProcess(loader, loader._constructor_of).fetch(step, rank, 20.0)
+    found = LocalChannel(loader, loader._constructor_of).fetch(step, rank, 20.0)
     assert isinstance(found, Delivery)
     return found
 

@@ -8,6 +8,7 @@ import pytest
 import overlord as ol
 from overlord.roles.planner import MOST_AHEAD, MOST_LOOKED_AHEAD
 from overlord.service import wire
+from overlord.service.run_api import StateBeforeRequest
 from tests.roles.mortal import key_of, planner_of
 from tests.service.served import Raw, streams, two_sources, undisturbed
 from tests.small_sources import Numbered, job_of
@@ -56,9 +57,9 @@ def test_a_service_refuses_a_step_too_far_away_and_serves_on(loader):
         client.state_dict()
     raw = Raw(address)
     with pytest.raises(ol.errors.SpecError, match=f"step {2**31:,} is too far away"):
-        raw.act("state_before", wire.packed(wire.StateBefore(raw.hello()["job"], 2**31)))
-    with pytest.raises(Exception, match="not a statebefore of overlord's wire"):
-        raw.act("state_before", wire.packed({"job": "x", "step": 2**60}))
+        raw.act("state_before", wire.pack(StateBeforeRequest(raw.hello()["job"], 2**31)))
+    with pytest.raises(Exception, match="not a StateBeforeRequest of overlord's wire"):
+        raw.act("state_before", wire.pack({"job": "x", "step": 2**60}))
     client.rejoin(at=0)
     assert next(client).number == 0
 

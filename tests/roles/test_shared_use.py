@@ -6,7 +6,7 @@ import pytest
 
 import overlord as ol
 from tests.commands import python
-from tests.roles.test_client import Gated
+from tests.service.test_client import Gated
 from tests.small_sources import Numbered, job_of
 
 pytestmark = pytest.mark.strangers

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 import overlord as ol
-from overlord.roles.client import Client
 from overlord.runtime.long_waits import waiting
 from overlord.service.channel import FlightChannel
+from overlord.service.client import Client
 from tests.commands import python
-from tests.roles.test_client import Gated
+from tests.service.test_client import Gated
 from tests.small_sources import Numbered, job_of
 
 pytestmark = pytest.mark.strangers
@@ -88,8 +88,8 @@ def test_a_service_that_is_not_there_is_waited_for_aloud(told, monkeypatch):
 SILENT = """
 import logging, threading
 import overlord as ol
-from overlord.roles.client import Client
-from tests.roles.test_client import Gated
+from overlord.service.client import Client
+from tests.service.test_client import Gated
 from tests.small_sources import job_of
 
 source = Gated(rows=40, first=1)

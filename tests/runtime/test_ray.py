@@ -19,8 +19,8 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
-from overlord.roles.client import Client
 from overlord.runtime.engine import WorkplaceSize
+from overlord.service.client import Client
 from tests.commands import python
 from tests.faults.disturbance import send
 from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing

@@ -13,6 +13,7 @@ import pyarrow.flight as flight
 import overlord as ol
 from overlord.service import wire
 from overlord.service.auth import token_header
+from overlord.service.run_api import ACTIONS
 from tests.small_sources import Numbered, job_of
 
 A = Numbered(rows=40, first=1)
@@ -64,11 +65,11 @@ class Raw:
 
     def get(self, ticket: bytes) -> wire.Answer:
         chunks = list(self._client.do_get(flight.Ticket(ticket), self._options))
-        return wire.unpacked_answer(memoryview(chunks[0].app_metadata or b""))
+        return wire.unpack_answer(memoryview(chunks[0].app_metadata or b""))
 
     def act(self, action: str, body: bytes) -> Any:
         (result,) = self._client.do_action(flight.Action(action, body), self._options)
-        return wire.unpacked_value(action, memoryview(result.body))
+        return ACTIONS[action].unpack_reply(memoryview(result.body))
 
     def hello(self, rank: int = 0) -> dict:
-        return msgspec.structs.asdict(self.act("hello", wire.packed(wire.Hello(wire.VERSION, rank))))
+        return msgspec.structs.asdict(self.act("hello", wire.pack(wire.Hello(wire.VERSION, rank))))

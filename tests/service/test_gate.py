@@ -87,8 +87,8 @@ def test_whoever_has_the_token_may_send_much_also_on_a_new_connection(caplog):
     with served(two_sources(), token=TOKEN) as (_, address):
         for _ in range(3):
             link = Link(address, TOKEN, None)
-            with pytest.raises(ServiceError, match="not a loadstate of overlord's wire"):
-                link.asked("load_state", bytes(8 << 20), 20.0)
+            with pytest.raises(ServiceError, match="not a LoadStateRequest of overlord's wire"):
+                link.send("load_state", bytes(8 << 20), 20.0)
             link.close()
     assert "cut the connection" not in caplog.text
 
@@ -225,13 +225,13 @@ def batch(*regions: bytes) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array(regions, pa.binary_view())], schema=SCHEMA)
 
 
-WELCOME = wire.packed(wire.Value(wire.Welcome("job", "instance", None, 0, 0, None)))
+WELCOME = wire.pack(wire.Value(wire.Welcome("job", "instance", None, 0, 0, None)))
 REGION = bytes(range(64))
 
 
 @pytest.mark.parametrize(
     "results",
-    [[], [b""], [b"\xc1"], [b"\x91" * 100_000], [wire.packed(wire.Value(5))], [wire.packed(wire.Value({"job": 1}))]],
+    [[], [b""], [b"\xc1"], [b"\x91" * 100_000], [wire.pack(wire.Value(5))], [wire.pack(wire.Value({"job": 1}))]],
     ids=["none", "empty", "garbage", "deep", "a number", "another struct"],
 )
 def test_what_is_no_service_of_ours_is_said_when_a_client_connects(results):
@@ -255,8 +255,8 @@ def test_what_is_no_service_of_ours_is_said_when_a_client_connects(results):
     ],
 )
 def test_a_damaged_step_is_refused_before_memory_is_taken_for_it(fields):
-    step = wire.packed(wire.Contents(0, 1, [fields]))
-    with Foreign({"hello": [WELCOME], "leave": [wire.packed(wire.Value(None))]}, [(batch(REGION), step)]) as server:
+    step = wire.pack(wire.Contents(0, 1, [fields]))
+    with Foreign({"hello": [WELCOME], "leave": [wire.pack(wire.Value(None))]}, [(batch(REGION), step)]) as server:
         client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout_s=5)
         # Of numbers that no service sends, and of numbers that do not fit to what came with them.
         wrong = f"(step 0 came damaged from .*|.*):{server.port}.* install the same release on both sides"
@@ -266,7 +266,7 @@ def test_a_damaged_step_is_refused_before_memory_is_taken_for_it(fields):
 
 
 def test_another_step_than_was_asked_for_is_refused():
-    step = wire.packed(wire.Contents(9, 1, [[wire.Array("tokens", "<i4", (4,), 0, 0)]]))
+    step = wire.pack(wire.Contents(9, 1, [[wire.Array("tokens", "<i4", (4,), 0, 0)]]))
     with Foreign({"hello": [WELCOME]}, [(batch(REGION), step)]) as server:
         client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout_s=5)
         with pytest.raises(ol.errors.ServiceError, match="sent step 9 where step 0 was asked for"):
@@ -277,8 +277,8 @@ def test_another_step_than_was_asked_for_is_refused():
 @pytest.mark.parametrize(
     "results",
     [
-        {"hello": [wire.packed(wire.Value({"job": 1}))]},
-        {"hello": [WELCOME], "decisions": [wire.packed(wire.Value([3]))], "change_weights": [wire.packed(wire.Value("3"))]},
+        {"hello": [wire.pack(wire.Value({"job": 1}))]},
+        {"hello": [WELCOME], "decisions": [wire.pack(wire.Value([3]))], "change_weights": [wire.pack(wire.Value("3"))]},
     ],
     ids=["greeting", "values"],
 )
@@ -293,13 +293,13 @@ def test_what_is_no_service_of_ours_is_said_when_a_run_is_steered(results):
 
 @pytest.mark.strangers
 def test_a_state_of_another_type_is_refused_and_reports_and_waits_go_on_without_an_answer():
-    other = [wire.packed(wire.Value(3))]
+    other = [wire.pack(wire.Value(3))]
     with Foreign({"hello": [WELCOME], "state_before": other, "doing": other, "feedback": other}, []) as server:
-        channel = FlightChannel(f"grpc://127.0.0.1:{server.port}", 0, None, None, 5)
+        channel = FlightChannel(f"grpc://127.0.0.1:{server.port}", 0, timeout_s=5)
         with pytest.raises(ol.errors.ServiceError, match="does not answer as an overlord service of this release does"):
-            channel.state_before(0)
-        assert channel.status_lines() == []
-        (note,) = channel.feedback(StepReport(0, 0, {"a": 1.0}, {"a": 2.0}, (0.5,)), 0)
+            channel.run.state_before(0)
+        assert channel.run.status_lines() == []
+        (note,) = channel.run.feedback(StepReport(0, 0, {"a": 1.0}, {"a": 2.0}, (0.5,)), 0)
         assert note.startswith("the service did not take it: ")
         channel.close()
 
@@ -309,11 +309,11 @@ def test_deeply_nested_requests_are_refused_and_the_service_goes_on(caplog):
         link = Link(address, None, None)
         for body in (b"\x91" * 1_000_000, b"\x81\xa5state" * 100_000):
             with pytest.raises((ol.OverlordError, ServiceError)):
-                link.asked("load_state", body, 20.0)
+                link.send("load_state", body, 20.0)
             with pytest.raises((ol.OverlordError, ServiceError)):
-                link.fetched(body, 20.0)
+                link.fetch(body, 20.0)
         with pytest.raises(ServiceError, match="there is no action 'nonsense'"):
-            link.asked("nonsense", b"", 20.0)
+            link.send("nonsense", b"", 20.0)
         link.close()
         with ol.connect(address, rank=0, timeout_s=30) as client:
             assert next(client).number == 0

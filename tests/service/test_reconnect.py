@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 from contextlib import closing, suppress
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import overlord as ol
 from overlord.service.auth import Listen
-from overlord.service.in_process import InProcess
 from overlord.service.server import Service
 from tests.commands import environment
 from tests.service.served import content, served, streams, two_sources, undisturbed
@@ -161,7 +160,7 @@ def test_connecting_waits_for_a_service_that_is_still_starting():
 def test_a_rank_whose_constructor_moves_follows_it_through_the_address_book():
     job = two_sources()
     with ol.start(job) as loader:
-        channel = cast("InProcess", loader.client(0)._channel)
+        channel = loader.client(0)._channel
         here = [True, False]
         name: dict[str, Any] = {"job": "job", "listen": Listen(), "instance": "instance"}
         homes = [Service(**name, steps=channel, serves=lambda _, i=i: here[i]) for i in range(2)]

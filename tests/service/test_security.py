@@ -126,7 +126,7 @@ def test_a_missing_certificate_file_is_said(tmp_path):
 @pytest.mark.parametrize("text", ["", "nowhere", "host:port", "http://host:1", "host:99999999", "grpc://h:1/path", ":5"])
 def test_an_address_that_is_none_is_refused(text):
     with pytest.raises(ol.errors.SpecError, match="an address is host:port, grpc://host:port or grpc"):
-        Address.parsed(text)
+        Address.parse(text)
 
 
 def test_tls_asked_for_in_the_address_needs_its_files():
@@ -136,8 +136,8 @@ def test_tls_asked_for_in_the_address_needs_its_files():
 
 
 def test_clients_are_told_a_host_that_they_can_reach():
-    assert Listen("127.0.0.1:0").told(5) == "grpc://127.0.0.1:5"
-    assert Listen("0.0.0.0:0", TOKEN, advertise="node-3").told(5) == "grpc://node-3:5"
-    assert Listen("[::1]:0").told(5) == "grpc://[::1]:5"
-    assert Listen("0.0.0.0:0", TOKEN, reached_from="127.0.0.1").told(5) == "grpc://127.0.0.1:5"
-    assert "0.0.0.0" not in Listen("0.0.0.0:0", TOKEN).told(5)
+    assert Listen("127.0.0.1:0").public_address(5) == "grpc://127.0.0.1:5"
+    assert Listen("0.0.0.0:0", TOKEN, advertise="node-3").public_address(5) == "grpc://node-3:5"
+    assert Listen("[::1]:0").public_address(5) == "grpc://[::1]:5"
+    assert Listen("0.0.0.0:0", TOKEN, reached_from="127.0.0.1").public_address(5) == "grpc://127.0.0.1:5"
+    assert "0.0.0.0" not in Listen("0.0.0.0:0", TOKEN).public_address(5)

@@ -37,7 +37,7 @@ def test_connected_trainers_report_and_the_stream_is_that_of_trainers_beside_the
 def test_what_is_wrong_with_a_report_is_told_where_it_was_made(caplog):
     with served(job_with()) as (_, address), ol.connect(address, rank=0, timeout_s=60) as client:
         next(client)
-        with caplog.at_level(logging.WARNING, "overlord.roles.client"):
+        with caplog.at_level(logging.WARNING, "overlord.service.client"):
             client.feedback(losses={"a": float("nan"), "z": 1.0})
             client.feedback(seconds=[1.0, 2.0])
         next(client)
@@ -51,7 +51,7 @@ def test_a_report_to_a_service_that_has_gone_is_left_out_and_training_goes_on(ca
         client = ol.connect(address, rank=0, timeout_s=60)
         next(client)
         loader.close()
-        with caplog.at_level(logging.WARNING, "overlord.roles.client"):
+        with caplog.at_level(logging.WARNING, "overlord.service.client"):
             client.feedback(losses={"a": 1.0})
         assert "the service did not take it" in caplog.text
 

@@ -7,7 +7,6 @@ import sys
 import threading
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 import pyarrow as pa
 import pytest
@@ -17,10 +16,10 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.service import wire
 from overlord.service.auth import Listen
-from overlord.service.in_process import InProcess
+from overlord.service.run_api import ACTIONS
 from overlord.service.server import Service
-from tests.roles.test_client import Gated
 from tests.service.served import Raw, content, served, streams, two_sources, undisturbed
+from tests.service.test_client import Gated
 from tests.small_sources import Numbered, job_of
 
 REFUSED = (pa.ArrowException, ol.OverlordError)
@@ -145,17 +144,17 @@ def test_a_timeout_says_what_the_service_is_waiting_for():
 
 def ticket(welcome: dict, **fields) -> bytes:
     asked = {"rank": 0, "step": 0, "wait_s": 5.0, "session": "abcdefgh", "generation": 0}
-    return wire.packed({"job": welcome["job"], "instance": welcome["instance"], **asked, **fields})
+    return wire.pack({"job": welcome["job"], "instance": welcome["instance"], **asked, **fields})
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"step": -1}, "not a ticket of overlord's wire"),
-        ({"rank": "0"}, "not a ticket of overlord's wire"),
-        ({"wait_s": 1e9}, "not a ticket of overlord's wire"),
-        ({"more": 1}, "not a ticket of overlord's wire"),
-        ({"session": ""}, "not a ticket of overlord's wire"),
+        ({"step": -1}, "not a Ticket of overlord's wire"),
+        ({"rank": "0"}, "not a Ticket of overlord's wire"),
+        ({"wait_s": 1e9}, "not a Ticket of overlord's wire"),
+        ({"more": 1}, "not a Ticket of overlord's wire"),
+        ({"session": ""}, "not a Ticket of overlord's wire"),
         ({"job": "another"}, "this service runs job .* and the call is for job another"),
     ],
 )
@@ -173,7 +172,7 @@ def test_another_version_of_the_wire_and_an_unknown_action_are_refused():
     with served(two_sources()) as (_, address):
         raw = Raw(address)
         with pytest.raises(pa.ArrowException, match="install the same release of overlord on both sides"):
-            raw.act("hello", wire.packed(wire.Hello(wire.VERSION + 1, 0)))
+            raw.act("hello", wire.pack(wire.Hello(wire.VERSION + 1, 0)))
         with pytest.raises(pa.ArrowException, match=r"there is no action 'reboot'; there are hello, "):
             raw.act("reboot", b"")
         assert raw.hello()["start"] == 0
@@ -195,14 +194,14 @@ def test_the_rest_of_flight_is_not_offered():
 
 def test_no_random_bytes_harm_the_service():
     job = two_sources()
-    actions = st.sampled_from([*wire.Action, "shutdown", ""])
+    actions = st.sampled_from([*ACTIONS, "shutdown", ""])
     bodies = st.one_of(
         st.binary(max_size=200),
         st.recursive(
             st.none() | st.integers(-(2**63), 2**63) | st.text(max_size=8) | st.floats() | st.binary(max_size=8),
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
             max_leaves=8,
-        ).map(wire.packed),
+        ).map(wire.pack),
     )
     with served(job) as (_, address):
         raw = Raw(address)
@@ -268,7 +267,7 @@ def test_a_rank_that_vanishes_holds_the_others_back_only_until_the_deadline(capl
         assert isinstance(raw.get(ticket(raw.hello(1), rank=1)), wire.Contents)  # and is never heard of again
         reading = ol.connect(address, rank=0, timeout_s=20)
         assert [next(reading).number for _ in range(12)] == list(range(12))
-        assert any("rank 1 was not heard from" in record.message for record in caplog.records)
+        assert any("rank 1 was silent for" in record.message for record in caplog.records)
         back = ol.connect(address, rank=1, timeout_s=20)
         assert content(next(back)) == undisturbed(job, 1)[1][0]
 
@@ -328,7 +327,7 @@ def test_a_loader_serves_once_and_a_taken_port_is_said():
 
 def test_a_service_may_hand_out_steps_only_or_answer_questions_only():
     with ol.start(two_sources()) as loader:
-        steps = cast("InProcess", loader.client(0)._channel)
+        steps = loader.client(0)._channel
         only_steps = Service("job", Listen(), instance="instance", steps=steps)
         asked = ticket({"job": "job", "instance": "instance"})
         with pytest.raises(ol.errors.ServiceError, match="only hands out steps"):

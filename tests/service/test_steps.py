@@ -14,7 +14,7 @@ import overlord as ol
 from overlord.batches.buffers import Arenas
 from overlord.messages import Delivery
 from overlord.service import steps, wire
-from overlord.service.steps import MESSAGE_BYTES, packed_step, unpacked_step
+from overlord.service.steps import MESSAGE_BYTES, pack_step, unpack_step
 
 DTYPES = st.sampled_from([np.bool_, np.uint8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64])
 ARRAYS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7)))
@@ -40,7 +40,7 @@ MICROBATCHES = st.lists(st.dictionaries(st.text(max_size=8), FIELDS, max_size=6)
 
 def sent(delivery: Delivery, shift: int = 0) -> Delivery:
     """Through bytes and back, at any alignment, as gRPC would bring them."""
-    contents, batches = packed_step(delivery)
+    contents, batches = pack_step(delivery)
     sink = io.BytesIO()
     sink.write(b"x" * shift)
     with pa.ipc.new_stream(sink, steps.SCHEMA) as writer:
@@ -49,9 +49,9 @@ def sent(delivery: Delivery, shift: int = 0) -> Delivery:
             writer.write_batch(batch)
     with pa.ipc.open_stream(pa.py_buffer(sink.getvalue()).slice(shift)) as reader:
         received = list(reader)
-    answer = wire.unpacked_answer(wire.packed(contents))
+    answer = wire.unpack_answer(wire.pack(contents))
     assert isinstance(answer, wire.Contents)
-    return unpacked_step(answer, received, Arenas(2))
+    return unpack_step(answer, received, Arenas(2))
 
 
 def same(left: Any, right: Any) -> bool:
@@ -82,7 +82,7 @@ def test_an_array_longer_than_a_message_is_cut_and_joined(shift):
     rng = np.random.default_rng(0)
     long = rng.integers(0, 1 << 40, (2 * MESSAGE_BYTES + 8_000) // 8)
     delivery = Delivery(0, 1, ({"long": long, "short": np.arange(5), "other": long[:100_000].reshape(100, 1000)},))
-    sizes = [batch.nbytes for batch in packed_step(delivery)[1]]
+    sizes = [batch.nbytes for batch in pack_step(delivery)[1]]
     assert len(sizes) > 2
     assert max(sizes) <= MESSAGE_BYTES + steps._SMALL_BYTES
     assert all_same(delivery, sent(delivery, shift))
@@ -90,10 +90,10 @@ def test_an_array_longer_than_a_message_is_cut_and_joined(shift):
 
 def test_large_arrays_are_neither_copied_when_sent_nor_when_received_where_they_lie_well():
     array = np.arange(100_000, dtype=np.int64)
-    contents, batches = packed_step(Delivery(0, 1, ({"tokens": array},)))
+    contents, batches = pack_step(Delivery(0, 1, ({"tokens": array},)))
     (batch,) = batches
     assert any(buffer is not None and buffer.address == array.ctypes.data for buffer in batch.column(0).buffers())
-    received = unpacked_step(contents, [batch], Arenas(1)).microbatches[0]["tokens"]
+    received = unpack_step(contents, [batch], Arenas(1)).microbatches[0]["tokens"]
     assert np.shares_memory(received, array)
 
 
@@ -106,7 +106,7 @@ def test_arrays_in_any_order_of_memory_are_sent():
 @pytest.mark.parametrize("value", [np.array([object()]), {1, 2}, object()])
 def test_what_would_need_pickle_is_refused_with_the_name_of_the_field(value):
     with pytest.raises(ol.OverlordError, match=r"field 'odd' .* cannot be sent to another process"):
-        packed_step(Delivery(0, 1, ({"odd": value},)))
+        pack_step(Delivery(0, 1, ({"odd": value},)))
 
 
 def arrow_stream(table: pa.Table, rows: int | None = None) -> bytes:
@@ -138,7 +138,7 @@ def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message)
     regions = steps._Regions()
     column = wire.Column("text", regions.add("text", np.frombuffer(stream, np.uint8)), is_view, False)
     with pytest.raises(steps.DamagedStepError, match=f"field 'text' .*{message}"):
-        unpacked_step(wire.Contents(0, 1, [[column]]), list(regions.batches()), Arenas(1))
+        unpack_step(wire.Contents(0, 1, [[column]]), list(regions.batches()), Arenas(1))
 
 
 @pytest.mark.strangers
@@ -156,11 +156,11 @@ def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message)
 def test_a_field_that_does_not_fit_to_what_came_is_refused(field, message):
     region = np.arange(64, dtype=np.uint8)
     with pytest.raises(steps.DamagedStepError, match=f"field 'odd' .*{message}"):
-        unpacked_step(wire.Contents(0, 1, [[field]]), [steps._batch([region, region])], Arenas(1))
+        unpack_step(wire.Contents(0, 1, [[field]]), [steps._batch([region, region])], Arenas(1))
 
 
 @pytest.mark.strangers
 @pytest.mark.parametrize("columns", [{}, {"region": pa.array([b"x"])}, {"other": pa.array([b"x"], pa.binary_view())}])
 def test_a_message_of_other_columns_is_refused(columns):
     with pytest.raises(steps.DamagedStepError, match="instead of one of regions"):
-        unpacked_step(wire.Contents(0, 1, []), [pa.RecordBatch.from_pydict(columns)], Arenas(1))
+        unpack_step(wire.Contents(0, 1, []), [pa.RecordBatch.from_pydict(columns)], Arenas(1))

@@ -4,32 +4,33 @@ import msgspec
 import pytest
 
 from overlord.service import wire
+from overlord.service.run_api import ACTIONS, FeedbackRequest
 
 CONTENTS = {"type": "contents", "step": 3, "loss_tokens": 7}
 ARRAY = {"type": "array", "name": "tokens", "dtype": "<i4", "shape": [4], "region": 0, "offset": 0}
 
 
 @pytest.mark.strangers
-@pytest.mark.parametrize("kind", [wire.Ticket, wire.Hello, wire.FeedbackRequest])
+@pytest.mark.parametrize("kind", [wire.Ticket, wire.Hello, FeedbackRequest])
 def test_a_request_with_text_that_is_not_utf8_is_refused_like_any_other_damage(kind):
     data = b"\x81\xa3\xff\xfe\xfd\x01"  # a map whose key is no text
     with pytest.raises(msgspec.DecodeError, match="malformed: 'utf-8' codec can't decode"):
-        wire.unpacked(data, kind)
+        wire.unpack(data, kind)
 
 
 @pytest.mark.strangers
 def test_an_answer_nested_without_end_is_refused_like_any_other_damage():
     data = b"\x82\xa4type\xa5value\xa5value\x81\xa1a" + b"\x91" * 200_000 + b"\xc0"
     with pytest.raises(msgspec.DecodeError, match="malformed: maximum recursion depth"):
-        wire.unpacked_value("state_before", data)
+        ACTIONS["state_before"].unpack_reply(data)
 
 
 @pytest.mark.strangers
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x07", b"\x81\xa4type\xa5other", b"\x81\xa3\xff\xfe\xfd\x01"])
-@pytest.mark.parametrize("action", list(wire.Action))
+@pytest.mark.parametrize("action", list(ACTIONS))
 def test_a_value_that_is_no_answer_is_refused(action, data):
     with pytest.raises(msgspec.DecodeError):
-        wire.unpacked_value(action, data)
+        ACTIONS[action].unpack_reply(data)
 
 
 @pytest.mark.strangers
@@ -48,10 +49,10 @@ def test_a_value_that_is_no_answer_is_refused(action, data):
 )
 def test_an_action_is_answered_by_a_value_of_its_type_alone(action, good, bad):
     for value in good:
-        assert wire.unpacked_value(action, wire.packed(wire.Value(value))) == value
+        assert ACTIONS[action].unpack_reply(wire.pack(wire.Value(value))) == value
     for value in bad:
         with pytest.raises(msgspec.ValidationError, match=r"\$\.value"):
-            wire.unpacked_value(action, wire.packed(wire.Value(value)))
+            ACTIONS[action].unpack_reply(wire.pack(wire.Value(value)))
 
 
 @pytest.mark.strangers
@@ -70,9 +71,9 @@ def test_an_action_is_answered_by_a_value_of_its_type_alone(action, good, bad):
 )
 def test_an_array_that_no_service_would_announce_is_refused(change):
     good = msgspec.msgpack.encode({**CONTENTS, "microbatches": [[ARRAY]]})
-    assert isinstance(wire.unpacked_answer(good), wire.Contents)
+    assert isinstance(wire.unpack_answer(good), wire.Contents)
     with pytest.raises(msgspec.ValidationError):
-        wire.unpacked_answer(msgspec.msgpack.encode({**CONTENTS, "microbatches": [[{**ARRAY, **change}]]}))
+        wire.unpack_answer(msgspec.msgpack.encode({**CONTENTS, "microbatches": [[{**ARRAY, **change}]]}))
 
 
 @pytest.mark.strangers

@@ -98,7 +98,7 @@ def test_reports_that_make_no_sense_are_told_once_and_break_nothing(caplog):
         {"seconds": 1.0},
         {},
     ]
-    with ol.start(job_with()) as loader, caplog.at_level(logging.WARNING, "overlord.roles.client"):
+    with ol.start(job_with()) as loader, caplog.at_level(logging.WARNING, "overlord.service.client"):
         client = loader.client(0, timeout_s=60)
         found = []
         for _ in range(14):
@@ -112,7 +112,7 @@ def test_reports_that_make_no_sense_are_told_once_and_break_nothing(caplog):
 
 
 def test_a_report_that_comes_twice_or_late_is_counted_once_or_not(caplog):
-    with ol.start(job_with()) as loader, caplog.at_level(logging.WARNING, "overlord.roles.client"):
+    with ol.start(job_with()) as loader, caplog.at_level(logging.WARNING, "overlord.service.client"):
         client = loader.client(0, timeout_s=60)
         for _ in range(14):
             next(client)

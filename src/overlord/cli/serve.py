@@ -108,7 +108,7 @@ def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
         check_writable(options.state)
     token = None if options.token_file is None else read_token(options.token_file)
     resume = _read_resume(options.resume)
-    _check_free(Address.parsed(options.address))
+    _check_free(Address.parse(options.address))
     tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
     with start(job, engine=_make_engine(options.ray), resume=resume, log=options.log) as loader:
         stop = _install_stop_event()  # after start: Ray installs handlers of its own

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.fleet.autoscaler import Autoscale, Autoscaler
@@ -23,7 +23,7 @@ from overlord.fleet.hosts import Fleet
 from overlord.fleet.shadows import ShadowChange, ShadowKeeper
 from overlord.loaders.autoscaling import Observed, ScalingDecision
 from overlord.loaders.model import Budget, Partition, Profile
-from overlord.roles.data_constructor import DataConstructor, Pace
+from overlord.roles.data_constructor import Pace
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import Work
 from overlord.runtime import liveness
@@ -38,7 +38,14 @@ if TYPE_CHECKING:
     from overlord.roles.loader_host import Standing
     from overlord.runtime.engine import Engine, Handle
 
-C = TypeVar("C", bound=DataConstructor)
+
+class Paced(Protocol):
+    """A role that knows how fast its ranks go: a Data Constructor, or a role that has one."""
+
+    def pace(self) -> Pace: ...
+
+
+C = TypeVar("C", bound=Paced)
 
 _log = logging.getLogger("overlord.scaling")
 
@@ -118,7 +125,7 @@ class Upkeep:
     def look(self) -> None:
         """One look at the run, and what follows from it."""
         hosts = self._fleet.standing()
-        asked = [constructor.ask(DataConstructor.pace) for constructor in list(self._constructors)]
+        asked = [constructor.ask(Paced.pace) for constructor in list(self._constructors)]
         status = self._planner.ask(Planner.status).result(_ANSWER_S)
         cursors = self._planner.ask(Planner.cursors).result(_ANSWER_S)
         decided = self._planner.ask(Planner.decisions).result(_ANSWER_S)

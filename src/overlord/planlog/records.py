@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.errors import StateError
-from overlord.steering.decisions import WEIGHTS, Decision, remembered
+from overlord.steering.decisions import WEIGHTS, decision_from_plain, remembered
 from overlord.steering.feedback import Heard, plain_sums, sums_from_plain
 from overlord.stream.plain import (
     MOST,
@@ -41,6 +41,9 @@ from overlord.stream.plain import (
     whole,
 )
 from overlord.stream.progress import COLUMNS, Progress, plain_samples
+
+if TYPE_CHECKING:
+    from overlord.messages import Decision
 
 VERSION = 1
 _COUNTED = frozenset({"chunk", "row", "samples", "tokens", "since"})
@@ -184,7 +187,7 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
     progress = _progress(snapshot, "progress")
     needed = whole(snapshot["needed"], "needed")
     decided = listed(snapshot["decisions"], "decisions")
-    decisions = [Decision.from_plain(plain, f"decisions[{i}]") for i, plain in enumerate(decided)]
+    decisions = [decision_from_plain(plain, f"decisions[{i}]") for i, plain in enumerate(decided)]
     heard = Heard.from_plain(snapshot["heard"])
     before = {progress.step: progress}
     readers = _groups(snapshot.get("readers", []), "readers")  # release 0.1 wrote none
@@ -212,7 +215,7 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
                 readers = _groups(record["groups"], "groups")
             case "decision":
                 plain = [record["step"], record["name"], record["value"]]
-                decisions.append(Decision.from_plain(plain, "a decision"))
+                decisions.append(decision_from_plain(plain, "a decision"))
                 if record["name"] == WEIGHTS:
                     heard.forget_before(record["value"].get("until", 0))
             case "withdrawn":

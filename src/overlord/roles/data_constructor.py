@@ -184,6 +184,11 @@ class DataConstructor:
         if is_late:
             self._planner.ask(Planner.expect, self._group).result()
 
+    def late(self) -> frozenset[int]:
+        """The ranks that are expected and have neither asked for a step nor left."""
+        with self._lock:
+            return frozenset(self._expected)
+
     def rank_left(self, rank: int) -> None:
         """Note that a rank reads no more, so that it holds nobody back."""
         with self._lock:

@@ -34,7 +34,7 @@ class Address:
     scheme: str = PLAIN
 
     @staticmethod
-    def parsed(text: str, scheme: str = PLAIN) -> Address:
+    def parse(text: str, scheme: str = PLAIN) -> Address:
         """`scheme` is for an address that names none."""
         wrong = SpecError(f"an address is host:port, grpc://host:port or grpc+tls://host:port, got {text!r}")
         if not isinstance(text, str):
@@ -106,14 +106,19 @@ class Listen:
 
     @property
     def bound(self) -> Address:
-        return Address.parsed(self.address, PLAIN if self.tls is None else TLS)
+        return Address.parse(self.address, PLAIN if self.tls is None else TLS)
 
-    def told(self, port: int) -> str:
+    def public_address(self, port: int) -> str:
         """The address for clients, once the port is known."""
         host = self.advertise or self.bound.host
         if self.advertise is None and self.bound.is_wildcard:
             host = socket.gethostname() if self.reached_from is None else _host_towards(self.reached_from)
         return str(Address(host, port, PLAIN if self.tls is None else TLS))
+
+
+def service_address(text: str, tls_root: str | None) -> str:
+    """The address of a service as a client connects to it: with TLS where a root certificate is given."""
+    return str(Address.parse(text, PLAIN if tls_root is None else TLS))
 
 
 def check_token(token: str | None) -> None:

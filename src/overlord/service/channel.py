@@ -1,11 +1,11 @@
 """How a client in another process reaches its run: a `Channel` over Arrow Flight.
 
-It survives its server. When a server cannot be reached, the channel asks the address that it was made with where the
-rank is served now, again and again. `fetch` meanwhile answers Later, so that the client's own timeout ends the wait; other
-questions wait for at most `timeout_s` and then raise ServiceError.
+A channel survives its server. When the server cannot be reached, the channel asks the address that it was made with where
+the rank is served now, again and again. `fetch` meanwhile returns Later, so that the client's own timeout ends the wait; a
+call on the run waits for at most `timeout_s` and then raises ServiceError.
 
-A run that was restarted has forgotten which state its clients had loaded; the channel loads it again. Its clients see no
-other generation for that: generations are counted here, and what the server calls each of them is kept beside.
+A run that was restarted does not know which state its clients had loaded; the channel loads it again. To its client that is
+no new generation: the channel counts generations itself, and keeps the server's number of each.
 """
 
 from __future__ import annotations
@@ -22,42 +22,46 @@ import msgspec
 from overlord.batches.buffers import Arenas
 from overlord.declare.arguments import seconds_or_none, switch, whole
 from overlord.errors import OverlordError, ServiceError
-from overlord.messages import Delivery, Later, StepReport
-from overlord.roles.client import Client
+from overlord.messages import Delivery, Later
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import SERVER_ANSWER, SERVER_PAUSE_S
 from overlord.runtime.long_waits import FIRST_S, waiting
 from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
-from overlord.service.auth import Address, check_token, read_pem
+from overlord.service.auth import check_token, read_pem, service_address
+from overlord.service.client import Client
 from overlord.service.link import Link, Unreachable
-from overlord.service.steps import DamagedStepError, unpacked_step
-from overlord.service.wire import Action
+from overlord.service.run_api import CALLS, LoadStateRequest, remote_run
+from overlord.service.steps import DamagedStepError, unpack_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import pyarrow as pa
 
     from overlord.messages import State
+    from overlord.service.run_api import Call, RunApi, RunRequest
+    from overlord.service.wire import Action
 
 T = TypeVar("T")
 
 _PAUSE_S = SERVER_PAUSE_S  # between attempts to reach a server
-_WAIT_S = 2.0  # how long a fetch waits at the server: a thousand clients that ask anew all the time would be its main work
-_ASK_S = _GRACE_S = SERVER_ANSWER.after_s  # to answer a question, and for a step beyond the wait that was asked for
+_WAIT_S = 2.0  # how long a fetch waits at the server: polling by a thousand clients would be most of its work
+_CALL_S = _GRACE_S = SERVER_ANSWER.after_s  # for a call, and for the transfer of a step beyond the wait at the server
 _ARENAS = 8
 _log = logging.getLogger(__name__)
 
 
 class FlightChannel:
-    """The channel of one rank. Safe to call from several threads."""
+    """The channel of one rank over Arrow Flight. Safe to call from several threads."""
 
     tell_after_s = FIRST_S
-    """When a wait for the service is first told of."""
+    """After how long a wait for the service is first logged."""
 
-    def __init__(self, address: str, rank: int, token: str | None, root: str | None, timeout_s: float | None) -> None:
+    def __init__(
+        self, address: str, rank: int, *, token: str | None = None, root: str | None = None, timeout_s: float | None
+    ) -> None:
         self._rank = rank
         self._token = token
         self._root = root
@@ -70,16 +74,22 @@ class FlightChannel:
         self._closed = threading.Event()
         self._loaded: State | None = None
         self._is_lost = False
-        self._front = self._linked(str(Address.parsed(address, "grpc" if root is None else "grpc+tls")))
+        self._trouble = ""
+        self._front = self._link_to(service_address(address, root))
         self._steps = self._front
-        self._welcome = self._patiently(self._greeted)
+        self._welcome = self._retry(self._greet)
         self._generations = [self._welcome.generation]
         self._follow(self._welcome)
+        self._run = remote_run(self._send)
         if self._welcome.heartbeat_s is not None:
-            _start_heartbeat(self, self._welcome.heartbeat_s)
+            _start_heartbeat(self, self._closed, self._welcome.heartbeat_s)
+
+    @property
+    def run(self) -> RunApi:
+        return self._run
 
     def start(self) -> int:
-        return self._renewed().start
+        return self._retry(self._renew).start
 
     def generation(self) -> int:
         return len(self._generations) - 1
@@ -90,29 +100,29 @@ class FlightChannel:
         known = self._welcome
         ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, self._generations[-1])
         try:
-            answer, batches = self._steps.fetched(wire.packed(ticket), wait_s + _GRACE_S)
+            answer, batches = self._steps.fetch(wire.pack(ticket), wait_s + _GRACE_S)
         except Unreachable as error:
-            return self._lost(str(error))
+            return self._look_again(str(error))
         match answer:
             case wire.Contents():
-                return self._unpacked(answer, batches, step)
+                return self._unpack(answer, batches, step)
             case wire.End():
                 return None
             case wire.NotReady():
                 return Later(answer.reason)
             case wire.Moved() if answer.instance != known.instance:
-                return self._lost("it was restarted")
+                return self._look_again("it was restarted")
             case wire.Moved():
                 self._note(answer.generation)
                 return Later("the run was moved to another state")
             case wire.Elsewhere():
-                return self._lost(f"rank {rank} is no longer served there")
+                return self._look_again(f"rank {rank} is no longer served there")
             case wire.Failure():
                 raise answer.error()
 
-    def _unpacked(self, contents: wire.Contents, batches: Sequence[pa.RecordBatch], step: int) -> Delivery:
+    def _unpack(self, contents: wire.Contents, batches: Sequence[pa.RecordBatch], step: int) -> Delivery:
         try:
-            delivery = unpacked_step(contents, batches, self._arenas)
+            delivery = unpack_step(contents, batches, self._arenas)
         except DamagedStepError as error:
             raise ServiceError(
                 f"step {step} came damaged from {self._steps.address}: {error}; ask for it again, and if that does not "
@@ -128,74 +138,59 @@ class FlightChannel:
     def leave(self, rank: int, generation: int | None = None) -> None:
         # Whatever the generation: the service knows by the session whether another client has become this rank.
         try:
-            self._say(Action.LEAVE)
-        except (Unreachable, OverlordError) as error:  # then the server will find out by itself, if there still is one
+            self._say(wire.LEAVE)
+        except (Unreachable, OverlordError) as error:  # the server, if there still is one, will notice the silence
             _log.info("rank %d left without saying so: %s", rank, error)
 
-    def state_before(self, step: int) -> State:
-        return self._ask(lambda job: (Action.STATE_BEFORE, wire.StateBefore(job, step)))
-
-    def load_state(self, state: Mapping[str, Any], generation: int) -> int:
-        state = dict(state)
-        known = self._generations[generation] if generation >= 0 else self._generations[0] - 1
-        moved = self._ask(lambda job: (Action.LOAD_STATE, wire.LoadState(job, state, known)))
-        self._loaded = state
-        self._note(moved)
-        return self.generation()
-
-    def status_lines(self) -> list[str]:
-        try:
-            return self._asked_once(Action.DOING, wire.Doing(self._welcome.job))
-        except (Unreachable, OverlordError):  # it is asked to explain a wait, which must not fail for it
-            return []
-
-    def feedback(self, report: StepReport, generation: int) -> list[str]:
-        known = self._generations[generation]
-        losses, tokens = dict(report.losses), dict(report.tokens)
-        told = wire.FeedbackRequest(self._welcome.job, known, report.rank, report.step, losses, tokens, list(report.seconds))
-        try:
-            return self._asked_once(Action.FEEDBACK, told)
-        except (Unreachable, OverlordError) as error:  # training goes on without its report
-            return [f"the service did not take it: {error}"]
-
     def close(self) -> None:
-        """Wait for nothing any more, and fall silent. A question that needs no waiting is still answered."""
+        """End every wait, and send no more heartbeats. A call that needs no waiting is still answered."""
         self._closed.set()
 
     def beat(self) -> None:
-        """Say that this rank is still there."""
+        """Send a heartbeat."""
         try:
-            self._say(Action.HERE)
+            self._say(wire.HERE)
         except (Unreachable, OverlordError) as error:  # the next fetch will meet the same, and tell the trainer
-            _log.debug("rank %d could not say that it is there: %s", self._rank, error)
+            _log.debug("rank %d could not send a heartbeat: %s", self._rank, error)
 
-    def _say(self, action: Action) -> None:
-        present = wire.Presence(self._welcome.job, self._rank, self._session)
-        self._steps.asked(action, wire.packed(present), _ASK_S)
+    def _say(self, action: Action[wire.Presence, None]) -> None:
+        self._steps.call(action, wire.Presence(self._welcome.job, self._rank, self._session), _CALL_S)
 
-    def _ask(self, question: Callable[[str], tuple[Action, msgspec.Struct]]) -> Any:
-        def attempt() -> Any:
+    def _send(self, call: Call[..., T], request_for: Callable[[str], RunRequest]) -> T:
+        """How calls on the run get to the service, see `remote_run`."""
+        request = self._with_server_generation(request_for(self._welcome.job))
+        if call.on_failure is None:
+            reply = self._retry(lambda: self._call_or_renew(call.action, request))
+        else:
             try:
-                return self._asked_once(*question(self._welcome.job))
-            except Unreachable:
-                self._renew()
-                raise
+                reply = self._front.call(call.action, request, _CALL_S)
+            except (Unreachable, OverlordError) as error:
+                return call.on_failure(error)
+        if isinstance(request, LoadStateRequest):
+            self._loaded = request.state
+            self._note(reply)
+            reply = self.generation()
+        return call.result_of(reply)
 
-        return self._patiently(attempt)
+    def _with_server_generation(self, request: RunRequest) -> RunRequest:
+        generation: int | None = getattr(request, "generation", None)
+        if generation is None:
+            return request
+        known = self._generations[generation] if generation >= 0 else self._generations[0] - 1
+        return msgspec.structs.replace(request, generation=known)
 
-    def _asked_once(self, action: Action, body: msgspec.Struct) -> Any:
-        return self._front.asked(action, wire.packed(body), _ASK_S)
+    def _call_or_renew(self, action: Action[RunRequest, Any], request: RunRequest) -> Any:
+        try:
+            return self._front.call(action, request, _CALL_S)
+        except Unreachable:
+            self._renew()
+            raise
 
-    def _patiently(self, attempt: Callable[[], T]) -> T:
-        """The outcome of the first attempt that reaches the server."""
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        """Returns the outcome of the first attempt that reaches the server."""
         self._home.check()
-        self._trouble = "it has not answered yet"
-        told = f"rank {self._rank} waits for the service at {self._front.address}"
-        with waiting(lambda: f"{told}: {self._trouble}", self.tell_after_s):
-            return self._tried(attempt)
 
-    def _tried(self, attempt: Callable[[], T]) -> T:
-        def note(failed: FailedAttempt[Unreachable]) -> None:
+        def check_timeout(failed: FailedAttempt[Unreachable]) -> None:
             self._trouble = str(failed.error)
             if self._timeout_s is not None and failed.waited_s >= self._timeout_s:
                 raise ServiceError(
@@ -207,11 +202,14 @@ class FlightChannel:
             if self._closed.wait(seconds):
                 raise ServiceError(f"the client of rank {self._rank} was closed while it waited for the service")
 
-        return retry(attempt, on=Unreachable, pauses=repeat(_PAUSE_S), on_failure=note, sleep=pause)
+        self._trouble = "it has not answered yet"
+        told = f"rank {self._rank} waits for the service at {self._front.address}"
+        with waiting(lambda: f"{told}: {self._trouble}", self.tell_after_s):
+            return retry(attempt, on=Unreachable, pauses=repeat(_PAUSE_S), on_failure=check_timeout, sleep=pause)
 
-    def _lost(self, reason: str) -> Later:
-        """One attempt to find the server again; a client that gets Later asks again."""
-        if not self._is_lost:  # once, not for every attempt
+    def _look_again(self, reason: str) -> Later:
+        """Try once to find the server again. A client that gets Later will call again."""
+        if not self._is_lost:  # log once, not for every attempt
             _log.warning("rank %d lost its server and looks for it: %s", self._rank, reason)
             self._is_lost = True
         try:
@@ -221,20 +219,17 @@ class FlightChannel:
             self._closed.wait(_PAUSE_S)
         return Later(f"the service went away: {reason}")
 
-    def _renewed(self) -> wire.Welcome:
-        return self._patiently(self._renew)
-
     def _renew(self) -> wire.Welcome:
         """Greet the service again, and follow where it sends this rank."""
         with self._lock:
-            welcome = self._greeted()
+            welcome = self._greet()
             if welcome.job != self._welcome.job:
                 raise ServiceError(
                     f"the service at {self._front.address} now runs job {welcome.job}; this client began with "
                     f"{self._welcome.job}: the declaration or its data changed; connect anew"
                 )
             if welcome.instance != self._welcome.instance:
-                welcome = self._reloaded(welcome)
+                welcome = self._reload(welcome)
             elif welcome.generation != self._generations[-1]:
                 self._note(welcome.generation)
             self._follow(welcome)
@@ -244,37 +239,36 @@ class FlightChannel:
                 self._is_lost = False
             return welcome
 
-    def _reloaded(self, welcome: wire.Welcome) -> wire.Welcome:
-        """A new service, brought to where this client's run was, unless it was resumed from a later step by itself."""
+    def _reload(self, welcome: wire.Welcome) -> wire.Welcome:
+        """Move a restarted run to the state that this client had loaded, unless it was resumed from a later step."""
         if self._loaded is not None and welcome.start <= self._loaded["step"]:
-            load = wire.LoadState(welcome.job, self._loaded, -1)
-            generation = self._asked_once(Action.LOAD_STATE, load)
-            welcome = msgspec.structs.replace(self._greeted(), generation=generation)
+            load = LoadStateRequest(welcome.job, self._loaded, -1)
+            generation = self._front.call(CALLS["load_state"].action, load, _CALL_S)
+            welcome = msgspec.structs.replace(self._greet(), generation=generation)
         self._generations[-1] = welcome.generation
         return welcome
 
-    def _greeted(self) -> wire.Welcome:
-        greeting = wire.packed(wire.Hello(wire.VERSION, self._rank))
-        return self._front.asked(Action.HELLO, greeting, _ASK_S)
+    def _greet(self) -> wire.Welcome:
+        return self._front.call(wire.HELLO, wire.Hello(wire.VERSION, self._rank), _CALL_S)
 
     def _follow(self, welcome: wire.Welcome) -> None:
         address = welcome.address or self._front.address
         if address != self._steps.address:
             if self._steps is not self._front:
                 self._steps.close()
-            self._steps = self._front if address == self._front.address else self._linked(address)
+            self._steps = self._front if address == self._front.address else self._link_to(address)
 
     def _note(self, generation: int) -> None:
         if generation != self._generations[-1]:
             self._generations.append(generation)
 
-    def _linked(self, address: str) -> Link:
+    def _link_to(self, address: str) -> Link:
         return Link(address, self._token, self._root)
 
 
-def _start_heartbeat(channel: FlightChannel, every_s: float) -> None:
-    """Beats as long as somebody holds the channel: a client that was dropped without `close` must fall silent."""
-    closed, held = channel._closed, weakref.ref(channel)
+def _start_heartbeat(channel: FlightChannel, closed: threading.Event, every_s: float) -> None:
+    """The thread holds the channel weakly: a client that was dropped without `close` must fall silent."""
+    held = weakref.ref(channel)
 
     def beat() -> None:
         while not closed.wait(every_s):
@@ -297,17 +291,17 @@ def connect(
     torch: bool = False,
     pin_memory: bool = False,
 ) -> Client:
-    """The iterator of one rank of a run that `Loader.serve` or `overlord serve` offers at an address.
+    """Returns the iterator of one rank of a run that `Loader.serve` or `overlord serve` offers at an address.
 
-    `timeout_s` is the longest wait for the service to be there and for each step; None waits for ever. `tls_root`
-    is a PEM file with the certificate that the service's own must lead to; without one the system's are trusted.
+    `timeout_s` is the longest wait for the service and for each step; None waits for ever. `tls_root` is a PEM file with the
+    certificate that the service's own must lead to; without one the system's are trusted.
     """
     rank = whole(rank, "rank")
     timeout_s = seconds_or_none(timeout_s, "timeout_s")
     torch, pin_memory = switch(torch, "torch"), switch(pin_memory, "pin_memory")  # before anything is waited for
     check_token(token)
     root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
-    channel = FlightChannel(address, rank, token, root, timeout_s)
-    client = Client(rank, channel, torch, pin_memory, timeout_s)
+    channel = FlightChannel(address, rank, token=token, root=root, timeout_s=timeout_s)
+    client = Client(rank, channel, torch=torch, pin_memory=pin_memory, timeout_s=timeout_s)
     client.at_close(channel.close)
     return client

@@ -1,10 +1,9 @@
-"""A Data Constructor that serves its ranks itself, from wherever it runs: near its trainers, not through one door."""
+"""A Data Constructor with a server of its own: its ranks read from where it runs, not through one front door."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.roles.data_constructor import DataConstructor
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
 
     from overlord.declare.job import Job
     from overlord.messages import Delivery, Later
+    from overlord.roles.data_constructor import HandedOut, Pace
     from overlord.roles.planner import Planner
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Handle, Workplace
@@ -25,7 +25,7 @@ def make_serving_constructor(
     job: Job, group: int, planner: Handle[Planner], routes: Routes, workplace: Workplace
 ) -> ServingConstructor:
     tree = ClientPlaceTree(job.mesh)
-    return ServingConstructor(
+    constructor = DataConstructor(
         group,
         job.batch,
         tree,
@@ -36,50 +36,53 @@ def make_serving_constructor(
         arenas=workplace.arenas,
         weighted=job.is_weighted,
     )
+    return ServingConstructor(constructor, tree, group)
 
 
-class ServingConstructor(DataConstructor):
-    """Asks about serving may be repeated, and are, when the constructor was made anew: it has no server then."""
+class ServingConstructor:
+    """The Data Constructor of a group, and the server of its ranks once `serve` was called.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Every call may be repeated. A constructor that was made again after a failure has no server until `serve` is called.
+    """
+
+    def __init__(self, constructor: DataConstructor, tree: ClientPlaceTree, group: int) -> None:
+        self._constructor = constructor
+        self._tree = tree
+        self._group = group
         self._serving = threading.Lock()
         self._service: Service | None = None
 
+    # The server
+
     def serve(self, job: str, instance: str, listen: Listen, generation: int, leave_after_s: float | None) -> str:
-        """Serve the ranks of this group, unless it does already. Gives the address."""
+        """Serve the ranks of this group, unless it does already; returns the address."""
         from overlord.service.server import Service
 
         with self._serving:
             if self._service is None:
-                self.generation = generation
+                self._constructor.generation = generation
                 ranks = self._tree.ranks_of(self._group)
-                self.expect(ranks)  # it may have been made anew, and does not know who reads
+                self.expect(ranks)  # a constructor that was made again does not know who reads
                 self._service = Service(
                     job,
                     listen,
                     instance=instance,
-                    steps=_OwnSteps(self),
-                    serves=self._has_rank,
+                    steps=self,
+                    serves=lambda rank: self._tree.coordinates(rank).dp == self._group,
                     ranks=lambda: ranks,
                     leave_after_s=leave_after_s,
                 )
             return self._service.address
 
     def reading(self) -> dict[int, int]:
-        """The ranks that read from here, with the step each takes next."""
+        """The ranks that read from here, with the next step of each."""
         service = self._service
         return {} if service is None else service.ranks.reading()
 
     def last(self) -> dict[int, int]:
-        """The same for every rank that ever read from here."""
+        """Every rank that ever read from here, with the next step of each."""
         service = self._service
         return {} if service is None else service.ranks.last()
-
-    def late(self) -> frozenset[int]:
-        """The ranks of this group that have neither asked for a step nor left."""
-        with self._lock:
-            return frozenset(self._expected)
 
     def halt(self) -> int:
         """See `Service.halt`; -1 when nothing was ever served."""
@@ -87,11 +90,12 @@ class ServingConstructor(DataConstructor):
         return -1 if service is None else service.halt()
 
     def drain(self, last: int, timeout_s: float) -> bool:
+        """See `Service.drain`."""
         service = self._service
         return True if service is None else service.drain(last, timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Wait until each of these ranks has read from here and left again."""
+        """Wait until each of these ranks has read from here and left again. False after `timeout_s`."""
         service = self._service
         return service is not None and service.ranks.wait_for_leave(ranks, timeout_s)
 
@@ -103,21 +107,41 @@ class ServingConstructor(DataConstructor):
 
     def close(self) -> None:
         self.stop_serving()
-        super().close()
+        self._constructor.close()
 
-    def _has_rank(self, rank: int) -> bool:
-        return self._tree.coordinates(rank).dp == self._group
-
-
-@dataclass(frozen=True, slots=True)
-class _OwnSteps:
-    constructor: ServingConstructor
+    # The steps of its ranks: this is the `StepSource` of its server
 
     def generation(self) -> int:
-        return self.constructor.generation
+        return self._constructor.generation
 
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
-        return self.constructor.fetch(step, rank, wait_s)
+        return self._constructor.fetch(step, rank, wait_s)
 
     def leave(self, rank: int) -> None:
-        self.constructor.rank_left(rank)
+        self._constructor.rank_left(rank)
+
+    # The constructor, as the loader of the run uses it
+
+    def expect(self, ranks: Collection[int]) -> None:
+        self._constructor.expect(ranks)
+
+    def late(self) -> frozenset[int]:
+        return self._constructor.late()
+
+    def freeze(self) -> HandedOut:
+        return self._constructor.freeze()
+
+    def thaw(self, to: int | None = None) -> HandedOut:
+        return self._constructor.thaw(to)
+
+    def restart(self, generation: int) -> None:
+        self._constructor.restart(generation)
+
+    def reached(self) -> int:
+        return self._constructor.reached()
+
+    def pace(self) -> Pace:
+        return self._constructor.pace()
+
+    def status_lines(self) -> list[str]:
+        return self._constructor.status_lines()

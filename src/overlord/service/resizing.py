@@ -1,38 +1,39 @@
-"""Agreeing on the step at which a mesh may change: one that no rank has taken, and that no rank is behind."""
+"""The step at which a mesh may change: one that no rank has taken, and that no rank is behind."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from overlord.errors import SpecError, WaitTimeoutError
-from overlord.roles.data_constructor import DataConstructor, HandedOut
+from overlord.service.constructor import ServingConstructor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from overlord.roles.data_constructor import HandedOut
     from overlord.runtime.engine import Answer, Handle
-
-C = TypeVar("C", bound=DataConstructor)
 
 _PAUSE_S = 0.02
 
 
-def agreed_step(
-    constructors: Sequence[Handle[C]],
-    waiting: Callable[[], dict[int, int]],
+def freeze_at(
+    at: int | None,
+    constructors: Sequence[Handle[ServingConstructor]],
+    readers: Callable[[], dict[int, int]],
+    *,
     start: int,
     taken_to: int,
-    at: int | None,
     timeout_s: float,
 ) -> int:
-    """Freeze all constructors at the first step that no rank has taken (or at `at`), and wait for ranks that are behind it.
+    """Freeze all constructors at step `at`, or at the first step that no rank has taken; wait for ranks that are behind it,
+    and return it.
 
-    `waiting` gives the ranks that are known to read, with the step each takes next, whether they have asked yet or not.
-    Every step before `taken_to` is known to be taken, also where a constructor was made anew and has not been asked yet.
+    `readers` returns the ranks that are known to read, with the next step of each, whether they have asked for it or not.
+    Every step before `taken_to` is known to be taken; a constructor that was made again may not know it.
     """
-    found = _answers([constructor.ask(DataConstructor.freeze) for constructor in constructors])
-    at_step = _joined(waiting(), found)
+    found = _wait_all([constructor.ask(ServingConstructor.freeze) for constructor in constructors])
+    at_step = _next_steps(readers(), found)
     untaken = max([taken_to, *at_step.values(), *(handed.untaken for handed in found)])
     at = untaken if at is None else at
     if not start <= at <= untaken:
@@ -50,19 +51,19 @@ def agreed_step(
                 "them read on or close their clients, or give at=... to hand steps out again"
             )
         time.sleep(_PAUSE_S)
-        found = _answers([constructor.ask(DataConstructor.thaw, at) for constructor in constructors])
-        at_step = _joined(waiting(), found)
+        found = _wait_all([constructor.ask(ServingConstructor.thaw, at) for constructor in constructors])
+        at_step = _next_steps(readers(), found)
     return at
 
 
-def thaw(constructors: Sequence[Handle[C]]) -> None:
-    """Let steps be handed out as before."""
-    _answers([constructor.ask(DataConstructor.thaw) for constructor in constructors])
+def thaw_all(constructors: Sequence[Handle[ServingConstructor]]) -> None:
+    """Hand out steps as before."""
+    _wait_all([constructor.ask(ServingConstructor.thaw) for constructor in constructors])
 
 
-def _answers(asked: Sequence[Answer[HandedOut]]) -> list[HandedOut]:
-    return [answer.result() for answer in asked]
+def _wait_all(calls: Sequence[Answer[HandedOut]]) -> list[HandedOut]:
+    return [answer.result() for answer in calls]
 
 
-def _joined(waiting: dict[int, int], found: Sequence[HandedOut]) -> dict[int, int]:
-    return waiting | {rank: step for handed in found for rank, step in handed.next_of_rank.items()}
+def _next_steps(readers: dict[int, int], found: Sequence[HandedOut]) -> dict[int, int]:
+    return readers | {rank: step for handed in found for rank, step in handed.next_of_rank.items()}

@@ -1,8 +1,9 @@
-"""`start`: put the roles of a job on an engine and hand out the iterators of its ranks."""
+"""`start` puts the roles of a job on an engine; the `Loader` that it returns is the running job."""
 
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +18,11 @@ from overlord.checkpoint.state import from_state, to_state
 from overlord.declare.arguments import seconds_or_none, seconds_to_wait, whole
 from overlord.declare.job import Job, Log
 from overlord.declare.mesh import Mesh
-from overlord.errors import SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.fleet.control_loop import Loaders, Upkeep
-from overlord.messages import State, StepReport, WeightChange
+from overlord.messages import Decision, Delivery, Later, State, StepReport, WeightChange
 from overlord.planlog.plan_log import Era, resumed, starting_point
 from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner
-from overlord.roles.client import Client
-from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Mix, Planner, PlannerStatus
 from overlord.roles.routes import Routes
 from overlord.runtime.embedded import Embedded
@@ -31,10 +30,10 @@ from overlord.runtime.engine import Answer, Engine, Handle, StoreUse, WorkplaceS
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import RANK_SILENT, ROLE_BUSY, ROLE_REPORT
 from overlord.runtime.long_waits import waiting
+from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
-from overlord.service.in_process import InProcess
-from overlord.service.resizing import agreed_step, thaw
-from overlord.steering.decisions import Decision, Steered
+from overlord.service.resizing import freeze_at, thaw_all
+from overlord.steering.decisions import Steered
 from overlord.stream.outliers import Delay
 
 if TYPE_CHECKING:
@@ -54,8 +53,10 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_DOING_WAIT_S = ROLE_BUSY.after_s
+_STATUS_LINES_S = ROLE_BUSY.after_s
 _STATUS_WAIT_S = ROLE_REPORT.after_s
+_LEAVE_S = ROLE_REPORT.after_s  # a constructor that hangs must not hold up a trainer that ends
+_log = logging.getLogger(__name__)
 _ONE_PROCESS = (
     "Start it in the process that uses it, or let others read with overlord.connect at the address of Loader.serve(), in "
     "processes that multiprocessing's 'spawn' started"
@@ -74,20 +75,20 @@ def start(
     autoscale: Autoscale | Budget | None = None,
     shadows: Budget | None = None,
 ) -> Loader:
-    """Start a job. Use it in a `with` block, or call `close`.
+    """Start a job. Use the loader in a `with` block, or call `close`.
 
-    `engine` says where roles run; in this process unless given. `resume` is a state from `state_dict`, or its JSON text; it
-    may come from any mesh. `accept_changes` names differences between the job and the state to take all the same.
-    `world_size`, where given, must fit the mesh; a mesh without `dp` takes its dp from it.
+    `engine` is where roles run; by default in this process. `resume` is a state from `state_dict`, or its JSON text, from
+    any mesh. `accept_changes` names differences between the job and the state to accept. `world_size`, where given, must fit
+    the mesh; a mesh without `dp` takes its dp from it.
 
-    `log` is where the planner writes down what it decided, so that it can be made anew and give the same plans. A checkpoint
-    belongs to a model, so `resume=state` decides where a run goes on, whatever the log says. `resume="log"` is for a run
-    whose trainers lived on: it goes on with the first step that the log does not know to be taken by all of them, which may
-    be up to `prefetch` + 1 steps before the first that was not.
+    `log` is where the planner records its decisions, so that a planner that is made again returns the same plans. A
+    checkpoint belongs to a model, so `resume=state` decides where a run continues, whatever the log says. `resume="log"` is
+    for a run whose trainers lived on: it continues with the first step that the log does not know to be taken by all of
+    them, up to `prefetch` + 1 steps before the first that was not.
 
-    `partition` says which loaders share which process, on a cluster. With `autoscale`, loaders are added and removed while
-    the run goes on, within that budget. `shadows` is what Shadow Loaders may take beside it, on a cluster. None of them
-    changes what is in a step.
+    `partition` says which loaders share a process, on a cluster. With `autoscale`, loaders are added and removed during the
+    run, within that budget. `shadows` is what Shadow Loaders may use in addition, on a cluster. None of them changes the
+    contents of a step.
     """
     if world_size is not None:
         job = replace(job, mesh=job.mesh.for_world(whole(world_size, "world_size", least=1)))
@@ -97,11 +98,22 @@ def start(
         log = Log(log)
     progress, steered, era = starting_point(job, fingerprint, resume, log, accept_changes)
     loaders = Loaders.given(partition, autoscale, shadows)
-    return Loader(job, engine or Embedded(), units, fingerprint, progress, accept_changes, era, loaders, steered)
+    return Loader(
+        job,
+        engine or Embedded(),
+        units,
+        fingerprint,
+        progress,
+        accept_changes=accept_changes,
+        era=era,
+        loaders=loaders,
+        steered=steered,
+    )
 
 
 class Loader:
-    """A running job. `client(rank)` gives the iterator of a rank."""
+    """A running job, from `overlord.start`. `client(rank)` returns the iterator of a rank; `serve` lets trainers in other
+    processes connect. It belongs to the process that started it. Safe to call from several threads."""
 
     def __init__(
         self,
@@ -110,6 +122,7 @@ class Loader:
         units: Mapping[str, Sequence[Unit]],
         fingerprint: Fingerprint,
         progress: Progress,
+        *,
         accept_changes: Collection[str] | bool = (),
         era: Era | None = None,
         loaders: Loaders | None = None,
@@ -122,12 +135,12 @@ class Loader:
         self._fingerprint = fingerprint
         self._saved_fingerprint = fingerprint.to_dict()
         self._accept_changes = accept_changes
-        self._has_saved = era is not None  # what no fingerprint sees is said once, at the first save
+        self._has_saved = era is not None  # the first save warns of what no fingerprint sees
         self._start = progress
         self._steered = steered or Steered()
         self._era = era
         self._generation = 0
-        self._move_lock = threading.Lock()  # held while the run is moved to another state or mesh; before the other
+        self._move_lock = threading.Lock()  # held while the run is moved to another state or mesh; taken before _lock
         self._lock = threading.Lock()
         self._closed = False
         self._home = OneProcess("the loader", _ONE_PROCESS)
@@ -166,11 +179,12 @@ class Loader:
         pin_memory: bool = False,
         timeout_s: float | None = None,
     ) -> Client:
-        """The iterator of one rank, from the step the run started at. `timeout_s` is the longest wait for one step."""
+        """Returns the iterator of one rank, from the step the run started at. `timeout_s` is the longest wait for a step."""
         self._home.check()
         rank = whole(rank, "rank", least=None)
         self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
-        client = Client(rank, InProcess(self, self._constructor_of), torch, pin_memory, timeout_s)
+        channel = LocalChannel(self, self._constructor_of)
+        client = Client(rank, channel, torch=torch, pin_memory=pin_memory, timeout_s=timeout_s)
         with self._lock:
             self._clients = [other for other in self._clients if other.is_reading or other.is_stale]
             self._clients.append(client)
@@ -185,10 +199,10 @@ class Loader:
         advertise: str | None = None,
         leave_after_s: float | None = RANK_SILENT.after_s,
     ) -> str:
-        """Let trainers in other processes read this run with `overlord.connect`; gives the address for them.
+        """Let trainers in other processes read this run with `overlord.connect`; returns the address for them.
 
-        Off loopback a token is needed. `tls` are the PEM files of a certificate and its key. `advertise` is the host that
-        clients are told, where it is not the one listened on. A rank that is silent for `leave_after_s` (it died, or its
+        Off loopback a token is needed. `tls` are the PEM files of a certificate and its key. `advertise` is the host name
+        for clients, where it is not the one listened on. A rank that is silent for `leave_after_s` (it died, or its
         machine did) no longer holds others back; None waits for it for ever.
         """
         from overlord.service.auth import Listen, Tls
@@ -200,40 +214,38 @@ class Loader:
         if self._serving is not None:
             raise SpecError(f"this loader serves at {self._serving.address} already; clients of all ranks connect there")
         listen = Listen(address, token, None if tls is None else Tls(*tls), advertise)
-        job, channel = job_id(self._saved_fingerprint), InProcess(self, self._constructor_of)
-        if isinstance(self._engine, Embedded):
-            self._serving = OneServer(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
-        else:
-            self._serving = ServerPerGroup(job, channel, lambda: self.tree, self._constructors, listen, leave_after_s)
+        job, channel = job_id(self._saved_fingerprint), LocalChannel(self, self._constructor_of)
+        kind = OneServer if isinstance(self._engine, Embedded) else ServerPerGroup
+        self._serving = kind(job, channel, lambda: self.tree, self._constructors, listen=listen, leave_after_s=leave_after_s)
         return self._serving.address
 
     def drain(self, timeout_s: float = 30.0) -> bool:
-        """Stop handing out new steps to connected trainers: a step that one rank has taken is still given to the others, for
-        up to `timeout_s`, and no later one to any. False when some rank did not come for it."""
+        """Stop handing out new steps to connected trainers. A step that one rank has taken is still handed to the others,
+        for up to `timeout_s`; no later step is. False when some rank did not come for it."""
         timeout_s = seconds_to_wait(timeout_s, "timeout_s")
         return self._serving is None or self._serving.drain(timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Wait until each of these ranks of trainers in other processes has come and left again. False when some did not in
-        time."""
+        """Wait until each of these ranks of trainers in other processes has come and left again. False after
+        `timeout_s`."""
         timeout_s = seconds_to_wait(timeout_s, "timeout_s")
         ranks = [self.tree.coordinates(whole(rank, "rank", least=None)).rank for rank in ranks]
         return self._serving is None or self._serving.wait_for_leave(ranks, timeout_s)
 
     def state_dict(self) -> State:
-        """The state before the first step that not every open client has taken. See `Client.state_dict`."""
+        """Returns the state before the first step that not every open client has taken. See `Client.state_dict`."""
         return self.state_before(self._slowest())
 
     def plan(self, step: int) -> Planned | None:
-        """The whole plan of a step, for looking at; None when the run ends before it. What was not drawn yet is drawn for
-        it, up to a million steps, while readers are served."""
+        """Returns the whole plan of a step, for inspection; None when the run ends before it. Steps that were not drawn yet
+        are drawn, up to a million, while readers are served."""
         self._home.check()
         number = whole(step, "step")
-        return self._waited(f"the plan of step {number}", lambda: self._planner.ask(Planner.whole_plan, number))
+        return self._wait(f"the plan of step {number}", lambda: self._planner.ask(Planner.whole_plan, number))
 
     def documents(self, step: int) -> list[StepDocument] | None:
-        """Every document of a step, by rank and microbatch, for looking at; None when the run ends before it. Its chunks are
-        read again where they are no longer in a buffer."""
+        """Returns every document of a step, by rank and microbatch, for inspection; None when the run ends before it. Chunks
+        that are no longer in a buffer are read again."""
         planned = self.plan(step)
         if planned is None:
             return None
@@ -264,14 +276,14 @@ class Loader:
         ]
 
     def report(self, step: int | None = None) -> Report:
-        """How the run stood before a step. By default that is where the slowest client is, and the answer comes at once,
-        whatever is being waited for; a step that was not drawn yet is drawn for it, as for `plan`."""
+        """Returns how the run stood before a step. By default that is the step of the slowest client, and the call returns
+        at once, whatever the run waits for; a step that was not drawn yet is drawn, as for `plan`."""
         self._home.check()
         if step is None:
             at, mix = self._planner.ask(Planner.known_mix, self._slowest()).result(_STATUS_WAIT_S)
         else:
             at = whole(step, "step")
-            mix = self._waited(f"the mix before step {at}", lambda: self._planner.ask(Planner.mix, at))
+            mix = self._wait(f"the mix before step {at}", lambda: self._planner.ask(Planner.mix, at))
         table = self._fleet.table
         return Report(
             step=at,
@@ -285,42 +297,44 @@ class Loader:
         )
 
     def scaling(self) -> tuple[ScalingDecision | ShadowChange, ...]:
-        """What the autoscaler decided and which shadows came, went and took over, with reasons, the newest last."""
+        """Returns what the autoscaler decided, and which shadows came, left and took over, with reasons, the newest
+        last."""
         return tuple(self._upkeep.history)
 
     def set_weights(self, weights: Mapping[str, float] | None, *, from_step: int | None = None) -> int:
-        """Draw by other weights, whatever the job's schedule says, from a step on: the first that is not drawn yet unless
-        given. None goes back to the schedule. Gives that step."""
+        """Draw by other weights, whatever the job's schedule says, from a step on (by default the first that is not drawn
+        yet); returns that step. None goes back to the schedule."""
         self._home.check()
         from_step = None if from_step is None else whole(from_step, "from_step")
         change = WeightChange(weights, from_step, uuid4().hex)
         return self.change_weights(change)
 
     def change_weights(self, change: WeightChange) -> int:
-        """Carry out a change, once, however often it is asked for."""
+        """Apply a change once, however often the call is repeated. Use `set_weights`."""
         change.check(tuple(self.job.sources))
         with self._move_lock:
-            reached = [constructor.ask(DataConstructor.reached) for constructor in self._constructors]
+            reached = [constructor.ask(ServingConstructor.reached) for constructor in self._constructors]
             first = max(self._start.step, *(answer.result() for answer in reached))
             return self._planner.ask(Planner.change_weights, change, first).result()
 
     def decisions(self) -> tuple[Decision, ...]:
-        """What was decided while the run ran: by `set_weights`, by reported losses and by reported times."""
+        """Returns what was decided while the run ran: by `set_weights`, by reported losses and by reported times."""
         return self._planner.ask(Planner.decisions).result()
 
     def feedback(self, report: StepReport, generation: int) -> list[str]:
-        """Take a rank's report of a step; gives what was not counted, and why. Use `Client.feedback`."""
+        """Count a rank's report of a step; returns what was not counted, and why. Use `Client.feedback`."""
         if generation != self._generation:
             return ["the run was moved to another state since"]
         return self._planner.ask(Planner.report, report).result()
 
     def status(self) -> PlannerStatus:
-        """How far the planner is, and its log."""
+        """Returns how far the planner is, and the state of its log."""
         self._home.check()
         return self._planner.ask(Planner.status).result(_STATUS_WAIT_S)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move the run to a state, with all of its clients in this process. Trainers in other processes load it too."""
+        """Move the run to a state, with all of its clients in this process. Trainers in other processes must load it
+        themselves."""
         self.load_state(state, self._generation)
         with self._lock:
             clients = [client for client in self._clients if client.is_stale]
@@ -328,18 +342,19 @@ class Loader:
             client.rejoin()
 
     def state_before(self, step: int) -> State:
-        """The state from which a run goes on with `step`."""
+        """Returns the state from which a run continues with `step`."""
         self._home.check()
         number = whole(step, "step")
         if not self._has_saved:
             self._has_saved = True
             warn_of_unseen(self._fingerprint)
         asked = f"the state before step {number}"
-        progress, steered = self._waited(asked, lambda: self._planner.ask(Planner.checkpoint, number))
+        progress, steered = self._wait(asked, lambda: self._planner.ask(Planner.checkpoint, number))
         return to_state(progress, self.job.mix.unit, self._saved_fingerprint, steered)
 
     def load_state(self, state: Mapping[str, Any], generation: int) -> int:
-        """Move the run to a state, once, however many clients load it: one that is a generation behind only follows."""
+        """Move the run to a state once, however many clients load it: a client that is a generation behind only follows.
+        Returns the run's generation."""
         self._home.check()
         progress = from_state(state, self.job, self._fingerprint, self._accept_changes)
         unit = self.job.mix.unit
@@ -353,16 +368,17 @@ class Loader:
                 self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))
                 self._engine.rebind("planner", "planner/new")
                 for constructor in self._constructors:
-                    constructor.ask(DataConstructor.restart, self._generation).result()
+                    constructor.ask(ServingConstructor.restart, self._generation).result()
                 self._expect_trainers()
             return self._generation
 
     def resize(self, mesh: Mesh, *, at: int | None = None, timeout_s: float = 0.0) -> int:
-        """Let the run go on for another mesh; gives the step from which plans are for it. What is in a step stays the same.
+        """Continue the run for another mesh; returns the first step that is planned for it. The contents of steps stay the
+        same.
 
-        That is the first step that no rank has taken, and every rank that reads must have taken all before it: others are
-        waited for up to `timeout_s`. Where trainers lost a step (a rank died in it), give it as `at`, and it is handed
-        out again, for the new mesh. Clients of the old mesh end with ClosedError: ask for new ones, or call `rejoin`.
+        That is the first step that no rank has taken. Every rank that reads must have taken all steps before it; resize
+        waits for the others for up to `timeout_s`. Where trainers lost a step (a rank died in it), pass it as `at`, and it
+        is handed out again, for the new mesh. Clients of the old mesh end with ClosedError: make new ones, or call `rejoin`.
         """
         self._home.check()
         if not isinstance(mesh, Mesh):
@@ -372,11 +388,18 @@ class Loader:
         with self._move_lock:
             try:
                 taken_to = self._planner.ask(Planner.status).result().taken_to
-                step = agreed_step(self._constructors, self._waiting, self._start.step, taken_to, at, timeout_s)
+                step = freeze_at(
+                    at,
+                    self._constructors,
+                    self._readers,
+                    start=self._start.step,
+                    taken_to=taken_to,
+                    timeout_s=timeout_s,
+                )
                 progress, self._steered = self._planner.ask(Planner.checkpoint, step).result()
                 self._move_to_mesh(replace(self.job, mesh=mesh), progress)
             except BaseException:
-                thaw(self._constructors)
+                thaw_all(self._constructors)
                 raise
             return step
 
@@ -387,19 +410,19 @@ class Loader:
 
     @property
     def generation(self) -> int:
-        """How often the run was moved to another state."""
+        """How often the run was moved to another state or mesh."""
         return self._generation
 
     def status_lines(self) -> list[str]:
-        """What the planner and the loaders are busy with."""
+        """Returns what the planner and the loaders are busy with, to explain a wait."""
         try:
-            planner = self._planner.ask(Planner.status_lines).result(_DOING_WAIT_S)
+            planner = self._planner.ask(Planner.status_lines).result(_STATUS_LINES_S)
         except (WaitTimeoutError, WorkerDiedError):
             planner = ["the planner does not answer"]
         return [*planner, *self._routes.status_lines()]
 
     def close(self) -> None:
-        """Stop everything. Safe to call twice; in a forked process it stops nothing, since all of it is the parent's."""
+        """Stop everything. Safe to call twice. In a forked process it does nothing, since the run belongs to the parent."""
         if not self._home.is_this:
             return
         with self._lock:
@@ -421,18 +444,18 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _waited(self, what: str, ask: Callable[[], Answer[T]]) -> T:
-        """What somebody asked for that may have to be drawn first."""
+    def _wait(self, what: str, ask: Callable[[], Answer[T]]) -> T:
+        """Wait for a call that may have to draw steps first, with a warning where that takes long."""
 
-        def in_words() -> str:
+        def describe() -> str:
             return what + "".join(f"\n  - {line}" for line in self.status_lines())
 
-        with waiting(in_words):
+        with waiting(describe):
             return ask().result()
 
     def _slowest(self) -> int:
         reading, last = ({}, {}) if self._serving is None else (self._serving.reading(), self._serving.last())
-        # A rank that is late may need any step that not all are known to have taken.
+        # A late rank may need any step that is not known to be taken by all.
         late = [] if self._serving is None or not self._serving.late() else [self.status().taken_to]
         with self._lock:
             here = [client.step for client in self._clients if client.is_reading] + list(reading.values())
@@ -450,8 +473,8 @@ class Loader:
         dp, cp = divmod(group, self.job.mesh.cp)
         return [rank for rank in self.tree.ranks_of(dp) if self.tree.coordinates(rank).cp == cp]
 
-    def _waiting(self) -> dict[int, int]:
-        """The ranks that read in this process, with the step each takes next."""
+    def _readers(self) -> dict[int, int]:
+        """The ranks that read in this process, with the next step of each."""
         with self._lock:
             return {client.rank: client.step for client in self._clients if client.is_reading}
 
@@ -472,7 +495,7 @@ class Loader:
                 engine.stop(name)
             raise
         with self._lock:
-            self._clients = [client for client in self._clients if client.is_reading]  # they may rejoin
+            self._clients = [client for client in self._clients if client.is_reading]  # these may rejoin
             self._generation += 1  # first, so that clients of the old mesh see that it is gone
             engine.rebind("planner", "planner/new")
             for constructor in self._constructors:
@@ -488,24 +511,57 @@ class Loader:
             self._serving.expect()
 
 
+class LocalChannel:
+    """The channel of clients in the process of their loader. `constructor_of` returns the constructor of a rank; after a
+    resize that is another one."""
+
+    def __init__(self, run: Loader, constructor_of: Callable[[int], Handle[ServingConstructor]]) -> None:
+        self.run = run
+        self._constructor_of = constructor_of
+
+    def start(self) -> int:
+        return self.run.start_step
+
+    def generation(self) -> int:
+        return self.run.generation
+
+    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+        generation = self.run.generation
+        try:
+            return self._constructor_of(rank).ask(ServingConstructor.fetch, step, rank, wait_s).result()
+        except ClosedError:
+            if generation == self.run.generation:
+                raise
+            return Later("the mesh was changed")
+
+    def leave(self, rank: int, generation: int | None = None) -> None:
+        # A client that has not followed the run to another state or mesh reads nothing there, and another client may read
+        # as this rank.
+        if generation in (None, self.run.generation):
+            try:
+                self._constructor_of(rank).ask(ServingConstructor.leave, rank).result(_LEAVE_S)
+            except (ClosedError, SpecError, WaitTimeoutError, WorkerDiedError) as error:
+                _log.info("rank %d left without saying so: %s", rank, error)  # nobody is there to tell, so nobody waits
+
+
 @dataclass(frozen=True, slots=True)
 class StepDocument:
-    """A document (or a piece of one) of a step: where it was read, and who trains on it."""
+    """A document (or a piece of one) of a step: where it was read, and which ranks train on it."""
 
     source: str
     file: str
-    """The file, and after a # the number of the unit in it, where it has several."""
+    """The file. Where it has several units, # and the number of the unit follow."""
     row: int
     """The row in that unit; -1 where a transform dropped the column `__origin__`."""
     tokens: int
     microbatch: int
-    """Its number on each of these ranks."""
+    """The number of the microbatch on each of `ranks`."""
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run stands: what each source was asked for and gave, what was set aside, and the buffers."""
+    """How a run stands: the mixture as declared and as drawn, bad rows, buffers and loaders, by source."""
 
     step: int
     mix: dict[str, Mix]
@@ -513,13 +569,13 @@ class Report:
     bad_rows: dict[str, int]
     buffers: dict[str, BufferUse]
     loaders: dict[str, int]
-    """How many loaders each source is dealt to now."""
+    """How many loaders read each source now."""
     shadows: dict[str, str]
-    """The loader hosts that have a shadow, with its name."""
+    """The loader hosts that have a shadow, with the shadow's name."""
     store: StoreUse | None
-    """What is in Ray's object store; None on the embedded engine, which has none."""
+    """How full Ray's object store is; None on the embedded engine, which has none."""
 
     @property
     def delay(self) -> Delay | None:
-        """How much later documents came by `Batch(outliers=...)`, in the steps planned so far; None without it."""
+        """How much later documents came because of `Batch(outliers=...)`, in the steps planned so far; None without it."""
         return Delay.of(self.documents)

@@ -1,4 +1,4 @@
-"""How a whole run is served: by one server, or by one front door and the constructors, each for its own ranks."""
+"""How a whole run is served: by one server, or by a front door and the constructors, each for its own ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from overlord.arrange.mesh_tree import ClientPlaceTree
     from overlord.runtime.engine import Handle
-    from overlord.service.in_process import InProcess
+    from overlord.service.run_api import Channel
 
 _MOST_AT_ONCE = 32
 _WAIT_S = ROLE_REPORT.after_s
@@ -30,13 +30,14 @@ class OneServer:
     def __init__(
         self,
         job: str,
-        channel: InProcess,
+        channel: Channel,
         tree: Callable[[], ClientPlaceTree],
         constructors: Sequence[Handle[ServingConstructor]],
+        *,
         listen: Listen,
         leave_after_s: float | None,
     ) -> None:
-        def here(rank: int) -> None:
+        def check_rank(rank: int) -> None:
             tree().coordinates(rank)  # raises for a rank that the mesh does not have
 
         self._tree = tree
@@ -47,33 +48,34 @@ class OneServer:
             listen,
             steps=channel,
             run=channel,
-            locate=here,
+            locate=check_rank,
             ranks=lambda: range(tree().world_size),
             leave_after_s=leave_after_s,
         )
         self.address = self._service.address
 
     def expect(self) -> None:
-        """Let every rank be waited for: before it has asked, no step counts as taken by all."""
+        """Wait for every rank: before each has asked for a step, no step counts as taken by all."""
         _expect(self._tree(), self._constructors)
 
     def late(self) -> frozenset[int]:
-        """The ranks that have neither asked for a step nor left since the run began, or was moved."""
+        """The ranks that have neither asked for a step nor left since the run began or was moved."""
         return _late(self._constructors)
 
     def reading(self) -> dict[int, int]:
-        """The ranks that are reading, with the step each takes next."""
+        """The ranks that are reading, with the next step of each."""
         return self._service.ranks.reading()
 
     def last(self) -> dict[int, int]:
-        """The same for every rank that ever read."""
+        """Every rank that ever read, with the next step of each."""
         return self._service.ranks.last()
 
     def drain(self, timeout_s: float) -> bool:
+        """Hand out no new step, and wait until every reading rank has the last one. False after `timeout_s`."""
         return self._service.drain(self._service.halt(), timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Wait until each of these ranks has come and left again."""
+        """Wait until each of these ranks has come and left again. False after `timeout_s`."""
         return self._service.ranks.wait_for_leave(ranks, timeout_s)
 
     def close(self) -> None:
@@ -81,14 +83,15 @@ class OneServer:
 
 
 class ServerPerGroup:
-    """Constructors serve their ranks where they run; here is the front door, which knows where each of them is."""
+    """Constructors serve their ranks where they run. The front door, in this process, knows their addresses."""
 
     def __init__(
         self,
         job: str,
-        channel: InProcess,
+        channel: Channel,
         tree: Callable[[], ClientPlaceTree],
         constructors: Sequence[Handle[ServingConstructor]],
+        *,
         listen: Listen,
         leave_after_s: float | None,
     ) -> None:
@@ -98,14 +101,14 @@ class ServerPerGroup:
         instance = secrets.token_hex(8)
 
         def locate(rank: int) -> str:
-            # Asked each time: a constructor that died comes back without a server, and elsewhere.
+            # Called each time: a constructor that died comes back without a server, and on another node.
             constructor = constructors[tree().coordinates(rank).dp]
             generation = channel.generation()
             return constructor.ask(ServingConstructor.serve, job, instance, behind, generation, leave_after_s).result()
 
         self._front = Service(job, listen, instance=instance, run=channel, locate=locate, leave_after_s=leave_after_s)
         self.address = self._front.address
-        behind = _behind(listen, Address.parsed(self.address))
+        behind = _listen_behind(listen, Address.parse(self.address))
 
     def expect(self) -> None:
         """See `OneServer.expect`."""
@@ -116,14 +119,16 @@ class ServerPerGroup:
         return _late(self._constructors)
 
     def reading(self) -> dict[int, int]:
-        return self._joined(ServingConstructor.reading)
+        """See `OneServer.reading`."""
+        return self._collect(ServingConstructor.reading)
 
     def last(self) -> dict[int, int]:
-        return self._joined(ServingConstructor.last)
+        """See `OneServer.last`."""
+        return self._collect(ServingConstructor.last)
 
     def drain(self, timeout_s: float) -> bool:
         last = max(answer.result() for answer in [c.ask(ServingConstructor.halt) for c in self._constructors])
-        # Side by side: on an engine whose asks are plain calls, one would use up the time of the next.
+        # In parallel: on an engine whose calls are synchronous, one would use up the time of the next.
         with ThreadPoolExecutor(min(len(self._constructors), _MOST_AT_ONCE)) as threads:
             done = threads.map(lambda c: c.ask(ServingConstructor.drain, last, timeout_s).result(), self._constructors)
             return all(list(done))
@@ -142,7 +147,7 @@ class ServerPerGroup:
         for answer in [c.ask(ServingConstructor.stop_serving) for c in self._constructors]:
             answer.result()
 
-    def _joined(self, method: Callable[[ServingConstructor], dict[int, int]]) -> dict[int, int]:
+    def _collect(self, method: Callable[[ServingConstructor], dict[int, int]]) -> dict[int, int]:
         found: dict[int, int] = {}
         for answer in [constructor.ask(method) for constructor in self._constructors]:
             found |= answer.result(_WAIT_S)
@@ -159,8 +164,8 @@ def _late(constructors: Sequence[Handle[ServingConstructor]]) -> frozenset[int]:
     return frozenset(rank for answer in answers for rank in answer.result(_WAIT_S))
 
 
-def _behind(listen: Listen, front: Address) -> Listen:
-    """Where constructors listen: on loopback if the front does, else on the interface that leads to it."""
+def _listen_behind(listen: Listen, front: Address) -> Listen:
+    """Where constructors listen: on loopback if the front door does, else on the interface that leads to it."""
     if front.is_loopback:
         return replace(listen, address=f"{listen.bound.host}:0", advertise=None)
     return replace(listen, address="0.0.0.0:0", advertise=None, reached_from=front.host)

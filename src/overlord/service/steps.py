@@ -46,7 +46,7 @@ _KINDS = "biufc"
 """numpy's letters for booleans, integers, floats and complex numbers: what has no pointers in it."""
 
 
-def packed_step(delivery: Delivery) -> tuple[Contents, Iterator[pa.RecordBatch]]:
+def pack_step(delivery: Delivery) -> tuple[Contents, Iterator[pa.RecordBatch]]:
     """What is in the step, and the batches that carry it; there is always at least one."""
     regions = _Regions()
     microbatches = [[_packed(regions, name, value) for name, value in micro.items()] for micro in delivery.microbatches]
@@ -132,10 +132,10 @@ def _packed_column(regions: _Regions, name: str, column: pa.Array | pa.ChunkedAr
 
 
 class DamagedStepError(ValueError):
-    """What came is not what `packed_step` makes. Whoever reads knows where it came from, and raises ServiceError."""
+    """What came is not what `pack_step` makes. Whoever reads knows where it came from, and raises ServiceError."""
 
 
-def unpacked_step(contents: Contents, batches: Sequence[pa.RecordBatch], arenas: Arenas) -> Delivery:
+def unpack_step(contents: Contents, batches: Sequence[pa.RecordBatch], arenas: Arenas) -> Delivery:
     """The step again. Arrays over received memory are read-only.
 
     `contents` were unpacked, so that single numbers are within the bounds of `wire`; whether they fit to one another, and to

@@ -8,7 +8,6 @@ understood is refused as a whole: structs forbid unknown fields, and numbers hav
 from __future__ import annotations
 
 import hashlib
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 VERSION = 1
 """Raised whenever a struct of this file or the layout of a step changes."""
 
+Q = TypeVar("Q", bound=Struct)
 T = TypeVar("T")
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
@@ -34,18 +34,6 @@ Heartbeat = Annotated[float, Meta(gt=0.0, le=1e9)]
 NumberType = Annotated[str, Meta(pattern=r"^([|<>]b1|[|<>][iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32))$")]
 """numpy's name for a kind of number. Nothing that holds pointers has one of these."""
 Shape = Annotated[tuple[Count, ...], Meta(max_length=32)]
-
-
-class Action(StrEnum):
-    HELLO = "hello"
-    HERE = "here"
-    LEAVE = "leave"
-    STATE_BEFORE = "state_before"
-    LOAD_STATE = "load_state"
-    DOING = "doing"
-    FEEDBACK = "feedback"
-    CHANGE_WEIGHTS = "change_weights"
-    DECISIONS = "decisions"
 
 
 class Ticket(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,49 +75,6 @@ class Presence(Struct, frozen=True, forbid_unknown_fields=True):
     job: JobId
     rank: Count
     session: Session
-
-
-class StateBefore(Struct, frozen=True, forbid_unknown_fields=True):
-    job: JobId
-    step: Count
-
-
-class LoadState(Struct, frozen=True, forbid_unknown_fields=True):
-    job: JobId
-    state: dict[str, Any]
-    generation: Annotated[int, Meta(ge=-1)]
-    """-1: of a client that has read nothing, where the run was never moved."""
-
-
-class Doing(Struct, frozen=True, forbid_unknown_fields=True):
-    job: JobId
-
-
-class FeedbackRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank's report of a step, see `StepReport`."""
-
-    job: JobId
-    generation: Count
-    rank: Count
-    step: Count
-    losses: BySource
-    tokens: BySource
-    seconds: Annotated[list[float], Meta(max_length=65_536)]
-
-
-class ChangeWeights(Struct, frozen=True, forbid_unknown_fields=True):
-    """Draw by other weights, see `WeightChange`."""
-
-    job: JobId
-    weights: BySource | None
-    from_step: Count | None
-    id: Session
-
-
-class Decisions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks what was decided while the run ran: a list of (step, name, value)."""
-
-    job: JobId
 
 
 class Failure(Struct, frozen=True, tag="failure"):
@@ -230,30 +175,21 @@ class Contents(Struct, frozen=True, tag="contents"):
 Answer = Contents | NotReady | End | Moved | Elsewhere | Failure
 
 
-def packed(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def unpacked(data: bytes | memoryview, kind: type[T]) -> T:
+def unpack(data: bytes | memoryview, kind: type[T]) -> T:
     """Raises msgspec.DecodeError when the bytes are anything else."""
-    return _decoded(msgspec.msgpack.Decoder(kind), data)
+    return _decode(msgspec.msgpack.Decoder(kind), data)
 
 
-def unpacked_answer(data: bytes | memoryview) -> Answer:
+def unpack_answer(data: bytes | memoryview) -> Answer:
     """Raises msgspec.DecodeError when the bytes are anything else."""
-    return _decoded(_ANSWERS, data)
+    return _decode(_ANSWERS, data)
 
 
-def unpacked_value(action: str, data: bytes | memoryview) -> Any:
-    """What an action answered, of the type that it answers with. Raises what went wrong in the service, and
-    msgspec.DecodeError when the bytes are anything else."""
-    answer = _decoded(_VALUES[action], data)
-    if isinstance(answer, Failure):
-        raise answer.error()
-    return answer.value
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
     try:
         return decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:  # which msgspec does not count among its own
@@ -267,22 +203,32 @@ def job_id(fingerprint: Mapping[str, Any]) -> str:
     return hashlib.blake2b(orjson.dumps(meant, option=orjson.OPT_SORT_KEYS), digest_size=12).hexdigest()
 
 
-def plain(error: Exception) -> str:
+def words_of(error: Exception) -> str:
     """A Flight error's own words, without what gRPC adds."""
     text = str(error).split(". Detail: ")[0].split(". gRPC client debug context: ")[0]
     return text.removeprefix("Flight returned unavailable error, with message: ")
 
 
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
-_VALUES: dict[str, msgspec.msgpack.Decoder[Value[Any] | Failure]] = {
-    Action.HELLO: msgspec.msgpack.Decoder(Value[Welcome] | Failure),
-    Action.HERE: msgspec.msgpack.Decoder(Value[None] | Failure),
-    Action.LEAVE: msgspec.msgpack.Decoder(Value[None] | Failure),
-    Action.STATE_BEFORE: msgspec.msgpack.Decoder(Value[dict[str, Any]] | Failure),
-    Action.LOAD_STATE: msgspec.msgpack.Decoder(Value[Count] | Failure),
-    Action.DOING: msgspec.msgpack.Decoder(Value[list[str]] | Failure),
-    Action.FEEDBACK: msgspec.msgpack.Decoder(Value[list[str]] | Failure),
-    Action.CHANGE_WEIGHTS: msgspec.msgpack.Decoder(Value[Count] | Failure),
-    Action.DECISIONS: msgspec.msgpack.Decoder(Value[list[tuple[Count, str, Any]]] | Failure),
-}
-"""What each action answers."""
+
+
+class Action(Generic[Q, T]):
+    """A Flight action: its name, the struct that it takes, and the type that it replies with."""
+
+    def __init__(self, name: str, request: type[Q], reply: Any) -> None:
+        self.name = name
+        self.request = request
+        self._decoder: msgspec.msgpack.Decoder[Value[Any] | Failure] = msgspec.msgpack.Decoder(Value[reply] | Failure)
+
+    def unpack_reply(self, data: bytes | memoryview) -> T:
+        """Raises what went wrong in the service, and msgspec.DecodeError when the bytes are anything else."""
+        reply = _decode(self._decoder, data)
+        if isinstance(reply, Failure):
+            raise reply.error()
+        return reply.value
+
+
+# Between a client and its server. What may be called on the run itself is in `run_api`.
+HELLO: Action[Hello, Welcome] = Action("hello", Hello, Welcome)
+HERE: Action[Presence, None] = Action("here", Presence, None)
+LEAVE: Action[Presence, None] = Action("leave", Presence, None)

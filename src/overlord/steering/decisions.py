@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from overlord.arrange.learned_cost import digest_of
+from overlord.messages import Decision
 from overlord.stream.plain import (
     DamagedError,
     keyed,
@@ -49,7 +50,7 @@ class Steered:
         """Raises DamagedError for what `to_plain` did not make."""
         plain = keyed(plain, at, needed=("decisions", "heard"))
         decided = enumerate(listed(plain["decisions"], f"{at}.decisions"))
-        decisions = tuple(Decision.from_plain(each, f"{at}.decisions[{i}]") for i, each in decided)
+        decisions = tuple(decision_from_plain(each, f"{at}.decisions[{i}]") for i, each in decided)
         for i, decision in enumerate(decisions):
             text(decision.name, f"{at}.decisions[{i}][1] (name)", among=(WEIGHTS, COSTS))
         heard = tuple(listed(plain["heard"], f"{at}.heard"))
@@ -102,26 +103,13 @@ COSTS = "costs"
 _AXES = ("pp", "dp", "cp", "tp")
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Something that holds from a step on and follows from nothing that is in the job."""
-
-    step: int
-    name: str
-    value: Any
-    """Numbers, strings, lists and dicts, as JSON has them."""
-
-    def to_plain(self) -> list[Any]:
-        return [self.step, self.name, self.value]
-
-    @staticmethod
-    def from_plain(plain: Any, at: str) -> Decision:
-        """Raises DamagedError for what no run decides."""
-        step, name, value = listed(plain, at, length=3)
-        whole(step, f"{at}[0] (step)")
-        if text(name, f"{at}[1] (name)") in (WEIGHTS, COSTS, MESH):
-            _check_decided(name, mapping(value, f"{at}[2]"), f"{at}[2]")
-        return Decision(step, name, value)
+def decision_from_plain(plain: Any, at: str) -> Decision:
+    """Raises DamagedError for what no run decides."""
+    step, name, value = listed(plain, at, length=3)
+    whole(step, f"{at}[0] (step)")
+    if text(name, f"{at}[1] (name)") in (WEIGHTS, COSTS, MESH):
+        _check_decided(name, mapping(value, f"{at}[2]"), f"{at}[2]")
+    return Decision(step, name, value)
 
 
 def _check_decided(name: str, value: Mapping[str, Any], at: str) -> None:

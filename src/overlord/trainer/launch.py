@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from overlord.declare.job import Job
-    from overlord.roles.client import Client
     from overlord.runtime.engine import Engine
+    from overlord.service.client import Client
 
 _attached = count()
 _log = logging.getLogger(__name__)

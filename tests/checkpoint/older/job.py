@@ -37,7 +37,7 @@ def older_job() -> ol.Job:
 
 def steps_of(loader: ol.Loader, number: int) -> list[list[int]]:
     """The tokens of each step, sorted."""
-    client = loader.client(0, timeout_s=30)
+    client = loader.client(0)
     return [sorted(tokens_of(next(client)).tolist()) for _ in range(number)]
 
 

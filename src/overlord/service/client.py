@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from overlord.batches.tensors import to_torch
 from overlord.checkpoint.form import contents_of, sealed
@@ -20,67 +20,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from overlord.messages import MicrobatchWithColumns
+    from overlord.service.run_api import Channel
 
-_WAIT_S = 0.25  # how long one ask waits before the client looks at its own deadline
+_WAIT_S = 0.25  # how long one fetch waits before the client checks its own deadline
+_PAUSE_S = 0.01  # between fetches while another rank is behind
 _NUMBERS = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
-_PAUSE_S = 0.01  # between asks when another rank is behind
 _ONE_PROCESS = (
     "Use one client per process: start processes with multiprocessing's 'spawn' and call overlord.connect in each, at the "
-    "address of a Loader.serve(). In a torch DataLoader use num_workers=0: Overlord reads ahead by itself"
+    "address of a Loader.serve(). In a torch DataLoader use num_workers=0: Overlord prefetches by itself"
 )
 _ONE_THREAD = "Let one thread call next and hand steps on, or make a client for each rank"
-
-
-class Channel(Protocol):
-    """How a client reaches its run: in this process, or over the network. Every call may be repeated."""
-
-    def start(self) -> int:
-        """The step that clients begin at."""
-        ...
-
-    def generation(self) -> int:
-        """How often the run was moved to another state."""
-        ...
-
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
-        """A rank's part of a step; None past the end; Later when it is not ready within `wait_s`."""
-        ...
-
-    def leave(self, rank: int, generation: int | None = None) -> None:
-        """Say that a rank reads no more, for a client of some generation. Never fails: with nobody to tell, nobody waits."""
-        ...
-
-    def state_before(self, step: int) -> State: ...
-
-    def load_state(self, state: Mapping[str, Any], generation: int) -> int:
-        """Move the run to a state, for a client of some generation; gives the run's generation."""
-        ...
-
-    def status_lines(self) -> list[str]:
-        """What the run is busy with."""
-        ...
-
-    def feedback(self, report: StepReport, generation: int) -> list[str]:
-        """Report a step, for a client of some generation; gives what was not counted, and why."""
-        ...
 
 
 class Client:
     """Iterates over the steps of one rank.
 
-    Breaking off and iterating again goes on where it stopped; after the end of a finite run, iterating again begins
-    anew, and `rewind` begins anew at any time. `state_dict` is the state before the step that comes next, the same on every
-    rank.
+    A loop that was left continues where it stopped. After the end of a finite run, iterating again starts over; `rewind`
+    starts over at any time. `state_dict` is the state before the next step, the same on every rank.
 
-    It belongs to the process that made it, and one thread at a time may call `next`; others get SharedUseError. A wait of
-    more than half a minute is told of in a warning of the logger "overlord", with what is waited for.
+    A client belongs to the process that made it, and one thread at a time may call `next`; others get SharedUseError. After
+    half a minute of waiting, the logger "overlord" warns and says what the client waits for.
     """
 
     def __init__(
         self,
         rank: int,
         channel: Channel,
+        *,
         torch: bool = False,
         pin_memory: bool = False,
         timeout_s: float | None = None,
@@ -98,12 +65,12 @@ class Client:
         self._tell_after_s = tell_after_s
         self._home = OneProcess(f"the client of rank {rank}", _ONE_PROCESS)
         self._turn = OneThread(f"the client of rank {rank}", _ONE_THREAD)
-        self._reason = ""  # why the step that is waited for is not there
+        self._reason = ""  # why the next step is not ready
         self._next = channel.start()
         self._generation = channel.generation()
         self._ended = False
-        self._has_read = False  # since it came to where the run is
-        self._told: set[str] = set()
+        self._has_read = False  # since it joined the run or loaded a state
+        self._warned: set[str] = set()
         self._closed = threading.Event()
         self._at_close: list[Callable[[], None]] = []
 
@@ -111,19 +78,19 @@ class Client:
         self._home.check()
         with self._turn:
             if self._ended:
-                self._begin_anew()
+                self._restart()
         return self
 
     def __next__(self) -> Step:
         self._home.check()
         with self._turn:
-            return self._taken()
+            return self._take_step()
 
-    def _taken(self) -> Step:
+    def _take_step(self) -> Step:
         if self._ended:
             raise StopIteration
-        with waiting(self._wait_in_words, self._tell_after_s):
-            delivery = self._fetch()
+        with waiting(self._describe_wait, self._tell_after_s):
+            delivery = self._fetch_next()
         if delivery is None:
             self._ended = True
             self._channel.leave(self.rank)
@@ -137,37 +104,37 @@ class Client:
 
     @property
     def step(self) -> int:
-        """The step that comes next."""
+        """The number of the next step."""
         return self._next
 
     def rewind(self) -> None:
-        """Go back to the step that the run began at: the same steps come again. Every rank that reads must do so."""
+        """Go back to the step that the run began at, and read the same steps again. Every rank that reads must do so."""
         self._home.check()
         with self._turn:
-            self._begin_anew()
+            self._restart()
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self._next = self._channel.start()
         self._ended = False
 
     def state_dict(self, before: int | None = None) -> State:
-        """The state before the step that comes next: {"overlord": 2, "step": ..., "state": "<JSON>"}, the same keys always,
-        so that torch.distributed.checkpoint and others that load in place can hold it.
+        """Returns the state before the next step: {"overlord": 2, "step": ..., "state": "<JSON>"}. The keys are always the
+        same, so that torch.distributed.checkpoint and other libraries that load in place can hold it.
 
-        A library that fetches ahead has taken steps that the model has not seen: `before` is the first of those."""
+        A library that prefetches has taken steps that the model has not seen: pass the first of those as `before`."""
         if before is not None and not 0 <= before <= self._next:
             raise SpecError(f"before is a step from 0 to {self._next}, the one that comes next, got {before}")
-        return self._channel.state_before(self._next if before is None else before)
+        return self._channel.run.state_before(self._next if before is None else before)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state. Every client of the run must load the same one."""
+        """Continue from a state. Every client of the run must load the same one."""
         self._home.check()
-        state = sealed(contents_of(state))  # as text: what is no JSON is refused here, not on its way
-        # One that has read nothing yet is like one of the generation before: if another has moved the run to this state
-        # already, it only follows, and throws out nobody.
+        state = sealed(contents_of(state))  # as text: a state that is no JSON is refused here, not in the service
+        # A client that has read nothing yet calls as one of the generation before: if another client has moved the run to
+        # this state already, this one only follows, and the others need not load the state again.
         with self._turn:
             generation = self._generation if self._has_read else self._generation - 1
-            self._generation = self._channel.load_state(state, generation)
+            self._generation = self._channel.run.load_state(state, generation)
             self._next = self._channel.start()
             self._ended = self._has_read = False
 
@@ -179,24 +146,24 @@ class Client:
         seconds: float | Sequence[float] | None = None,
         step: int | None = None,
     ) -> None:
-        """Tell how a step went, the one taken last unless given: for mixtures and costs that learn from it.
+        """Report how a step went (by default the last one taken), for mixtures and costs that learn from reports.
 
-        `losses` are the mean losses of this rank's tokens by source, `tokens` how many each is the mean over. `seconds` is
-        how long this rank worked on the step, without waiting for others, or on each of its microbatches. What cannot be
-        used is left out with a warning, the first time: a report never stops a run.
+        `losses` are the mean losses of this rank's tokens by source, `tokens` the number of tokens in each mean. `seconds`
+        is how long this rank worked on the step, without waiting for others, or on each of its microbatches. Values that
+        cannot be used are left out, with a warning the first time: a report never stops a run.
         """
         self._home.check()
         number = self._next - 1 if step is None else whole(step, "step", least=None)
         report = StepReport.of(number, self.rank, losses, tokens, seconds)
-        for reason in self._channel.feedback(report, self._generation):
+        for reason in self._channel.run.feedback(report, self._generation):
             kind = _NUMBERS.sub("", reason)
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._warned:
+                self._warned.add(kind)
                 _log.warning("a report of rank %d for step %d is not used: %s", self.rank, report.step, reason)
 
     def rejoin(self, at: int | None = None) -> None:
-        """Go on in a run whose mesh was changed, as the same rank of the new one, from the step that it begins at. A trainer
-        that was restarted while its peers lived on says which step comes next for it: `at`."""
+        """Continue in a run whose mesh was changed, as the same rank of the new mesh, from the step that the new mesh begins
+        at. A trainer that was restarted while its peers went on passes the step that it needs next as `at`."""
         self._home.check()
         number = None if at is None else whole(at, "at")
         with self._turn:
@@ -210,12 +177,12 @@ class Client:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the run was moved to another state or mesh, and this client has not followed yet."""
+        """True when the run was moved to another state or mesh, and this client has not followed yet."""
         return self._generation != self._channel.generation()
 
     def close(self) -> None:
-        """Stop reading; the other ranks no longer wait for this one. Safe to call twice; in a forked process it closes
-        nothing, since the client is its parent's."""
+        """Stop reading; the other ranks no longer wait for this one. Safe to call twice. In a forked process it does
+        nothing, since the client belongs to the parent."""
         if not self._home.is_this:
             return
         if not self._closed.is_set():
@@ -225,11 +192,11 @@ class Client:
                 call()
 
     def at_close(self, call: Callable[[], None]) -> None:
-        """Call something after `close`, the last that was given first."""
+        """Register a function for `close` to call. Functions are called in reverse order."""
         self._at_close.append(call)
 
     def abandon(self) -> None:
-        """Let a wait in another thread end with ClosedError: the loader is closing."""
+        """End a wait in another thread with ClosedError, because the loader is closing."""
         self._closed.set()
 
     def __enter__(self) -> Client:
@@ -238,7 +205,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fetch(self) -> Delivery | None:
+    def _fetch_next(self) -> Delivery | None:
         self._reason = ""
         began = self._clock()
         while True:
@@ -249,24 +216,24 @@ class Client:
                     f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too, or "
                     "rejoin if its mesh was changed"
                 )
-            left = _WAIT_S if self._timeout_s is None else min(_WAIT_S, self._timeout_s)
-            answer = self._channel.fetch(self._next, self.rank, left)
+            wait_s = _WAIT_S if self._timeout_s is None else min(_WAIT_S, self._timeout_s)
+            answer = self._channel.fetch(self._next, self.rank, wait_s)
             if self.is_stale:
-                continue  # what came may be of another run than was asked
+                continue  # the answer may belong to the run as it was before the move
             if not isinstance(answer, Later):
                 return answer
             self._reason = answer.reason
             waited = self._clock() - began
             if self._timeout_s is not None and waited >= self._timeout_s:
                 raise WaitTimeoutError(
-                    f"rank {self.rank} waited {waited:.1f} s for step {self._next}: {answer.reason}{self._busy_lines()}"
+                    f"rank {self.rank} waited {waited:.1f} s for step {self._next}: {answer.reason}{self._status_text()}"
                 )
             self._closed.wait(_PAUSE_S)
 
-    def _wait_in_words(self) -> str:
+    def _describe_wait(self) -> str:
         limit = "it has no timeout" if self._timeout_s is None else f"its timeout is {self._timeout_s:g} s"
-        reason = self._reason or "nothing has been said of it yet"
-        return f"rank {self.rank} waits for step {self._next} ({limit}): {reason}{self._busy_lines()}"
+        reason = self._reason or "no reason is known yet"
+        return f"rank {self.rank} waits for step {self._next} ({limit}): {reason}{self._status_text()}"
 
-    def _busy_lines(self) -> str:
-        return "".join(f"\n  - {line}" for line in self._channel.status_lines())
+    def _status_text(self) -> str:
+        return "".join(f"\n  - {line}" for line in self._channel.run.status_lines())

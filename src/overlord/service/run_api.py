@@ -1,0 +1,252 @@
+"""What a client may call on its run, and how each call travels over Flight.
+
+`RunApi` is the protocol. `Loader` implements it in the process of the run, and `remote_run` elsewhere. `CALLS` is the table
+by which clients send calls and servers answer them. CONTRIBUTING.md says how to add a call.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+)
+
+import msgspec
+from msgspec import Meta
+
+from overlord.messages import Decision, Delivery, Later, StepReport, WeightChange
+from overlord.service.wire import HELLO, HERE, LEAVE, Action, BySource, Count, JobId, Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from overlord.messages import State
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RunApi(Protocol):
+    """Calls on a whole run, for its trainers and for who steers it. Every call may be repeated."""
+
+    def state_before(self, step: int) -> State:
+        """Returns the state from which a run continues with `step`."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any], generation: int) -> int:
+        """Move the run to a state, for a client of a generation; returns the run's generation."""
+        ...
+
+    def status_lines(self) -> list[str]:
+        """Returns what the run is busy with, to explain a wait."""
+        ...
+
+    def feedback(self, report: StepReport, generation: int) -> list[str]:
+        """Report a step, for a client of a generation; returns what was not counted, and why."""
+        ...
+
+    def change_weights(self, change: WeightChange) -> int:
+        """Draw by other weights; returns the first step they hold for. Repeating a change has no further effect."""
+        ...
+
+    def decisions(self) -> Sequence[Decision]:
+        """Returns what was decided while the run ran."""
+        ...
+
+
+class StepSource(Protocol):
+    """Where the steps of ranks come from."""
+
+    def generation(self) -> int:
+        """How often the run was moved to another state or mesh."""
+        ...
+
+    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+        """Returns a rank's part of a step; None past the end; Later when it is not ready within `wait_s`."""
+        ...
+
+    def leave(self, rank: int) -> None:
+        """Say that a rank reads no more. Never fails: with nobody to tell, nobody waits."""
+        ...
+
+
+class Channel(StepSource, Protocol):
+    """How a client reaches its run: in this process, or over the network. Every call may be repeated."""
+
+    @property
+    def run(self) -> RunApi: ...
+
+    def start(self) -> int:
+        """Returns the step that clients begin at."""
+        ...
+
+    def leave(self, rank: int, generation: int | None = None) -> None:
+        """As in `StepSource`, for a client of a generation."""
+        ...
+
+
+# The requests, one type for each call. Field names and their order are the wire format.
+
+
+class RunRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The arguments of a call, after the job that it is for. A field `generation` is the caller's; a channel that counts
+    generations by itself translates it."""
+
+    job: JobId
+
+    @classmethod
+    def of(cls, job: str, *args: Any, **kwargs: Any) -> Self:
+        """The request for a call with these arguments."""
+        return cls(job, *args, **kwargs)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the call again."""
+        return msgspec.structs.astuple(self)[1:]
+
+
+class StateBeforeRequest(RunRequest, frozen=True):
+    step: Count
+
+
+class LoadStateRequest(RunRequest, frozen=True):
+    state: dict[str, Any]
+    generation: Annotated[int, Meta(ge=-1)]
+    """-1: of a client that has read nothing, where the run was never moved."""
+
+    @classmethod
+    def of(cls, job: str, state: Mapping[str, Any], generation: int) -> Self:
+        return cls(job, dict(state), generation)
+
+
+class StatusRequest(RunRequest, frozen=True):
+    pass
+
+
+class FeedbackRequest(RunRequest, frozen=True):
+    """A `StepReport`, field by field."""
+
+    generation: Count
+    rank: Count
+    step: Count
+    losses: BySource
+    tokens: BySource
+    seconds: Annotated[list[float], Meta(max_length=65_536)]
+
+    @classmethod
+    def of(cls, job: str, report: StepReport, generation: int) -> Self:
+        losses, tokens = dict(report.losses), dict(report.tokens)
+        return cls(job, generation, report.rank, report.step, losses, tokens, list(report.seconds))
+
+    def arguments(self) -> tuple[Any, ...]:
+        report = StepReport(self.step, self.rank, self.losses, self.tokens, tuple(self.seconds))
+        return report, self.generation
+
+
+class ChangeWeightsRequest(RunRequest, frozen=True):
+    """A `WeightChange`, field by field."""
+
+    weights: BySource | None
+    from_step: Count | None
+    id: Session
+
+    @classmethod
+    def of(cls, job: str, change: WeightChange) -> Self:
+        return cls(job, None if change.weights is None else dict(change.weights), change.from_step, change.id)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (WeightChange(self.weights, self.from_step, self.id),)
+
+
+class DecisionsRequest(RunRequest, frozen=True):
+    pass
+
+
+class Call(Generic[P, R]):
+    """A row of the table: a method of `RunApi`, its Flight action, its request, and the type of its reply.
+
+    `on_failure` is for calls that must not stop a trainer: they are tried once, and it makes the result when the service
+    cannot be reached or refuses. Other calls are retried while the service cannot be reached. `to_plain` and `from_plain`
+    convert a result that MessagePack does not have.
+    """
+
+    def __init__(
+        self,
+        method: Callable[Concatenate[RunApi, P], R],
+        action: str,
+        request: type[RunRequest],
+        reply: Any,
+        *,
+        on_failure: Callable[[Exception], R] | None = None,
+        to_plain: Callable[[R], Any] | None = None,
+        from_plain: Callable[[Any], R] | None = None,
+    ) -> None:
+        self.method = method.__name__
+        self.action: Action[RunRequest, Any] = Action(action, request, reply)
+        self.on_failure = on_failure
+        self._to_plain = to_plain
+        self._from_plain = from_plain
+
+    def invoke(self, run: RunApi, request: RunRequest) -> Any:
+        """Call the run on the server's side; returns what goes into the reply."""
+        result = getattr(run, self.method)(*request.arguments())
+        return result if self._to_plain is None else self._to_plain(result)
+
+    def result_of(self, reply: Any) -> R:
+        """The result of the call on the client's side."""
+        return reply if self._from_plain is None else self._from_plain(reply)
+
+
+CALLS: dict[str, Call[..., Any]] = {
+    call.action.name: call
+    for call in (
+        Call(RunApi.state_before, "state_before", StateBeforeRequest, dict[str, Any]),
+        Call(RunApi.load_state, "load_state", LoadStateRequest, Count),
+        Call(RunApi.status_lines, "doing", StatusRequest, list[str], on_failure=lambda _: []),
+        Call(
+            RunApi.feedback,
+            "feedback",
+            FeedbackRequest,
+            list[str],
+            on_failure=lambda error: [f"the service did not take it: {error}"],
+        ),
+        Call(RunApi.change_weights, "change_weights", ChangeWeightsRequest, Count),
+        Call(
+            RunApi.decisions,
+            "decisions",
+            DecisionsRequest,
+            list[tuple[Count, str, Any]],
+            to_plain=lambda decisions: [decision.to_plain() for decision in decisions],
+            from_plain=lambda entries: [Decision(*entry) for entry in entries],
+        ),
+    )
+}
+"""The table of calls, by the names of their actions."""
+
+ACTIONS: dict[str, Action[Any, Any]] = {
+    action.name: action for action in (HELLO, HERE, LEAVE, *(call.action for call in CALLS.values()))
+}
+"""Every action of a service."""
+
+
+class Send(Protocol):
+    """How a call gets to the service: sends the request for a job, and returns the result of the call."""
+
+    def __call__(self, call: Call[..., R], request_for: Callable[[str], RunRequest], /) -> R: ...
+
+
+def remote_run(send: Send) -> RunApi:
+    """Returns a run in another process: an object with a method for each row of the table."""
+
+    def method_of(call: Call[..., R]) -> Callable[..., R]:
+        return lambda *args, **kwargs: send(call, lambda job: call.action.request.of(job, *args, **kwargs))
+
+    return cast("RunApi", SimpleNamespace(**{call.method: method_of(call) for call in CALLS.values()}))
