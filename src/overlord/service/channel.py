@@ -80,13 +80,12 @@ class FlightChannel:
         self._welcome = self._retry(self._greet)
         self._generations = [self._welcome.generation]
         self._follow(self._welcome)
-        self._run = remote_run(self._send)
         if self._welcome.heartbeat_s is not None:
             _start_heartbeat(self, self._closed, self._welcome.heartbeat_s)
 
     @property
     def run(self) -> RunApi:
-        return self._run
+        return remote_run(self._send)  # not kept: in a reference cycle, a dropped channel would go on with its heartbeat
 
     def start(self) -> int:
         return self._retry(self._renew).start
