@@ -140,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     results = [measured(setting, args.repeats) for setting in SETTINGS]
     in_pools = [
-        pooled(setting.table.name, *_step(setting), setting.ranks, pp, H200_COST, args.repeats)
+        pooled(setting.table.name, *_step(setting), ranks=setting.ranks, pp=pp, cost=H200_COST, repeats=args.repeats)
         for pp in (1, 4)
         for setting in SETTINGS
         if setting.ranks % CP == 0

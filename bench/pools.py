@@ -40,7 +40,7 @@ class Pooled:
     static_mesh: float
 
 
-def pooled(name: str, lengths: Ints, batch: Batch, ranks: int, pp: int, cost: TransformerCost, repeats: int) -> Pooled:
+def pooled(name: str, lengths: Ints, batch: Batch, *, ranks: int, pp: int, cost: TransformerCost, repeats: int) -> Pooled:
     """A step over `ranks` pipelines of `pp` stages: dp x cp with cp = 8, each holding an eighth of the context."""
     rows = best_fit(lengths, batch.num_rows or 1, batch.sequence_length)
     samples, rows = Samples.of_lengths(lengths[rows >= 0]), rows[rows >= 0]

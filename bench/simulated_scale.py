@@ -115,6 +115,7 @@ def _summary(
     context: int,
     ranks: int,
     steps: int,
+    *,
     strategy: Callable[[Mesh, TimeModel], Strategy] | None = None,
     links: Links | None = None,
     tokens_a_rank: int = TOKENS_A_RANK,

@@ -170,7 +170,7 @@ def accuracy(model: Model, file: Path) -> float:
 
 
 def fine_tuned(
-    pretrained: Model, folder: Path, plan: Plan, share: tuple[float, int], mapping: Mapping | None, seed: int
+    pretrained: Model, folder: Path, plan: Plan, share: tuple[float, int], *, mapping: Mapping | None, seed: int
 ) -> float:
     """Test accuracy after fine-tuning on a share of the data; without a mapping, without TempBalance."""
     fraction, steps = share
@@ -217,7 +217,9 @@ def main() -> None:
         pretrained = pretrained_on(folder / f"train-{plan.steps[-1][0]}.parquet", plan)
         for share in plan.steps:
             found = {
-                arm: np.array([fine_tuned(pretrained, folder, plan, share, mapping, seed) for seed in range(plan.seeds)])
+                arm: np.array(
+                    [fine_tuned(pretrained, folder, plan, share, mapping=mapping, seed=seed) for seed in range(plan.seeds)]
+                )
                 for arm, mapping in arms.items()
             }
             print(row(plan, share[0], found), flush=True)

@@ -38,7 +38,9 @@ class _Varlen(torch.autograd.Function):
     """Flash attention of pieces of unequal length; a piece's last query sees all of its keys."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, bounds: _Bounds, causal: bool) -> Tensor:
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, bounds: _Bounds, causal: bool
+    ) -> Tensor:
         found = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False)
         out, lse, seed, unused = found[:4]
         ctx.save_for_backward(q, k, v, out, lse, seed, unused)

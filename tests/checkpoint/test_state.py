@@ -287,7 +287,7 @@ def test_a_state_and_a_log_of_an_earlier_release_go_on_with_the_very_same_steps(
 
 
 @pytest.mark.strangers
-def test_a_state_of_an_earlier_release_is_refused_for_what_that_release_compared(tmp_path, monkeypatch):
+def test_a_state_of_an_earlier_release_is_refused_for_what_that_release_compared(monkeypatch):
     monkeypatch.chdir(older.HERE)
     state = json.loads(Path("state.json").read_text())
     job = older.older_job()

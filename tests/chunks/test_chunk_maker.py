@@ -238,7 +238,7 @@ def test_a_column_that_a_source_does_not_have_is_an_error_that_lists_those_it_ha
         next_step({"web": kept}, typo)
 
 
-def test_a_source_may_say_that_it_has_no_such_column(tmp_path: Path):
+def test_a_source_may_say_that_it_has_no_such_column():
     table = pa.table({"tokens": lists([[1], [2]])})
     with_score = InMemory(table.append_column("score", pa.array([7, 8])), repeat=False)
     without = InMemory(pa.table({"tokens": lists([[3]])}), repeat=False, null_columns=("score",))
@@ -252,7 +252,7 @@ def next_step(sources: dict[str, ol.Source], batch: ol.Batch) -> ol.Step:
         return next(loader.client(0))
 
 
-def test_the_memory_of_a_chunk_counts_a_mask_that_was_made_for_it(tmp_path: Path):
+def test_the_memory_of_a_chunk_counts_a_mask_that_was_made_for_it():
     tokens = lists([np.full(1000, 5), np.full(1000, -200)])
     batch = ol.Batch(samples=2, sequence_length=1000, special_ids=(-200,))
     plain = chunk_of(InMemory(pa.table({"tokens": tokens.slice(0, 1)})), batch)

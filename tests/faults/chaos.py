@@ -60,7 +60,7 @@ def run_on_ray(folder: Path, store: Store) -> Iterator:
     with (folder / "ray.txt").open("w") as told, redirect_stdout(told), redirect_stderr(told):
         nodes = Nodes(NUM_OTHER_NODES)
         try:
-            run = OnRay(folder, store, PACE_S, nodes, SHADOWS)
+            run = OnRay(folder, store, PACE_S, nodes=nodes, shadows=SHADOWS)
             try:
                 yield run
             finally:

@@ -67,6 +67,7 @@ class OnRay:
         folder: Path,
         store: Store,
         pace_s: float,
+        *,
         nodes: Nodes | None = None,
         shadows: ol.scaling.Budget | None = None,
         hung_after_s: float = HUNG_AFTER_S,

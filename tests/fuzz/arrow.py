@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.feather
-import pyarrow.ipc
+from pyarrow import ipc
 
 import overlord as ol
 from tests.fuzz.mutations import Region, set_integer
@@ -43,8 +43,8 @@ def make_seeds() -> Sequence[Seed]:
     seeds = []
     for name, content in (("plain", table), ("words", shared), ("no-rows", table.slice(0, 0))):
         for codec in (None, "lz4", "zstd"):
-            options = pa.ipc.IpcWriteOptions(compression=codec)
-            for kind, new in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
+            options = ipc.IpcWriteOptions(compression=codec)
+            for kind, new in (("file", ipc.new_file), ("stream", ipc.new_stream)):
                 sink = io.BytesIO()
                 with new(sink, content.schema, options=options) as writer:
                     writer.write_table(content, max_chunksize=15)
@@ -98,7 +98,7 @@ def read(path: str) -> Answer:
 def oracle(data: bytes, suffix: str) -> list[Answer]:
     is_file = data.startswith(_MAGIC)
     try:
-        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(data)) as reader:
+        with (ipc.open_file if is_file else ipc.open_stream)(pa.BufferReader(data)) as reader:
             table = reader.read_all()
         return [answer_of(table)]
     except (pa.ArrowException, OSError, ValueError, MemoryError, KeyError) as error:

@@ -114,7 +114,7 @@ def test_cases_depend_on_nothing_but_their_numbers_and_are_the_same_in_another_p
 
 
 @pytest.mark.strangers
-def test_the_program_tells_what_broke_and_how_to_see_it_again(inputs, tmp_path, capsys):
+def test_the_program_tells_what_broke_and_how_to_see_it_again(inputs, capsys):
     assert main(["--target", BROKEN, "--input", str(inputs["raises"])]) == 1
     told = capsys.readouterr().out
     assert "ValueError: " in told

@@ -213,7 +213,7 @@ with ol.start(job, engine=ol.Ray(num_cpus=2, object_store_bytes=80 << 20, loader
 
 
 @pytest.mark.second_try(reason="all processes of a Ray cluster must end within 20 s")
-def test_an_interrupted_program_leaves_no_process_behind_and_listens_on_loopback_only(tmp_path: Path):
+def test_an_interrupted_program_leaves_no_process_behind_and_listens_on_loopback_only():
     with tempfile.TemporaryDirectory(prefix="ol", dir="/tmp") as folder:  # sockets have short paths
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         program = subprocess.Popen(

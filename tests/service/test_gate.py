@@ -304,7 +304,7 @@ def test_a_state_of_another_type_is_refused_and_reports_and_waits_go_on_without_
         channel.close()
 
 
-def test_deeply_nested_requests_are_refused_and_the_service_goes_on(caplog):
+def test_deeply_nested_requests_are_refused_and_the_service_goes_on():
     with served(two_sources()) as (_, address):
         link = Link(address, None, None)
         for body in (b"\x91" * 1_000_000, b"\x81\xa5state" * 100_000):

@@ -18,7 +18,7 @@ from overlord.trainer.tempbalance.weights import matrices_of
 from tests.trainer.models import Tiny, tiny
 
 
-def split(model: nn.Module, unit=None, exclude=(), min_eigenvalues=8, lora_alone=False, spectrum=None) -> Layers:
+def split(model: nn.Module, unit=None, *, exclude=(), min_eigenvalues=8, lora_alone=False, spectrum=None) -> Layers:
     matrices = matrices_of(model, lora_alone)
     return find_layers(
         model, matrices, unit or PerBlock(), spectrum or WholeMatrix(), exclude=exclude, min_eigenvalues=min_eigenvalues
