@@ -100,7 +100,7 @@ def test_image_sizes_follow_their_samples_through_taking_and_joining(sizes, data
     whole = ImageSizes.of(sizes)
     index = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=10))
     taken = whole.take(np.array(index, np.int64))
-    joined = ImageSizes.concatenated([taken, None, whole.take(slice(1, None))], [len(index), 2, len(sizes) - 1])
+    joined = ImageSizes.concatenate([taken, None, whole.take(slice(1, None))], [len(index), 2, len(sizes) - 1])
     expected = [[list(size) for size in of_sample] for of_sample in [*(sizes[i] for i in index), [], [], *sizes[1:]]]
     assert joined is not None
     assert joined.to_lists() == expected

@@ -61,7 +61,7 @@ def test_every_token_of_a_finite_run_comes_once_and_no_part_is_over_its_limit(st
             for place in range(length)
         )
         assert tokens_of(found, source) == expected
-    drawn = Samples.concatenated([step.samples for step in found])
+    drawn = Samples.concatenate([step.samples for step in found])
     whole = [stream.describe(s, c).loss_tokens.sum() for s, e in enumerate(stream.extents) for c in range(e.end)]
     assert drawn.loss_tokens.sum() == sum(whole)
 

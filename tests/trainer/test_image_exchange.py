@@ -102,5 +102,5 @@ def test_what_does_not_fit_the_routes_is_refused_before_anything_is_sent(tmp_pat
     path = picture_documents(tmp_path / "pictures.parquet", 20)
     with ol.start(picture_job(path, ol.Mesh(), "cp")) as loader:
         micro = next(loader.client(0, timeout_s=60)).microbatches[0]
-    with pytest.raises(ol.errors.SpecError, match="the encoder gave 1 rows"):
+    with pytest.raises(ol.errors.SpecError, match="the encoder returned 1 rows"):
         exchange(torch.zeros(1, 2), micro)

@@ -140,7 +140,7 @@ def hdp(
     return strategy
 
 
-def multimodal(
+def multimodal(  # noqa: PLR0913 - a declaration: all options but the two costs are keyword-only
     backbone: CostFunction,
     encoder: ImageCost,
     *,

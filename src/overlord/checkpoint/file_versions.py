@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.stream.plain import (
     DamagedError,
-    listed,
-    shown,
+    as_list,
+    short_repr,
     text,
     whole,
 )
@@ -49,13 +49,13 @@ class FileVersions:
     @staticmethod
     def check(saved: Any, at: str) -> None:
         """Raises DamagedError for what `to_plain` did not make."""
-        digests, newest = listed(saved, at, length=2)
+        digests, newest = as_list(saved, at, length=2)
         try:
             found = base64.b64decode(text(digests, f"{at}[0]"), validate=True)
         except ValueError:
             found = b""
         if len(found) != NUM_GROUPS * _DIGEST_BYTES:
-            raise DamagedError(f"{at}[0] must be {NUM_GROUPS} digests in base64, it is {shown(digests)}")
+            raise DamagedError(f"{at}[0] must be {NUM_GROUPS} digests in base64, it is {short_repr(digests)}")
         whole(newest, f"{at}[1]", most=2**63)
 
     def to_plain(self) -> list[str | int]:

@@ -21,7 +21,7 @@ from overlord.checkpoint.source_code import digest_of
 from overlord.declare.batch import Batch
 from overlord.declare.source import Source, Unit
 from overlord.errors import StateError
-from overlord.stream.plain import DamagedError, keyed, listed, mapping, shown, text, whole
+from overlord.stream.plain import DamagedError, as_list, as_mapping, short_repr, text, whole, with_keys
 
 if TYPE_CHECKING:
     from overlord.declare.job import Job
@@ -153,20 +153,20 @@ def differences_of(fingerprint: Fingerprint, saved: Any, damage: str) -> dict[st
 def check_fingerprint(saved: Any) -> None:
     """Raises DamagedError for what `Fingerprint.to_dict` did not make, in this release or an earlier one."""
     at = "fingerprint"
-    keyed(saved, at, needed=("seed", "batch", "sources"), allowed=("format", "files", "packages"))
+    with_keys(saved, at, needed=("seed", "batch", "sources"), allowed=("format", "files", "packages"))
     if "format" in saved:
         whole(saved["format"], f"{at}.format", least=FORMAT, most=FORMAT)
     if type(saved["seed"]) is not int:
-        raise DamagedError(f"{at}.seed must be a whole number, it is {shown(saved['seed'])}")
-    mapping(saved["batch"], f"{at}.batch")
-    for name, entry in mapping(saved["sources"], f"{at}.sources").items():
-        declaration, units, num_units = listed(entry, f"{at}.sources.{name}", length=3)
+        raise DamagedError(f"{at}.seed must be a whole number, it is {short_repr(saved['seed'])}")
+    as_mapping(saved["batch"], f"{at}.batch")
+    for name, entry in as_mapping(saved["sources"], f"{at}.sources").items():
+        declaration, units, num_units = as_list(entry, f"{at}.sources.{name}", length=3)
         text(declaration, f"{at}.sources.{name}[0]")
         text(units, f"{at}.sources.{name}[1]")
         whole(num_units, f"{at}.sources.{name}[2]", least=1)
-    for name, entry in mapping(saved.get("files", {}), f"{at}.files").items():
+    for name, entry in as_mapping(saved.get("files", {}), f"{at}.files").items():
         FileVersions.check(entry, f"{at}.files.{name}")
-    for name, version in mapping(saved.get("packages", {}), f"{at}.packages").items():
+    for name, version in as_mapping(saved.get("packages", {}), f"{at}.packages").items():
         text(version, f"{at}.packages.{name}")
 
 

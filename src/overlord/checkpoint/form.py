@@ -24,9 +24,9 @@ import orjson
 from overlord.errors import StateError
 from overlord.stream.plain import (
     DamagedError,
-    keyed,
-    shown,
+    short_repr,
     whole,
+    with_keys,
 )
 
 if TYPE_CHECKING:
@@ -68,24 +68,24 @@ def contents_of(state: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping) or "overlord" not in state:
         raise StateError(
             "not an Overlord state: a dict with the key 'overlord' is needed, as state_dict() returns it, got "
-            f"{shown(state) if state is None or isinstance(state, (str, int, float)) else type(state).__name__}"
+            f"{short_repr(state) if state is None or isinstance(state, (str, int, float)) else type(state).__name__}"
         )
     _check_version(state["overlord"])
     if "state" not in state:
         return dict(state)
     try:
-        keyed(state, "the state", needed=_FORM)
+        with_keys(state, "the state", needed=_FORM)
         step = whole(state["step"], "step")
     except DamagedError as error:
         raise damaged(error) from None
     if not isinstance(state["state"], str):
-        raise damaged(f"state must be text, it is {shown(state['state'])}")
+        raise damaged(f"state must be text, it is {short_repr(state['state'])}")
     inside = _parsed(state["state"], "the text under the key 'state'", "; use an older checkpoint")
     if not isinstance(inside, Mapping) or "state" in inside:
         raise damaged("the text under the key 'state' is JSON of something else")
     for key, value in (("overlord", state["overlord"]), ("step", step)):
         if type(inside.get(key)) is not int or inside[key] != value:
-            raise damaged(f"{key} is {value}, and {shown(inside.get(key))} in the text under the key 'state'")
+            raise damaged(f"{key} is {value}, and {short_repr(inside.get(key))} in the text under the key 'state'")
     return dict(inside)
 
 
@@ -94,7 +94,7 @@ def check_whole(contents: Mapping[str, Any], *, is_edited: bool = False) -> None
     the checksum out: they were changed by hand, and that is meant."""
     version = contents["overlord"]
     try:
-        keyed(contents, "the state", needed=(*_CONTENTS, *(("checksum",) if version > 1 else ())), allowed=("steered",))
+        with_keys(contents, "the state", needed=(*_CONTENTS, *(("checksum",) if version > 1 else ())), allowed=("steered",))
     except DamagedError as error:
         raise damaged(error) from None
     try:
@@ -104,8 +104,8 @@ def check_whole(contents: Mapping[str, Any], *, is_edited: bool = False) -> None
     if version > 1 and contents["checksum"] != found and not is_edited:
         raise StateError(
             f"the state was edited or damaged after it was saved: its contents have the checksum {found}, and "
-            f"{shown(contents['checksum'])} was saved with them. Use an older checkpoint; if it was edited on purpose, say "
-            "so with accept_changes=['checksum']"
+            f"{short_repr(contents['checksum'])} was saved with them. Use an older checkpoint; if it was edited on purpose, "
+            "say so with accept_changes=['checksum']"
         )
 
 
@@ -115,7 +115,7 @@ def damaged(reason: object) -> StateError:
 
 def _check_version(version: Any) -> None:
     if type(version) is not int or version not in VERSIONS:
-        raise StateError(f"the state has version {shown(version)}; this release reads versions 1 and {VERSION}")
+        raise StateError(f"the state has version {short_repr(version)}; this release reads versions 1 and {VERSION}")
 
 
 def _parsed(text: str | bytes | bytearray, what: str, way_out: str) -> Any:

@@ -30,7 +30,7 @@ from overlord.checkpoint.form import (
 from overlord.steering.decisions import WEIGHTS, Steered
 from overlord.stream.plain import (
     DamagedError,
-    mapping,
+    as_mapping,
     text,
 )
 from overlord.stream.progress import Progress
@@ -105,7 +105,7 @@ def _steered(contents: Mapping[str, Any]) -> Steered:
     if "steered" not in contents:
         return Steered()
     steered = Steered.from_plain(contents["steered"])
-    sources = mapping(contents["sources"], "sources")
+    sources = as_mapping(contents["sources"], "sources")
     for i, decision in enumerate(steered.decisions):
         if decision.name == WEIGHTS:
             for name in decision.value["weights"] or ():

@@ -1,1 +1,1 @@
-"""The demo: a corpus from what any machine has, a run that is stopped and resumed on another mesh, and what was measured."""
+"""The demo: makes a corpus on any machine, stops a run and resumes it on another mesh, and measures both."""

@@ -33,12 +33,12 @@ from overlord.steering.feedback import Heard, plain_sums, sums_from_plain
 from overlord.stream.plain import (
     MOST,
     DamagedError,
-    keyed,
-    listed,
-    mapping,
-    shown,
+    as_list,
+    as_mapping,
+    short_repr,
     text,
     whole,
+    with_keys,
 )
 from overlord.stream.progress import COLUMNS, Progress, plain_samples
 
@@ -69,16 +69,16 @@ class Header:
     def from_record(record: Record) -> Header:
         if not isinstance(record, Mapping) or record.get("kind") != "header":
             begins = record.get("kind") if isinstance(record, Mapping) else record
-            raise StateError(f"a segment of a plan log begins with a header, this one with {shown(begins)}")
+            raise StateError(f"a segment of a plan log begins with a header, this one with {short_repr(begins)}")
         if record.get("version") != VERSION:
             raise StateError(f"the plan log has version {record.get('version')!r}; this release reads version {VERSION}")
         try:
-            keyed(record, "the header", needed=("kind", "version", "job", "era", "unit", "fingerprint"))
+            with_keys(record, "the header", needed=("kind", "version", "job", "era", "unit", "fingerprint"))
             return Header(
                 text(record["job"], "the header's job"),
                 whole(record["era"], "the header's era"),
                 text(record["unit"], "the header's unit", among=("samples", "tokens")),
-                mapping(record["fingerprint"], "the header's fingerprint"),
+                as_mapping(record["fingerprint"], "the header's fingerprint"),
             )
         except DamagedError as error:
             raise StateError(f"the header of the plan log is not understood: {error}") from None
@@ -175,18 +175,18 @@ def same(left: Progress, right: Progress) -> bool:
 
 
 def _groups(plain: Any, at: str) -> frozenset[int]:
-    return frozenset(whole(group, f"{at}[{i}]") for i, group in enumerate(listed(plain, at)))
+    return frozenset(whole(group, f"{at}[{i}]") for i, group in enumerate(as_list(plain, at)))
 
 
 def _progress(snapshot: Record, key: str) -> Progress:
-    return Progress.from_plain(keyed(snapshot[key], key, needed=("step", "sources", "carried")))
+    return Progress.from_plain(with_keys(snapshot[key], key, needed=("step", "sources", "carried")))
 
 
 def _folded(records: Sequence[Record], keep: int) -> Recovered:
     snapshot = records[0]
     progress = _progress(snapshot, "progress")
     needed = whole(snapshot["needed"], "needed")
-    decided = listed(snapshot["decisions"], "decisions")
+    decided = as_list(snapshot["decisions"], "decisions")
     decisions = [decision_from_plain(plain, f"decisions[{i}]") for i, plain in enumerate(decided)]
     heard = Heard.from_plain(snapshot["heard"])
     before = {progress.step: progress}
@@ -200,7 +200,7 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
             )
         before[behind.step], needed = behind, behind.step
     for record in records[1:]:
-        match mapping(record, "a record")["kind"]:
+        match as_mapping(record, "a record")["kind"]:
             case "step":
                 if record["step"] != progress.step:
                     raise StateError(
@@ -252,15 +252,15 @@ def _moved(before: Progress, after: Progress) -> dict[str, list[Any]]:
 
 
 def _applied(before: Progress, record: Record) -> Progress:
-    moved = dict(mapping(record["moved"], "moved"))
+    moved = dict(as_mapping(record["moved"], "moved"))
     where = [
-        whole(i, "moved.sources", most=len(before.names) - 1) for i in listed(moved.pop("sources", []), "moved.sources")
+        whole(i, "moved.sources", most=len(before.names) - 1) for i in as_list(moved.pop("sources", []), "moved.sources")
     ]
     columns: dict[str, Any] = {}
     for column, values in moved.items():
         if column not in COLUMNS:
             raise StateError(f"the plan log moves a column {column!r} that a progress does not have")
-        values = listed(values, f"moved.{column}", length=len(where))
+        values = as_list(values, f"moved.{column}", length=len(where))
         new = getattr(before, column).copy()
         if column in _COUNTED:
             new[where] += np.array([whole(value, f"moved.{column}", least=-MOST) for value in values], np.int64)

@@ -91,7 +91,7 @@ class Routes:
         if len(parts) == 1:
             return iter([self._request(parts[0])()])
         together = _batches(parts)
-        requested = [self._request(Samples.concatenated(batch)) for batch in together]
+        requested = [self._request(Samples.concatenate(batch)) for batch in together]
         return (
             payload for batch, wait in zip(together, requested, strict=True) for payload in wait().split(map(len, batch))
         )

@@ -158,7 +158,7 @@ def _last_end(counts: Ints, seconds: Floats, rings: Rings) -> float:
     before_s = np.cumsum(alone_s) - alone_s
     before_s -= before_s[np.minimum(np.cumsum(counts) - counts, len(seconds) - 1)][rank]
     ready = np.zeros(len(counts))  # when each rank has ended its last ring so far
-    done_s = np.zeros(len(counts))  # what it ran alone until then
+    done_s = np.zeros(len(counts))  # the time that it ran alone until then
     micros = np.flatnonzero(in_ring)
     micros = micros[np.argsort(rings.of_micro[micros], kind="stable")]
     # A loop over rings, because each waits for those before it.

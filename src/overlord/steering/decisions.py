@@ -18,13 +18,13 @@ from overlord.arrange.learned_cost import digest_of
 from overlord.messages import Decision
 from overlord.stream.plain import (
     DamagedError,
-    keyed,
-    listed,
-    mapping,
+    as_list,
+    as_mapping,
     number,
-    shown,
+    short_repr,
     text,
     whole,
+    with_keys,
 )
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ class Steered:
     @staticmethod
     def from_plain(plain: Mapping[str, Any], at: str = "steered") -> Steered:
         """Raises DamagedError for what `to_plain` did not make."""
-        plain = keyed(plain, at, needed=("decisions", "heard"))
-        decided = enumerate(listed(plain["decisions"], f"{at}.decisions"))
+        plain = with_keys(plain, at, needed=("decisions", "heard"))
+        decided = enumerate(as_list(plain["decisions"], f"{at}.decisions"))
         decisions = tuple(decision_from_plain(each, f"{at}.decisions[{i}]") for i, each in decided)
         for i, decision in enumerate(decisions):
             text(decision.name, f"{at}.decisions[{i}][1] (name)", among=(WEIGHTS, COSTS))
-        heard = tuple(listed(plain["heard"], f"{at}.heard"))
+        heard = tuple(as_list(plain["heard"], f"{at}.heard"))
         for i, each in enumerate(heard):
             _check_heard(each, f"{at}.heard[{i}]")
         return Steered(decisions, heard)
@@ -66,12 +66,12 @@ class Steered:
 
 
 def _check_heard(plain: Any, at: str) -> None:
-    step, ranks, sums = listed(plain, at, length=3)
+    step, ranks, sums = as_list(plain, at, length=3)
     whole(step, f"{at}[0] (step)")
-    for rank in listed(ranks, f"{at}[1] (ranks)"):
+    for rank in as_list(ranks, f"{at}[1] (ranks)"):
         whole(rank, f"{at}[1] (ranks)")
-    for name, pair in mapping(sums, f"{at}[2]").items():
-        value, tokens = (text(each, f"{at}[2].{name}") for each in listed(pair, f"{at}[2].{name}", length=2))
+    for name, pair in as_mapping(sums, f"{at}[2]").items():
+        value, tokens = (text(each, f"{at}[2].{name}") for each in as_list(pair, f"{at}[2].{name}", length=2))
         if not value.removeprefix("-").isdecimal() or not tokens.isdecimal() or int(tokens) < 1:
             raise DamagedError(f"{at}[2].{name} must be a sum and a number of tokens, it is {value!r} and {tokens!r}")
 
@@ -105,41 +105,41 @@ _AXES = ("pp", "dp", "cp", "tp")
 
 def decision_from_plain(plain: Any, at: str) -> Decision:
     """Raises DamagedError for what no run decides."""
-    step, name, value = listed(plain, at, length=3)
+    step, name, value = as_list(plain, at, length=3)
     whole(step, f"{at}[0] (step)")
     if text(name, f"{at}[1] (name)") in (WEIGHTS, COSTS, MESH):
-        _check_decided(name, mapping(value, f"{at}[2]"), f"{at}[2]")
+        _check_decided(name, as_mapping(value, f"{at}[2]"), f"{at}[2]")
     return Decision(step, name, value)
 
 
 def _check_decided(name: str, value: Mapping[str, Any], at: str) -> None:
     if name == WEIGHTS:
-        keyed(value, at, needed=("weights", "of"), allowed=value)
+        with_keys(value, at, needed=("weights", "of"), allowed=value)
         weights = value["weights"]
         if weights is not None:
-            shares = [number(w, f"{at}.weights.{n}", least=0) for n, w in mapping(weights, f"{at}.weights").items()]
+            shares = [number(w, f"{at}.weights.{n}", least=0) for n, w in as_mapping(weights, f"{at}.weights").items()]
             if abs(math.fsum(shares) - 1) > 1e-6:
                 raise DamagedError(f"{at}.weights must sum to 1, they sum to {math.fsum(shares):g}")
         for key in ("until", "reports"):
             whole(value.get(key, 0), f"{at}.{key}")
-        for source, loss in mapping(value.get("losses", {}), f"{at}.losses").items():
+        for source, loss in as_mapping(value.get("losses", {}), f"{at}.losses").items():
             number(loss, f"{at}.losses.{source}")
         texts = ("of", "by", "id", "note")
     elif name == COSTS:
-        keyed(value, at, needed=("of", "modules", "slow", "mesh"), allowed=value)
-        for module, coefficients in mapping(value["modules"], f"{at}.modules").items():
-            for coefficient in listed(coefficients, f"{at}.modules.{module}"):
+        with_keys(value, at, needed=("of", "modules", "slow", "mesh"), allowed=value)
+        for module, coefficients in as_mapping(value["modules"], f"{at}.modules").items():
+            for coefficient in as_list(coefficients, f"{at}.modules.{module}"):
                 number(coefficient, f"{at}.modules.{module}")
-        for group, factor in mapping(value["slow"], f"{at}.slow").items():
+        for group, factor in as_mapping(value["slow"], f"{at}.slow").items():
             if not group.isdecimal() or number(factor, f"{at}.slow.{group}", least=0) == 0:
-                raise DamagedError(f"{at}.slow is a factor for each group, it has {group!r}: {shown(factor)}")
-        listed(value["mesh"], f"{at}.mesh", length=8)
+                raise DamagedError(f"{at}.slow is a factor for each group, it has {group!r}: {short_repr(factor)}")
+        as_list(value["mesh"], f"{at}.mesh", length=8)
         texts = ("of",)
     else:
-        keyed(value, at, needed=(*_AXES, "order"))
+        with_keys(value, at, needed=(*_AXES, "order"))
         for axis in _AXES:
             whole(value[axis], f"{at}.{axis}", least=1)
-        if sorted(text(axis, f"{at}.order") for axis in listed(value["order"], f"{at}.order")) != sorted(_AXES):
+        if sorted(text(axis, f"{at}.order") for axis in as_list(value["order"], f"{at}.order")) != sorted(_AXES):
             raise DamagedError(f"{at}.order must name {', '.join(_AXES)} once each")
         texts = ()
     for key in texts:

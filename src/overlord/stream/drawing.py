@@ -155,16 +155,16 @@ class DrawQueue:
 
     def next_samples(self, count: int) -> Samples:
         """Draw the next `count` samples; fewer when the run ends."""
-        parts = []
+        parts: list[Samples] = []
         while count > 0 and (self._position < len(self._block) or self._refill()):
             end = min(self._position + count, len(self._block))
             parts.append(self._take_to(end))
             count -= len(parts[-1])
-        return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
+        return Samples.concatenate(parts) if parts else Samples.none(self._at.names)
 
     def next_tokens(self, tokens: int, multiple: int = 1) -> Samples:
         """Draw until the samples hold at least `tokens` (documents padded to `multiple`), or the run ends."""
-        parts = []
+        parts: list[Samples] = []
         while tokens > 0 and (self._position < len(self._block) or self._refill()):
             before = self._block_tokens[self._position - 1] if self._position else 0
             sizes = self._block_tokens
@@ -174,7 +174,7 @@ class DrawQueue:
             end = min(int(sizes.searchsorted(before + tokens)) + 1, len(self._block))
             tokens -= int(sizes[end - 1] - before)
             parts.append(self._take_to(end))
-        return Samples.concatenated(parts) if parts else Samples.none(self._at.names)
+        return Samples.concatenate(parts) if parts else Samples.none(self._at.names)
 
     @property
     def has_ended(self) -> bool:
@@ -233,7 +233,8 @@ class DrawQueue:
 
     def _look_ahead(self) -> None:
         """Announce which chunks come next: those of the sources whose known rows run out first."""
-        for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXPECTED].tolist():
+        soonest: list[int] = self._last_times.argsort(kind="stable")[:_CHUNKS_EXPECTED].tolist()
+        for source in soonest:
             if source in self._lanes:
                 chunk, end = self._lanes[source].chunk + 1, self._extents[source].end
                 if end is None or chunk < end or self._stop == "all_exhausted":
@@ -278,7 +279,7 @@ class DrawQueue:
     def _extend(self) -> None:
         """Extend the lanes that bound the block, as far as the facts of their next rows are at hand: one large block costs
         less than several small ones."""
-        extended = []
+        extended: list[int] = []
         for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXTENDED].tolist():
             if self._last_times[source] > self._until or not self._extend_lane(source):
                 break  # this one bounds the block
@@ -324,7 +325,8 @@ class DrawQueue:
 
     def _merge(self, sources: Iterable[int]) -> None:
         """Move the rows of these lanes that lie before `_until` into the pool, by time and, where equal, by source."""
-        spans, times = [], []
+        spans: list[Span] = []
+        times: list[Floats] = []
         for source in sources:
             lane = self._lanes[source]
             end = int(lane.times.searchsorted(self._until, "right"))
@@ -409,7 +411,7 @@ class Pool:
         return Pool(Samples.none(names), np.zeros(0, np.int64), np.zeros(0))
 
     def with_rows(self, new: Samples, times: Sequence[Floats]) -> Pool:
-        rows = Samples.concatenated([self.rows, new]) if len(self.times) else new
+        rows = Samples.concatenate([self.rows, new]) if len(self.times) else new
         first = len(rows) - len(new)
         order = np.concatenate([self.order, np.arange(first, len(rows))])
         all_times = np.concatenate([self.times, *times])
@@ -467,7 +469,7 @@ def samples_of(names: tuple[str, ...], spans: Sequence[Span]) -> Samples:
             )
             for name in size_names
         },
-        images=ImageSizes.concatenated(
+        images=ImageSizes.concatenate(
             [None if facts.images is None else facts.images.take(slice(begin, end)) for facts, begin, end in rows], counts
         ),
     )

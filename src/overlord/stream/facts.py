@@ -190,7 +190,7 @@ class Samples:
         return Samples(source_names, np.array(columns, np.int64), sizes or {}, images)
 
     @staticmethod
-    def concatenated(parts: Sequence[Samples]) -> Samples:
+    def concatenate(parts: Sequence[Samples]) -> Samples:
         """The samples of several tables with the same sources, one table after the other. Sizes that a table lacks are 0."""
         if len(parts) == 1:
             return parts[0]
@@ -207,7 +207,7 @@ class Samples:
                 )
                 for name in size_names
             },
-            images=ImageSizes.concatenated([part.images for part in parts], [len(part) for part in parts]),
+            images=ImageSizes.concatenate([part.images for part in parts], [len(part) for part in parts]),
         )
 
     @staticmethod
@@ -227,7 +227,7 @@ class ImageSizes:
     """The sizes of the images of samples, in pixels.
 
     The images of sample i are the entries `first[i]` to `first[i] + count[i]` of `height` and `width`. `take` copies no
-    sizes; `concatenated` keeps only those in use.
+    sizes; `concatenate` keeps only those in use.
     """
 
     first: Ints
@@ -275,7 +275,7 @@ class ImageSizes:
         return [[[height[i], width[i]] for i in range(first, first + count)] for first, count in spans]
 
     @staticmethod
-    def concatenated(parts: Sequence[ImageSizes | None], lengths: Sequence[int]) -> ImageSizes | None:
+    def concatenate(parts: Sequence[ImageSizes | None], lengths: Sequence[int]) -> ImageSizes | None:
         """The images of several tables of `lengths` samples each. None is a table without images; the result is None if all
         are."""
         if all(part is None for part in parts):

@@ -156,7 +156,7 @@ class StepDrawer:
             return None
         if len(samples) > count:  # more came due at once than a step has
             samples, left = samples.take(slice(0, count)), not_placed(samples.take(slice(count, None)))
-            waiting = Samples.concatenated([left, waiting])
+            waiting = Samples.concatenate([left, waiting])
         self._carried = waiting
         return samples, None
 
@@ -171,7 +171,7 @@ class StepDrawer:
         at_most = self._num_alike(_STEPS_TOGETHER) - 1
         more = max(0, min(at_most, (surplus + self._queue.tokens_at_hand) // tokens))
         parts.append(self._queue.next_tokens(more * tokens - surplus) if more else Samples.none(carried.source_names))
-        samples = Samples.concatenated([part for part in parts if len(part)])
+        samples = Samples.concatenate([part for part in parts if len(part)])
         ends = np.cumsum(samples.tokens)
         steps, row_tokens, count = _cut_every(samples, ends, tokens, more + 1), self._batch.sequence_length, more + 1
         # A step ends where a row ends, so all rows of all steps are cut in one pass.
@@ -181,7 +181,7 @@ class StepDrawer:
         num_used = np.minimum(ends.searchsorted(bounds) + 1, len(samples)).tolist()
         first_of_step = steps.bin.searchsorted(range(count + 1)).tolist()
         first_of_rows = rows.bin.searchsorted(range(0, count * per_step + 1, per_step)).tolist()
-        drawn = []
+        drawn: list[DrawnStep] = []
         for i, (used, bound) in enumerate(zip(num_used, bounds, strict=True)):
             of_step = steps.samples.take(slice(first_of_step[i], first_of_step[i + 1]))
             in_rows = slice(first_of_rows[i], first_of_rows[i + 1])
@@ -213,7 +213,7 @@ class StepDrawer:
             surplus = ends.item(last) - tokens
             if surplus:
                 samples, rest = self._cut_last(samples, surplus)
-                beyond = Samples.concatenated([rest, beyond])
+                beyond = Samples.concatenate([rest, beyond])
             self._carried = beyond
         return samples, None
 
@@ -261,7 +261,7 @@ class StepDrawer:
             self._carried = waiting
             return candidates, rows
         left = candidates.take(np.flatnonzero(~placed))
-        self._carried = left if self._batch.outliers is None else Samples.concatenated([not_placed(left), waiting])
+        self._carried = left if self._batch.outliers is None else Samples.concatenate([not_placed(left), waiting])
         return candidates.take(np.flatnonzero(placed)), rows[placed]
 
     def _candidates(self, more: Callable[[Samples], Samples]) -> tuple[Samples, Samples]:
@@ -275,10 +275,10 @@ class StepDrawer:
         # A sample that is set aside leaves room for another, which may have to be set aside too.
         while len(drawn := more(found)) > 0:
             divided = set_aside(drawn, policy, step, waiting, self._batch)
-            found, waiting = Samples.concatenated([found, divided.coming]), divided.waiting
+            found, waiting = Samples.concatenate([found, divided.coming]), divided.waiting
         if self._queue.has_ended:
             self._num_first += len(waiting)
-            found, waiting = Samples.concatenated([all_now(waiting, step), found]), Samples.none(found.source_names)
+            found, waiting = Samples.concatenate([all_now(waiting, step), found]), Samples.none(found.source_names)
         return found, waiting
 
     def _limited(self, samples: Samples) -> Samples:
@@ -289,7 +289,7 @@ class StepDrawer:
     def _with_carried(self, samples: Samples) -> Samples:
         if len(self._carried) == 0:
             return samples
-        samples = Samples.concatenated([self._carried, samples])
+        samples = Samples.concatenate([self._carried, samples])
         self._carried = Samples.none(samples.source_names)
         return samples
 

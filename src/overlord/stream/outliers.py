@@ -65,7 +65,7 @@ def set_aside(drawn: Samples, policy: OutlierDelay, step: int, waiting: Samples,
     coming = drawn.take(np.flatnonzero(~waits))
     aside = drawn.take(np.flatnonzero(waits))
     aside = _with(aside, WAITING, np.full(len(aside), step + 1))
-    both = aside if len(waiting) == 0 else Samples.concatenated([waiting, aside])
+    both = aside if len(waiting) == 0 else Samples.concatenate([waiting, aside])
     return Waiting(_with(coming, WAITED, np.zeros(len(coming), np.int64)), both)
 
 

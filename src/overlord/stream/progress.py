@@ -20,13 +20,13 @@ from overlord.stream.facts import (
 from overlord.stream.plain import (
     MOST,
     DamagedError,
-    keyed,
-    listed,
-    mapping,
+    as_list,
+    as_mapping,
     number,
-    shown,
+    short_repr,
     text,
     whole,
+    with_keys,
 )
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Progress:
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Progress:
         """The inverse of `to_plain`. Raises DamagedError for anything else."""
-        sources = mapping(plain["sources"], "sources")
+        sources = as_mapping(plain["sources"], "sources")
         kinds = (*[np.int64] * 5, np.float64, np.float64, np.bool_)
         rows = [_source_row(values, f"sources.{name}") for name, values in sources.items()]
         columns = list(zip(*rows, strict=True)) or [()] * len(COLUMNS)
@@ -133,11 +133,11 @@ class Progress:
 
 def _source_row(values: Any, at: str) -> list[Any]:
     """Validate the values of one source, in the order of COLUMNS."""
-    values = listed(values, at, length=len(COLUMNS))
+    values = as_list(values, at, length=len(COLUMNS))
     counts = [whole(value, f"{at}[{i}] ({COLUMNS[i]})") for i, value in enumerate(values[:5])]
     lead, weight, read_once = values[5:]
     if type(read_once) is not bool:
-        raise DamagedError(f"{at}[7] (read_once) must be true or false, it is {shown(read_once)}")
+        raise DamagedError(f"{at}[7] (read_once) must be true or false, it is {short_repr(read_once)}")
     return [*counts, number(lead, f"{at}[5] (lead)"), number(weight, f"{at}[6] (weights)", least=0), read_once]
 
 
@@ -160,20 +160,20 @@ def samples_from_plain(plain: Mapping[str, Any] | None, names: tuple[str, ...]) 
     """The inverse of `plain_samples`. Raises DamagedError for anything else."""
     if plain is None:
         return Samples.none(names)
-    plain = keyed(plain, "carried", needed=("names", "sizes", "rows"), allowed=("images",))
+    plain = with_keys(plain, "carried", needed=("names", "sizes", "rows"), allowed=("images",))
     own = tuple(
-        text(name, f"carried.names[{i}]", among=names) for i, name in enumerate(listed(plain["names"], "carried.names"))
+        text(name, f"carried.names[{i}]", among=names) for i, name in enumerate(as_list(plain["names"], "carried.names"))
     )
-    kinds = tuple(text(name, f"carried.sizes[{i}]") for i, name in enumerate(listed(plain["sizes"], "carried.sizes")))
+    kinds = tuple(text(name, f"carried.sizes[{i}]") for i, name in enumerate(as_list(plain["sizes"], "carried.sizes")))
     if len(set(own)) < len(own) or len(set(kinds)) < len(kinds):
         raise DamagedError("carried names a source or a size twice")
-    rows = listed(plain["rows"], "carried.rows")
+    rows = as_list(plain["rows"], "carried.rows")
     if not rows:
         raise DamagedError("carried.rows is empty: where nothing is carried, carried is null")
     n = len(SAMPLE_COLUMNS)
     if not _are_samples(rows, n + len(kinds), len(own)):
         for i, row in enumerate(rows):  # finds the bad row, and names it
-            _check_carried(listed(row, f"carried.rows[{i}]", length=n + len(kinds)), f"carried.rows[{i}]", len(own), kinds)
+            _check_carried(as_list(row, f"carried.rows[{i}]", length=n + len(kinds)), f"carried.rows[{i}]", len(own), kinds)
     columns = np.array(rows, np.int64).T
     images = None if plain.get("images") is None else _images_from_plain(plain["images"], len(rows))
     sizes = dict(zip(kinds, columns[n:], strict=True))
@@ -206,9 +206,9 @@ def _check_carried(row: Sequence[Any], at: str, num_sources: int, kinds: Sequenc
 
 
 def _images_from_plain(plain: Any, num_samples: int) -> ImageSizes:
-    images = listed(plain, "carried.images", length=num_samples)
+    images = as_list(plain, "carried.images", length=num_samples)
     for i, each in enumerate(images):
-        for size in listed(each, f"carried.images[{i}]"):
-            for side in listed(size, f"carried.images[{i}]", length=2):
+        for size in as_list(each, f"carried.images[{i}]"):
+            for side in as_list(size, f"carried.images[{i}]", length=2):
                 whole(side, f"carried.images[{i}]")
     return ImageSizes.of(images)

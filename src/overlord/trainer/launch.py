@@ -68,7 +68,7 @@ class Meeting(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-def attach(
+def attach(  # noqa: PLR0913 - a declaration: all options but the job are keyword-only
     job: Job | None = None,
     *,
     device_mesh: Any = None,

@@ -42,7 +42,7 @@ class TempBalance:
     restored with `state_dict` and `load_state_dict`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a declaration: all options but the first two are keyword-only
         self,
         optimizer: Optimizer,
         model: nn.Module,

@@ -89,7 +89,8 @@ class Sigmoid:
 
 @dataclass(frozen=True, slots=True)
 class Sqrt:
-    """In proportion to sqrt(alpha), with mean 1. Nearly equal alphas give nearly equal factors, so it has no guard."""
+    """A mapping in proportion to sqrt(alpha), with mean 1. Nearly equal alphas get nearly equal factors, without
+    `min_spread`."""
 
     def __call__(self, alphas: Floats) -> Floats:
         return _with_mean_one(np.sqrt(alphas))
