@@ -46,7 +46,7 @@ def measured(kills: int, health_checks: dict[str, int]) -> list[Loss]:
 
 def _losses(nodes: Nodes, kills: int, folder: str) -> list[Loss]:
     import overlord as ol
-    from tests.faults.on_ray import ON_OTHERS, pulses
+    from tests.faults.on_ray import ON_OTHERS, health_reports
     from tests.small_sources import Numbered, job_of
 
     sources = {f"s{i}": Numbered(rows=2000, unit_rows=20, first=1 + 3000 * i) for i in range(4)}
@@ -57,7 +57,7 @@ def _losses(nodes: Nodes, kills: int, folder: str) -> list[Loss]:
         clients = [loader.client(rank, timeout_s=120) for rank in range(2)]
         _longest_wait(clients, _STEPS)
         while len(found) < kills:
-            where = pulses(engine)
+            where = health_reports(engine)
             node = max(nodes.others, key=lambda one: sum(pulse.node == one.node_id for pulse in where.values()))
             held = sorted(name for name, pulse in where.items() if pulse.node == node.node_id)
             nodes.lose(node)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -173,10 +175,10 @@ class Silent(Mortal):
         super().__init__()
         self.silent: set[str] = set()
 
-    def ask(self, name: str, method: str, args: tuple, kwargs: dict) -> Immediate:
+    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate:
         if name in self.silent:
             return _Never()
-        return super().ask(name, method, args, kwargs)
+        return super().ask(name, method, *args, **kwargs)
 
 
 class _Never(Immediate):

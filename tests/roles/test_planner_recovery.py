@@ -282,8 +282,8 @@ class Leaving(Mortal):
 
     leave_during_plan: Callable[[], None] | None = None
 
-    def ask(self, name, method, args, kwargs):
-        if method == "plan" and self.leave_during_plan is not None:
+    def ask(self, name, method, /, *args, **kwargs):
+        if method.__name__ == "plan" and self.leave_during_plan is not None:
             leave, self.leave_during_plan = self.leave_during_plan, None
             leave()
         return super().ask(name, method, *args, **kwargs)
