@@ -450,9 +450,9 @@ def _batches(regions: list[bytes]) -> list[pa.RecordBatch]:
     """Each region in a buffer of its own, as a service sends them."""
     if not regions:
         return [pa.RecordBatch.from_arrays([pa.array([], pa.binary_view())], schema=SCHEMA)]
-    from overlord.service.steps import _batch
+    from overlord.service.steps import batch_of
 
-    return [_batch([np.frombuffer(region, np.uint8) for region in regions])]
+    return [batch_of([np.frombuffer(region, np.uint8) for region in regions])]
 
 
 TARGET = Wire()

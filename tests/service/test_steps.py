@@ -156,7 +156,7 @@ def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message)
 def test_a_field_that_does_not_fit_to_what_came_is_refused(field, message):
     region = np.arange(64, dtype=np.uint8)
     with pytest.raises(steps.DamagedStepError, match=f"field 'odd' .*{message}"):
-        unpack_step(wire.Contents(0, 1, [[field]]), [steps._batch([region, region])], Arenas(1))
+        unpack_step(wire.Contents(0, 1, [[field]]), [steps.batch_of([region, region])], Arenas(1))
 
 
 @pytest.mark.strangers

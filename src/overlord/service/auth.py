@@ -1,4 +1,4 @@
-"""Who may talk to a service: loopback unless told otherwise, a token off loopback, TLS where asked for."""
+"""Who may call a service: loopback by default, with a token off loopback, with TLS where it is configured."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Address:
 
     @staticmethod
     def parse(text: str, scheme: str = PLAIN) -> Address:
-        """`scheme` is for an address that names none."""
+        """Parse an address; `scheme` is the default. SpecError for any other text."""
         wrong = SpecError(f"an address is host:port, grpc://host:port or grpc+tls://host:port, got {text!r}")
-        if not isinstance(text, str):
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
             raise wrong
         try:
             parts = urlsplit(text if "://" in text else f"{scheme}://{text}")
@@ -79,21 +79,21 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where a service listens, and whom it lets in."""
+    """Where a service listens, and what a caller must present."""
 
     address: str = "127.0.0.1:0"
-    """Port 0: any that is free."""
+    """Port 0: any free port."""
     token: str | None = field(default=None, repr=False)
     tls: Tls | None = None
     advertise: str | None = None
-    """The host that clients are told, where it is not the one bound to."""
+    """The host name for clients, where it is not the one bound to."""
     reached_from: str | None = None
-    """A host of the network that clients come from: they are told this machine's address there."""
+    """A host in the clients' network: clients get this machine's address in that network."""
 
     def __post_init__(self) -> None:
         check_token(self.token)
         if self.bound.scheme == TLS and self.tls is None:
-            raise SpecError(f"{self.address} asks for TLS: give the files too, tls=Tls(certificate, key)")
+            raise SpecError(f"{self.address} needs TLS files: pass tls=Tls(certificate, key)")
         if self.bound.is_loopback:
             return
         if self.token is None:
@@ -123,7 +123,11 @@ def service_address(text: str, tls_root: str | None) -> str:
 
 def check_token(token: str | None) -> None:
     if token is not None and (
-        not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token
+        not isinstance(token, str)  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
+        or not token
+        or not token.isascii()
+        or not token.isprintable()
+        or " " in token
     ):
         raise SpecError(
             "a token is printable ASCII without spaces, at least one character; `openssl rand -hex 32` makes one"
@@ -131,7 +135,7 @@ def check_token(token: str | None) -> None:
 
 
 def read_pem(path: str | Path, what: str) -> str:
-    if not isinstance(path, (str, Path)):
+    if not isinstance(path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
         raise SpecError(f"{what} is given as the path of a PEM file, got {path!r}")
     try:
         return Path(path).read_text("ascii")
@@ -140,19 +144,19 @@ def read_pem(path: str | Path, what: str) -> str:
 
 
 def token_header(token: str | None) -> Any:
-    """What a client sends with every call, as Flight wants it: pairs of bytes (its type stubs say otherwise)."""
+    """The headers that a client sends with every call. Flight needs pairs of bytes; its type stubs say otherwise."""
     return [] if token is None else [(_HEADER.encode(), f"{_SCHEME}{token}".encode())]
 
 
 def _host_towards(peer: str) -> str:
-    """The address of this machine on the way to another. Nothing is sent."""
+    """The address of the interface that leads to another machine. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return probe.getsockname()[0]
 
 
 class TokenCheck(flight.ServerMiddlewareFactory):
-    """Lets no call through that does not carry the token."""
+    """Refuses every call that does not carry the token."""
 
     def __init__(self, token: str) -> None:
         super().__init__()
@@ -161,7 +165,7 @@ class TokenCheck(flight.ServerMiddlewareFactory):
     def start_call(self, info: Any, headers: Mapping[str, Sequence[str | bytes]]) -> None:
         given = headers.get(_HEADER) or [""]
         text = given[0]
-        # In constant time: how long a comparison takes must not tell how much of a token is right.
+        # In constant time: the time of a comparison must not reveal how much of a token is right.
         if len(given) == 1 and hmac.compare_digest(text if isinstance(text, bytes) else text.encode(), self._expected):
             return
         what = "a wrong token" if text else "no token"

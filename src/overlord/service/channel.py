@@ -134,7 +134,7 @@ class FlightChannel:
             )
         return delivery
 
-    def leave(self, rank: int, generation: int | None = None) -> None:
+    def leave(self, rank: int, generation: int | None = None) -> None:  # noqa: ARG002 - part of the protocol
         # Whatever the generation: the service knows by the session whether another client has become this rank.
         try:
             self._say(wire.LEAVE)

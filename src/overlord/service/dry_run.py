@@ -1,4 +1,4 @@
-"""Reading a job without a trainer: every rank's part of each step, as trainers would take it, and what it amounts to."""
+"""Reads a job without a trainer: every rank's part of each step, and counts of tokens, padding and images."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One step on all ranks that are read. What several ranks hold is counted once, not once per rank."""
+    """One step on all ranks that are read. Tokens that several ranks hold are counted once."""
 
     number: int
     parts: Mapping[int, Step]
     """The step's part of each rank."""
     tokens: int
     places: int
-    """Token places in the batches: tokens and padding."""
+    """Token positions in the batches: tokens and padding."""
     images: int
 
 
 def steps_of(loader: Loader, ranks: Sequence[int] | None = None, num_steps: int | None = None) -> Iterator[Taken]:
-    """Up to `num_steps` steps on these ranks (all unless given), one after the other, to the end of the run."""
+    """Yields up to `num_steps` steps on these ranks (by default all), until the end of the run."""
     ranks = range(loader.tree.world_size) if ranks is None else ranks
     clients = [loader.client(rank) for rank in ranks]
     places = [loader.tree.coordinates(rank) for rank in reversed(ranks)]
@@ -51,14 +51,14 @@ def steps_of(loader: Loader, ranks: Sequence[int] | None = None, num_steps: int 
 
 
 def _places(micro: Mapping[str, Any]) -> int:
-    """Places of the whole microbatch, which a context-parallel rank sees only a slice of."""
+    """Positions of the whole microbatch; a context-parallel rank has only a slice of it."""
     if "cu_seqlens" not in micro:
         return micro["num_rows"] * micro["max_seqlen"]
     return int(micro.get("cu_seqlens_padded", micro["cu_seqlens"])[-1])
 
 
 class Throughput:
-    """Adds up what was taken, and how long it took from the moment the meter was made."""
+    """Sums the steps that were taken, and the time since this object was made."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -68,7 +68,7 @@ class Throughput:
         self.places = 0
         self.images = 0
         self.first_batch_s: float | None = None
-        """From the beginning until every rank had its part of the first step; None before that."""
+        """From the start until every rank had its part of the first step; None before that."""
         self.seconds = 0.0
 
     def add(self, taken: Taken) -> None:
@@ -86,13 +86,13 @@ class Throughput:
 
     @property
     def padding(self) -> float:
-        """The share of token places that hold none."""
+        """The share of token positions that are padding."""
         return 1 - self.tokens / self.places if self.places else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """What one source was asked for and gave, as shares of the mixture's unit."""
+    """The declared and the realised share of one source, in the mixture's unit."""
 
     asked: float
     realised: float

@@ -1,8 +1,8 @@
-"""Which ranks are reading, where each stands, and which have fallen silent.
+"""Which ranks are reading, the step of each, and which have fallen silent.
 
-A rank belongs to the client that came last: when a trainer is replaced, the old one, should it still live, is told so.
-Silence is not absence until `patience_s` have passed; a rank that is heard again is simply back. A rank that is expected and
-was never heard is late, and absent once `patience_s` have passed since the first of its peers came.
+A rank belongs to the client that came last: when a trainer is replaced, the old one gets an error if it is still alive. A
+silent rank counts as gone only after `patience_s`; with its next call it is back. A rank that is expected and never called
+is late, and counts as gone `patience_s` after the first of its peers came.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overlord.errors import ClosedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-_REMEMBERED = 16  # sessions that lost a rank
+_REMEMBERED = 16  # sessions that were replaced, for each rank
 
 
 @dataclass(slots=True)
@@ -27,14 +27,14 @@ class _Rank:
     session: str
     heard: float
     step: int | None = None
-    """The step it takes next; None before it has asked for one."""
+    """The next step of the rank; None before it has requested one."""
     is_reading: bool = False
     has_left: bool = False
     displaced: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
 
 class RankRegistry:
-    """Safe to call from any thread."""
+    """The ranks of a server: their sessions, their steps, and when each last called. Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -45,16 +45,17 @@ class RankRegistry:
         self._first_came: float | None = None
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Note that these ranks will come."""
+        """Note that these ranks will come; until then they are late."""
         with self._lock:
             self._late |= {rank for rank in ranks if rank not in self._ranks}
 
-    def heard(self, rank: int, session: str) -> None:
-        """Note that a rank's client is there. Raises ClosedError when another has taken its place."""
+    def note_heartbeat(self, rank: int, session: str) -> None:
+        """Note a heartbeat of a rank's client. Raises ClosedError when another client has taken its place."""
         with self._lock:
             self._of(rank, session).heard = self._clock()
 
-    def asked(self, rank: int, session: str, step: int) -> None:
+    def note_request(self, rank: int, session: str, step: int) -> None:
+        """Note that a rank requested a step. Raises ClosedError when another client has taken its place."""
         with self._lock:
             entry = self._of(rank, session)
             entry.heard = self._clock()
@@ -63,7 +64,7 @@ class RankRegistry:
             if self._first_came is None:
                 self._first_came = entry.heard
 
-    def took(self, rank: int, session: str, step: int) -> None:
+    def note_delivery(self, rank: int, session: str, step: int) -> None:
         """Note that a step was handed to a rank."""
         with self._lock:
             entry = self._ranks.get(rank)
@@ -72,8 +73,8 @@ class RankRegistry:
                 entry.step = step + 1
             self._changed.notify_all()
 
-    def left(self, rank: int, session: str | None = None) -> bool:
-        """Note that a rank reads no more; False when it is not this client's to say."""
+    def note_leave(self, rank: int, session: str | None = None) -> bool:
+        """Note that a rank reads no more. False, and no change, when the rank belongs to another client."""
         with self._lock:
             entry = self._ranks.get(rank)
             if entry is None:
@@ -90,7 +91,7 @@ class RankRegistry:
             return True
 
     def silent(self, patience_s: float) -> list[int]:
-        """The ranks that read, or are expected to, and were not heard from for so long."""
+        """The ranks that read, or are expected to, and did not call for `patience_s`."""
         with self._lock:
             since = self._clock() - patience_s
             silent = [rank for rank, entry in self._ranks.items() if entry.is_reading and entry.heard < since]
@@ -99,17 +100,17 @@ class RankRegistry:
             return silent
 
     def reading(self) -> dict[int, int]:
-        """The ranks that are reading, with the step each takes next."""
+        """The ranks that are reading, with the next step of each."""
         with self._lock:
             return self._reading()
 
     def last(self) -> dict[int, int]:
-        """Every rank that ever read, with the step it would take next."""
+        """Every rank that ever read, with its next step."""
         with self._lock:
             return {rank: entry.step for rank, entry in self._ranks.items() if entry.step is not None}
 
     def forget(self, expected: Collection[int] = ()) -> None:
-        """The run was moved: where ranks stood says nothing now, and those that read, or that are named, will come again."""
+        """Forget the steps of all ranks, because the run was moved. Those that read, or are `expected`, will come again."""
         with self._lock:
             self._late |= {*expected, *(rank for rank, entry in self._ranks.items() if entry.is_reading)}
             self._first_came = None
@@ -117,12 +118,12 @@ class RankRegistry:
                 entry.step, entry.is_reading = None, False
 
     def wait_until(self, holds: Callable[[dict[int, int]], bool], timeout_s: float) -> bool:
-        """Wait until something holds of the reading ranks and their steps."""
+        """Wait until a condition holds for the reading ranks and their steps. False after `timeout_s`."""
         with self._lock:
             return self._changed.wait_for(lambda: holds(self._reading()), timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Wait until each of these ranks has come and left again."""
+        """Wait until each of these ranks has come and left again. False after `timeout_s`."""
 
         def all_left() -> bool:
             return all((entry := self._ranks.get(rank)) is not None and entry.has_left for rank in ranks)
@@ -143,7 +144,7 @@ class RankRegistry:
             entry = self._ranks[rank] = _Rank(session, self._clock())
         elif entry.session != session:
             if session in entry.displaced:
-                raise ClosedError(f"another client has taken the place of this one for rank {rank}; connect anew to take it")
+                raise ClosedError(f"another client has taken the place of this one for rank {rank}; connect again to return")
             entry.displaced.append(entry.session)
             entry.session = session
         return entry

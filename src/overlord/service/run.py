@@ -63,7 +63,7 @@ _ONE_PROCESS = (
 )
 
 
-def start(
+def start(  # noqa: PLR0913 - all but the job by name
     job: Job,
     *,
     engine: Engine | None = None,
@@ -115,7 +115,7 @@ class Loader:
     """A running job, from `overlord.start`. `client(rank)` returns the iterator of a rank; `serve` lets trainers in other
     processes connect. It belongs to the process that started it. Safe to call from several threads."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - `start` makes it
         self,
         job: Job,
         engine: Engine,
@@ -251,9 +251,10 @@ class Loader:
             return None
         plan = planned.plan
         samples = plan.samples.take(plan.order)
+        sources: list[int] = samples.source.tolist()
         read: dict[int, tuple[str, int]] = {}
         of_chunks: dict[tuple[int, int], list[int]] = {}
-        for place, key in enumerate(zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)):
+        for place, key in enumerate(zip(sources, samples.chunk.tolist(), strict=True)):
             of_chunks.setdefault(key, []).append(place)
         for (source, chunk), places in of_chunks.items():
             found = self._routes.origins(source, chunk, samples.row[places].tolist())
@@ -261,17 +262,13 @@ class Loader:
         micro = plan.micro_of_order()
         first = np.cumsum(plan.counts) - plan.counts
         group = np.repeat(np.arange(plan.num_groups), plan.counts)[micro]
+        groups: list[int] = group.tolist()
+        numbers: list[int] = (micro - first[group]).tolist()
         ranks = [tuple(self._ranks_of(plan, number)) for number in range(plan.num_groups)]
         return [
             StepDocument(samples.source_names[source], *read[place], tokens, number, ranks[of])
             for place, (source, tokens, number, of) in enumerate(
-                zip(
-                    samples.source.tolist(),
-                    samples.tokens.tolist(),
-                    (micro - first[group]).tolist(),
-                    group.tolist(),
-                    strict=True,
-                )
+                zip(sources, samples.tokens.tolist(), numbers, groups, strict=True)
             )
         ]
 
@@ -381,7 +378,7 @@ class Loader:
         is handed out again, for the new mesh. Clients of the old mesh end with ClosedError: make new ones, or call `rejoin`.
         """
         self._home.check()
-        if not isinstance(mesh, Mesh):
+        if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
             raise SpecError(f"resize takes an overlord.Mesh, got {mesh!r}")
         timeout_s = seconds_to_wait(timeout_s, "timeout_s")
         at = None if at is None else whole(at, "at", least=None)

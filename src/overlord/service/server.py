@@ -47,7 +47,8 @@ LEAVE_AFTER_S = RANK_SILENT.after_s
 _MOST_WAIT_S = 10.0  # a call holds one of the server's threads
 _SLICE_S = 0.5  # how often a waiting call checks that the run was not moved and the service is not closing
 _PAUSES_S = (0.002, 0.25)  # the first and the longest pause between two fetches for one call
-_NO_REGIONS = pa.RecordBatch.from_arrays([pa.array([], pa.binary_view())], schema=SCHEMA)
+_arrow: Any = pa  # its stubs leave types open
+_NO_REGIONS: pa.RecordBatch = _arrow.RecordBatch.from_arrays([pa.array([], pa.binary_view())], schema=SCHEMA)
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +61,7 @@ class Service:
     service was restarted.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but two by name
         self,
         job: str,
         listen: Listen,
@@ -132,7 +133,7 @@ class Service:
                 return moved
             if not self._serves(ticket.rank):
                 return wire.Elsewhere()
-            self.ranks.asked(ticket.rank, ticket.session, ticket.step)
+            self.ranks.note_request(ticket.rank, ticket.session, ticket.step)
             left_s = max(deadline - self._clock(), 0.0)
             answer = self._fetch(steps, ticket, min(left_s, _SLICE_S))
             if (moved := self._find_move(steps, ticket)) is not None:
@@ -140,7 +141,7 @@ class Service:
             if answer is None:
                 return wire.End()
             if isinstance(answer, Delivery):
-                self.ranks.took(ticket.rank, ticket.session, answer.step)
+                self.ranks.note_delivery(ticket.rank, ticket.session, answer.step)
                 return answer
             # No fetch without time to wait for it: its reason would only be that nothing has begun.
             if deadline - self._clock() <= 2 * pause_s or self._closing.wait(pause_s):
@@ -175,9 +176,9 @@ class Service:
         self._check_job(request.job)
         match name:
             case wire.HERE.name:
-                self.ranks.heard(request.rank, request.session)
+                self.ranks.note_heartbeat(request.rank, request.session)
             case wire.LEAVE.name:
-                if self.ranks.left(request.rank, request.session) and self._steps is not None:
+                if self.ranks.note_leave(request.rank, request.session) and self._steps is not None:
                     self._steps.leave(request.rank)
             case _:
                 return CALLS[name].invoke(self._require_run().run, request)
@@ -211,7 +212,7 @@ class Service:
         assert steps is not None  # only then is this thread started
         while not self._closing.wait(leave_after_s / RANK_SILENT.checks):
             for rank in self.ranks.silent(leave_after_s):
-                if self.ranks.left(rank):
+                if self.ranks.note_leave(rank):
                     _log.warning("rank %d was silent for %.0f s: others no longer wait for it", rank, leave_after_s)
                     steps.leave(rank)
 
@@ -271,19 +272,19 @@ class _Server(flight.FlightServerBase):
         self._admit(context)
         return [(name, "") for name in ACTIONS]
 
-    def list_flights(self, context: Any, criteria: Any) -> Any:
+    def list_flights(self, context: Any, criteria: Any) -> Any:  # noqa: ARG002 - refused
         raise _not_offered()
 
-    def get_flight_info(self, context: Any, descriptor: Any) -> Any:
+    def get_flight_info(self, context: Any, descriptor: Any) -> Any:  # noqa: ARG002 - refused
         raise _not_offered()
 
-    def get_schema(self, context: Any, descriptor: Any) -> Any:
+    def get_schema(self, context: Any, descriptor: Any) -> Any:  # noqa: ARG002 - refused
         raise _not_offered()
 
-    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002 - refused
         raise _not_offered()
 
-    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002 - refused
         raise _not_offered()
 
 

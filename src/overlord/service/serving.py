@@ -128,10 +128,13 @@ class ServerPerGroup:
 
     def drain(self, timeout_s: float) -> bool:
         last = max(answer.result() for answer in [c.ask(ServingConstructor.halt) for c in self._constructors])
+
         # In parallel: on an engine whose calls are synchronous, one would use up the time of the next.
+        def drain_one(constructor: Handle[ServingConstructor]) -> bool:
+            return constructor.ask(ServingConstructor.drain, last, timeout_s).result()
+
         with ThreadPoolExecutor(min(len(self._constructors), _MOST_AT_ONCE)) as threads:
-            done = threads.map(lambda c: c.ask(ServingConstructor.drain, last, timeout_s).result(), self._constructors)
-            return all(list(done))
+            return all(list(threads.map(drain_one, self._constructors)))
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
         tree, deadline = self._tree(), time.monotonic() + timeout_s

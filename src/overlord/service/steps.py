@@ -9,7 +9,7 @@ where its type must not: then into memory that is used again.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
@@ -35,21 +35,24 @@ if TYPE_CHECKING:
 
     from overlord.batches.buffers import Arenas
 
+Chunked: TypeAlias = "pa.ChunkedArray[Any]"
+ArrowColumn: TypeAlias = "pa.Array[Any] | pa.ChunkedArray[Any]"
+
 SCHEMA = pa.schema([("region", pa.binary_view())])
 MESSAGE_BYTES = 8 << 20
-"""About the size of a message: larger ones need fresh memory, which is slow, smaller ones cost a round each."""
+"""About the size of a message: larger ones need fresh memory, which is slow; smaller ones cost a round trip each."""
 
 _SMALL_BYTES = 1 << 14
 """Arrays up to this size are copied together into one region."""
 _ALIGNMENT = 64
 _KINDS = "biufc"
-"""numpy's letters for booleans, integers, floats and complex numbers: what has no pointers in it."""
+"""numpy's letters for booleans, integers, floats and complex numbers: types without pointers."""
 
 
 def pack_step(delivery: Delivery) -> tuple[Contents, Iterator[pa.RecordBatch]]:
-    """What is in the step, and the batches that carry it; there is always at least one."""
+    """Returns the contents of a step, and the batches that carry it, at least one."""
     regions = _Regions()
-    microbatches = [[_packed(regions, name, value) for name, value in micro.items()] for micro in delivery.microbatches]
+    microbatches = [[_pack_field(regions, name, value) for name, value in micro.items()] for micro in delivery.microbatches]
     return Contents(delivery.step, delivery.loss_tokens, microbatches), regions.batches()
 
 
@@ -82,12 +85,12 @@ class _Regions:
         message, num_bytes = [self._joined()], self._small_bytes
         for region in self._large:
             if num_bytes and num_bytes + len(region) > MESSAGE_BYTES:
-                yield _batch(message)
+                yield batch_of(message)
                 message, num_bytes = [], 0
             message.append(region)
             num_bytes += len(region)
         if message:
-            yield _batch(message)
+            yield batch_of(message)
 
     def _joined(self) -> NDArray[np.uint8]:
         # Never so short that Arrow would keep it inside the view.
@@ -99,51 +102,55 @@ class _Regions:
         return joined
 
 
-def _batch(regions: Sequence[NDArray[np.uint8]]) -> pa.RecordBatch:
+def batch_of(regions: Sequence[NDArray[np.uint8]]) -> pa.RecordBatch:
+    """A message with these regions, which are not copied."""
     views = np.zeros(len(regions), VIEW)
     views["length"] = [len(region) for region in regions]
     views["prefix"] = [region[:4].tobytes() for region in regions]
     views["buffer"] = np.arange(len(regions))
     buffers = [None, pa.py_buffer(views.data), *(pa.py_buffer(region.data) for region in regions)]
-    return pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.binary_view(), len(regions), buffers)], schema=SCHEMA)
+    arrow: Any = pa  # its stubs leave types open
+    return arrow.RecordBatch.from_arrays([pa.Array.from_buffers(pa.binary_view(), len(regions), buffers)], schema=SCHEMA)
 
 
-def _packed(regions: _Regions, name: str, value: Any) -> Field:
+def _pack_field(regions: _Regions, name: str, value: Any) -> Field:
     if isinstance(value, np.ndarray):
-        return regions.add(name, value)
+        return regions.add(name, cast("NDArray[Any]", value))
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
-        return _packed_column(regions, name, value)
+        return _pack_column(regions, name, cast("ArrowColumn", value))
     if isinstance(value, list):
-        return Ragged(name, [regions.add(name, array) for array in value])
+        return Ragged(name, [regions.add(name, array) for array in cast("list[NDArray[Any]]", value)])
     if isinstance(value, dict):
-        listed = {entry: shape if isinstance(shape, list) else [shape] for entry, shape in value.items()}
+        value = cast("dict[str, Any]", value)
+        listed: dict[str, Any] = {entry: shape if isinstance(shape, list) else [shape] for entry, shape in value.items()}
         return Shapes(name, listed, [entry for entry, shape in value.items() if isinstance(shape, list)])
     if isinstance(value, np.generic):
-        value = value.item()
+        value = cast("Any", value.item())
     if value is None or isinstance(value, (int, float, str)):
         return Scalar(name, value)
     raise OverlordError(f"field {name!r} is of type {type(value).__name__}, which cannot be sent to another process")
 
 
-def _packed_column(regions: _Regions, name: str, column: pa.Array | pa.ChunkedArray) -> Column:
-    table = compact(pa.table({name: column}))
+def _pack_column(regions: _Regions, name: str, column: ArrowColumn) -> Column:
+    arrow: Any = pa
+    table = compact(arrow.table({name: column}))
     stream = regions.add(name, np.frombuffer(memoryview(table_to_stream(table)), np.uint8))
     return Column(name, stream, is_view(column.type), isinstance(column, pa.ChunkedArray))
 
 
 class DamagedStepError(ValueError):
-    """What came is not what `pack_step` makes. Whoever reads knows where it came from, and raises ServiceError."""
+    """The data cannot come from `pack_step`. The caller knows who sent it, and raises ServiceError."""
 
 
 def unpack_step(contents: Contents, batches: Sequence[pa.RecordBatch], arenas: Arenas) -> Delivery:
-    """The step again. Arrays over received memory are read-only.
+    """Returns the step that was packed. Arrays over received memory are read-only.
 
-    `contents` were unpacked, so that single numbers are within the bounds of `wire`; whether they fit to one another, and to
-    the batches, is checked here. Raises DamagedStepError where they do not.
+    Single numbers in `contents` are within the bounds of `wire`. Whether they fit one another and the batches is checked
+    here; DamagedStepError where they do not.
     """
     regions = [region for batch in batches for region in _regions(batch)]
     microbatches = tuple(
-        {field.name: _unpacked(field, regions, arenas) for field in fields} for fields in contents.microbatches
+        {field.name: _unpack_field(field, regions, arenas) for field in fields} for fields in contents.microbatches
     )
     return Delivery(contents.step, contents.loss_tokens, microbatches)
 
@@ -157,7 +164,7 @@ def _regions(batch: pa.RecordBatch) -> list[pa.Buffer]:
     return regions  # type: ignore[return-value] - only a validity buffer may be missing
 
 
-def _unpacked(field: Field, regions: Sequence[pa.Buffer], arenas: Arenas) -> Any:
+def _unpack_field(field: Field, regions: Sequence[pa.Buffer], arenas: Arenas) -> Any:
     match field:
         case Array():
             return _array(field, regions, arenas)
@@ -207,8 +214,8 @@ def _array(array: Array, regions: Sequence[pa.Buffer], arenas: Arenas) -> NDArra
         raise DamagedStepError(f"field {array.name!r} has shape {array.shape}: {error}") from None
 
 
-def _column(column: Column, regions: Sequence[pa.Buffer], arenas: Arenas) -> pa.Array | pa.ChunkedArray:
-    values = _streamed(column, pa.py_buffer(_array(column.stream, regions, arenas).data))
+def _column(column: Column, regions: Sequence[pa.Buffer], arenas: Arenas) -> ArrowColumn:
+    values = _read_stream(column, pa.py_buffer(_array(column.stream, regions, arenas).data))
     if column.is_view:
         # As `compact` writes views.
         if not (pa.types.is_large_binary(values.type) or pa.types.is_large_string(values.type)):
@@ -221,7 +228,7 @@ def _column(column: Column, regions: Sequence[pa.Buffer], arenas: Arenas) -> pa.
     return values.chunk(0) if values.num_chunks else pa.array([], values.type)
 
 
-def _streamed(column: Column, stream: pa.Buffer) -> pa.ChunkedArray:
+def _read_stream(column: Column, stream: pa.Buffer) -> Chunked:
     """The one column of an Arrow stream that is all there, checked so that reading its values touches no other memory."""
     source = pa.BufferReader(stream)
     try:

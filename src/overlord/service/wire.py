@@ -1,8 +1,8 @@
-"""What goes over the wire beside Arrow data: small msgspec structs, packed as MessagePack.
+"""The messages of the wire beside Arrow data: small msgspec structs, packed as MessagePack.
 
-A step is fetched with `do_get`, whose ticket is a `Ticket`; the first message of the answer says in its metadata what the
-answer is (`Answer`). Everything else is an action named in `Action`, with one struct in and one out. What is not
-understood is refused as a whole: structs forbid unknown fields, and numbers have bounds.
+A step is fetched with `do_get`, whose ticket is a `Ticket`; the metadata of the first message holds the `Answer`. Everything
+else is an `Action`, with one struct in and one out. A malformed message is refused as a whole: structs forbid unknown
+fields, and numbers have bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 VERSION = 1
-"""Raised whenever a struct of this file or the layout of a step changes."""
+"""Incremented whenever a struct of this file, a request of `run_api` or the layout of a step changes."""
 
 Q = TypeVar("Q", bound=Struct)
 T = TypeVar("T")
@@ -32,12 +32,12 @@ JobId = Annotated[str, Meta(min_length=1, max_length=64)]
 BySource = Annotated[dict[str, float], Meta(max_length=65_536)]
 Heartbeat = Annotated[float, Meta(gt=0.0, le=1e9)]
 NumberType = Annotated[str, Meta(pattern=r"^([|<>]b1|[|<>][iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32))$")]
-"""numpy's name for a kind of number. Nothing that holds pointers has one of these."""
+"""numpy's name for a type of number; types with pointers are excluded."""
 Shape = Annotated[tuple[Count, ...], Meta(max_length=32)]
 
 
 class Ticket(Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks for one rank's part of one step, by a client that knows the run as of a generation."""
+    """Requests one rank's part of one step, for a client that knows the run as of a generation."""
 
     job: JobId
     rank: Count
@@ -49,28 +49,28 @@ class Ticket(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True):
-    """The first thing a client says, and says again after it lost its server."""
+    """The first request of a client, sent again after it lost its server."""
 
     version: int
     rank: Count
 
 
 class Welcome(Struct, frozen=True):
-    """Which run this is, where it stands, and who serves the rank that asked."""
+    """Which run this is, where it begins, and which server has the steps of the rank."""
 
     job: JobId
     instance: str
-    """Another one after the service was restarted."""
+    """Different after the service was restarted."""
     address: str | None
-    """None: the server that says so."""
+    """None: this server."""
     start: Count
     generation: Count
     heartbeat_s: Heartbeat | None
-    """How often a client must be heard from; None when silence is never taken for absence."""
+    """How often a client must send a heartbeat; None when a silent client never counts as gone."""
 
 
 class Presence(Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank is still there, or leaves."""
+    """A heartbeat of a rank, or its leave."""
 
     job: JobId
     rank: Count
@@ -90,14 +90,14 @@ class Failure(Struct, frozen=True, tag="failure"):
         return Failure(envelope.kind, envelope.message, list(envelope.notes))
 
     def error(self) -> Exception:
-        """The same type where it is one of Overlord's own; a plain OverlordError that names it otherwise."""
+        """The same type where it is one of Overlord's own; otherwise an OverlordError that names it."""
         error = ErrorEnvelope(self.kind, self.message, tuple(self.notes)).open()
         error.add_note("raised in the service that this client is connected to")
         return error
 
 
 class Value(Struct, Generic[T], frozen=True, tag="value"):
-    """What an action answers when nothing went wrong."""
+    """The reply of an action that succeeded."""
 
     value: T
 
@@ -111,14 +111,14 @@ class End(Struct, frozen=True, tag="end"):
 
 
 class Moved(Struct, frozen=True, tag="moved"):
-    """The run was moved to another state, or its service restarted, since the client last looked."""
+    """The run was moved to another state or mesh, or its service restarted, since the client's last call."""
 
     instance: str
     generation: Count
 
 
 class Elsewhere(Struct, frozen=True, tag="elsewhere"):
-    """The rank is no longer served here; the address book knows where."""
+    """The rank is no longer served here; a new `Hello` returns the address."""
 
 
 class Array(Struct, frozen=True, tag="array"):
@@ -149,7 +149,7 @@ class Column(Struct, frozen=True, tag="column"):
 
 
 class Shapes(Struct, frozen=True, tag="shapes"):
-    """What a rank is told that gets its arrays by broadcast: name to shapes and dtypes; a list of them when ragged."""
+    """For a rank that gets its arrays by broadcast: name to shapes and dtypes, a list of them when ragged."""
 
     name: str
     shapes: dict[str, list[tuple[Shape, str]]]
@@ -165,7 +165,7 @@ Field = Array | Ragged | Column | Shapes | Scalar
 
 
 class Contents(Struct, frozen=True, tag="contents"):
-    """A step is here: what lies where in the regions that follow."""
+    """A step: the layout of the regions that follow."""
 
     step: Count
     loss_tokens: Count | float
@@ -192,19 +192,19 @@ def unpack_answer(data: bytes | memoryview) -> Answer:
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
     try:
         return decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec does not count among its own
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not translate these
         raise msgspec.DecodeError(f"MessagePack data is malformed: {error}") from None
 
 
 def job_id(fingerprint: Mapping[str, Any]) -> str:
-    """The same for every run whose cursors mean the same, so that a client knows its run again after a restart: also when
-    files were copied in the meantime, and so have other times."""
+    """The same for all runs with interchangeable cursors, so that a client recognises its run after a restart, even when
+    files were copied and so have other times."""
     meant = {name: value for name, value in fingerprint.items() if name != "files"}
     return hashlib.blake2b(orjson.dumps(meant, option=orjson.OPT_SORT_KEYS), digest_size=12).hexdigest()
 
 
 def words_of(error: Exception) -> str:
-    """A Flight error's own words, without what gRPC adds."""
+    """The message of a Flight error, without what gRPC adds."""
     text = str(error).split(". Detail: ")[0].split(". gRPC client debug context: ")[0]
     return text.removeprefix("Flight returned unavailable error, with message: ")
 
