@@ -674,7 +674,7 @@ class Hidden:
 
 def test_what_cannot_be_seen_is_said_once_at_the_first_save(caplog):
     job = job_of({"web": Numbered(transform=(ol.Pick("tokens"), Hidden()))})
-    with caplog.at_level(logging.WARNING, "overlord.checkpoint.state"), ol.start(job) as loader:
+    with caplog.at_level(logging.WARNING, "overlord.checkpoint"), ol.start(job) as loader:
         client = loader.client(0, timeout_s=30)
         next(client)
         assert caplog.messages == []
@@ -690,6 +690,6 @@ def test_what_cannot_be_seen_is_said_once_at_the_first_save(caplog):
 
 def test_what_cannot_be_seen_is_said_when_a_log_begins(caplog, tmp_path):
     job = job_of({"web": Numbered(transform=Hidden())})
-    with caplog.at_level(logging.WARNING, "overlord.checkpoint.state"), ol.start(job, log=tmp_path / "log") as loader:
+    with caplog.at_level(logging.WARNING, "overlord.checkpoint"), ol.start(job, log=tmp_path / "log") as loader:
         loader.state_dict()
     assert len(caplog.messages) == 1

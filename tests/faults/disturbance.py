@@ -13,7 +13,7 @@ from typing import Protocol
 
 import psutil
 
-from overlord.planlog.append_log import unframed
+from overlord.planlog.append_log import read_frames
 from tests.faults import store as storage
 from tests.faults.schedule import Fault
 from tests.faults.store import Store
@@ -184,7 +184,7 @@ def corrupted(log: Path, fault: Fault) -> Path:
     """Change a byte in a record of the newest segment that others follow."""
     newest = sorted(log.iterdir())[-1]
     content = bytearray(newest.read_bytes())
-    bodies = unframed(bytes(content)).bodies
+    bodies = read_frames(bytes(content)).bodies
     place = int(fault.amount * sum(len(body) + 12 for body in bodies[:-1])) if len(bodies) > 1 else 0
     content[place] ^= 0x20
     newest.write_bytes(content)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 
 from overlord.errors import SourceError, SpecError, StorageError
-from overlord.planlog.append_log import AppendLog, framed, unframed
+from overlord.planlog.append_log import AppendLog, frame, read_frames
 from overlord.planlog.segments import FileSegments, Segment, segments_at
 from tests.full_disk import full_disk
 
@@ -22,7 +22,7 @@ NEVER_S = 1000.0  # the background does not come: what is safe is decided by the
 
 
 def bodies_in(segments: FileSegments, number: int) -> list[bytes]:
-    return unframed(segments.read(number)).bodies
+    return read_frames(segments.read(number)).bodies
 
 
 # Records
@@ -30,7 +30,7 @@ def bodies_in(segments: FileSegments, number: int) -> list[bytes]:
 
 @given(BODIES)
 def test_records_come_back_as_they_were(bodies):
-    contents = unframed(b"".join(map(framed, bodies)))
+    contents = read_frames(b"".join(map(frame, bodies)))
     assert contents.bodies == bodies
     assert contents.good_bytes == contents.num_bytes
     assert contents.num_after_damage == 0
@@ -38,27 +38,27 @@ def test_records_come_back_as_they_were(bodies):
 
 @given(BODIES, st.data())
 def test_a_log_cut_anywhere_gives_every_whole_record_before_the_cut(bodies, data):
-    whole = b"".join(map(framed, bodies))
-    contents = unframed(whole[: data.draw(st.integers(0, len(whole)))])
+    whole = b"".join(map(frame, bodies))
+    contents = read_frames(whole[: data.draw(st.integers(0, len(whole)))])
     assert contents.bodies == bodies[: len(contents.bodies)]
-    assert contents.num_bytes - contents.good_bytes < max(len(framed(body)) for body in bodies)
+    assert contents.num_bytes - contents.good_bytes < max(len(frame(body)) for body in bodies)
     assert contents.num_after_damage == 0
 
 
 @given(BODIES, st.data())
 def test_a_flipped_bit_never_gives_a_wrong_record_and_is_told_from_a_torn_end(bodies, data):
-    whole = bytearray(b"".join(map(framed, bodies)))
+    whole = bytearray(b"".join(map(frame, bodies)))
     place = data.draw(st.integers(0, len(whole) - 1))
     whole[place] ^= 1 << data.draw(st.integers(0, 7))
-    contents = unframed(bytes(whole))
-    ends = [sum(len(framed(body)) for body in bodies[: i + 1]) for i in range(len(bodies))]
+    contents = read_frames(bytes(whole))
+    ends = [sum(len(frame(body)) for body in bodies[: i + 1]) for i in range(len(bodies))]
     damaged = next(i for i, end in enumerate(ends) if place < end)
     assert contents.bodies == bodies[:damaged]
     assert contents.num_after_damage == len(bodies) - damaged - 1
 
 
 def test_an_end_full_of_zeros_is_torn_and_not_damaged():
-    contents = unframed(framed(b"one") + bytes(4096))
+    contents = read_frames(frame(b"one") + bytes(4096))
     assert contents.bodies == [b"one"]
     assert contents.num_after_damage == 0
 
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_no_half_record_and_nothing_is_missing_when_there_is_
         assert "large" in log.error
         log.append(b"third")
         assert bodies_in(segments, 0) == [b"snapshot", b"first"]
-        assert unframed(segments.read(0)).good_bytes == len(segments.read(0)), "no half record"
+        assert read_frames(segments.read(0)).good_bytes == len(segments.read(0)), "no half record"
         assert log.position.num_waiting > 80
         with pytest.raises(StorageError, match="cannot be written"):
             log.sync()
@@ -249,7 +249,7 @@ def test_a_log_in_a_bucket_is_written_in_parts_and_pruned(bucket):
     log.sync()
     log.append(b"later")
     log.sync()
-    assert unframed(segments.read(0)).bodies == [b"header", b"snapshot", b"waits", b"later"]
+    assert read_frames(segments.read(0)).bodies == [b"header", b"snapshot", b"waits", b"later"]
     for number in range(1, 4):
         log.begin([b"snapshot %d" % number])
         log.sync()
@@ -266,7 +266,7 @@ def test_two_writers_in_a_bucket_do_not_mix(bucket):
     old.begin([b"old"])
     with pytest.raises(StorageError, match="was replaced"):
         old.sync()
-    assert unframed(segments.read(0)).bodies == [b"new"]
+    assert read_frames(segments.read(0)).bodies == [b"new"]
 
 
 def test_a_bucket_that_does_not_exist_is_an_error_before_anything_is_written(bucket):

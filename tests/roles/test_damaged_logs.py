@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.checkpoint.fingerprint import Fingerprint, differences_of
 from overlord.errors import StateError, StorageError
-from overlord.planlog.append_log import LogPosition, framed, unframed
+from overlord.planlog.append_log import LogPosition, frame, read_frames
 from overlord.planlog.plan_log import Era, PlanLog, newest_in
 from overlord.planlog.records import Header
 from overlord.planlog.segments import FileSegments
@@ -46,8 +46,8 @@ def test_a_torn_end_is_cut_and_changes_nothing(tmp_path_factory, undisturbed, pl
 def test_the_warning_of_a_torn_end_says_how_much_is_cut_and_where_it_goes_on(tmp_path, caplog):
     read_all(job_of({"a": A}), 5, log=log_of(tmp_path))
     with segment_of(tmp_path).open("ab") as file:
-        file.write(framed(b"{}")[:-1])
-    with caplog.at_level(logging.WARNING, "overlord.declare.policies"):
+        file.write(frame(b"{}")[:-1])
+    with caplog.at_level(logging.WARNING, "overlord.planlog"):
         ol.start(job_of({"a": A}), resume="log", log=log_of(tmp_path)).close()
     assert "segment-00000001.log has a torn end: its last 13 bytes are cut off, and it goes on with step" in caplog.text
 
@@ -58,7 +58,7 @@ def test_a_damaged_middle_is_an_error_that_names_the_place_and_the_way_out(tmp_p
     read_all(job, 5, log=log_of(tmp_path))
     path = segment_of(tmp_path)
     damaged = bytearray(path.read_bytes())
-    place = len(framed(unframed(bytes(damaged)).bodies[0]))
+    place = len(frame(read_frames(bytes(damaged)).bodies[0]))
     damaged[place + 20] ^= 1
     path.write_bytes(damaged)
     with pytest.raises(StateError, match=rf"segment-00000001.log is damaged at byte {place}: .* \d+ good ones follow"):
@@ -70,7 +70,7 @@ def test_a_damaged_middle_is_an_error_that_names_the_place_and_the_way_out(tmp_p
 def test_a_record_that_is_whole_but_makes_no_sense_is_an_error_that_names_the_file(tmp_path):
     read_all(job_of({"a": A}), 2, log=log_of(tmp_path))
     with segment_of(tmp_path).open("ab") as file:
-        file.write(framed(b'{"kind": "step", "step": 99}'))
+        file.write(frame(b'{"kind": "step", "step": 99}'))
     with pytest.raises(StateError, match=r"segment-00000001.log cannot be used: .*records are missing; delete it"):
         ol.start(job_of({"a": A}), resume="log", log=log_of(tmp_path))
 
@@ -93,7 +93,7 @@ def test_edited_records_of_a_log_are_an_error_that_names_the_file_or_go_on_the_s
         for _ in range(4):
             next(client)
     path = segment_of(tmp_path)
-    records = [orjson.loads(body) for body in unframed(path.read_bytes()).bodies]
+    records = [orjson.loads(body) for body in read_frames(path.read_bytes()).bodies]
     segments = FileSegments(str(tmp_path / "log"))
     num_refused = num_edits = 0
     for _, other in edited(records):
@@ -103,7 +103,7 @@ def test_edited_records_of_a_log_are_an_error_that_names_the_file_or_go_on_the_s
             bodies = [orjson.dumps(record) for record in other]
         except TypeError:
             continue  # no JSON, so no record
-        path.write_bytes(b"".join(map(framed, bodies)))
+        path.write_bytes(b"".join(map(frame, bodies)))
         num_edits += 1
         try:
             found = newest_in(segments)
@@ -120,8 +120,8 @@ def test_edited_records_of_a_log_are_an_error_that_names_the_file_or_go_on_the_s
 def test_a_log_whose_header_makes_no_sense_is_an_error_that_names_the_file(tmp_path, first):
     read_all(job_of({"a": A}), 2, log=log_of(tmp_path))
     path = segment_of(tmp_path)
-    bodies = unframed(path.read_bytes()).bodies
-    path.write_bytes(b"".join(map(framed, [first, *bodies[1:]])))
+    bodies = read_frames(path.read_bytes()).bodies
+    path.write_bytes(b"".join(map(frame, [first, *bodies[1:]])))
     with pytest.raises(StateError, match=r"segment-00000001.log cannot be used: .*delete it"):
         ol.start(job_of({"a": A}), resume="log", log=log_of(tmp_path))
 
@@ -164,7 +164,7 @@ def test_a_full_disk_under_the_log_loses_and_repeats_nothing(tmp_path_factory, u
 
 
 def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path, caplog):
-    with ol.start(JOBS[0], log=log_of(tmp_path)) as loader, caplog.at_level(logging.WARNING, "overlord.declare.policies"):
+    with ol.start(JOBS[0], log=log_of(tmp_path)) as loader, caplog.at_level(logging.WARNING, "overlord.planlog"):
         clients = [loader.client(rank, timeout_s=30) for rank in range(2)]
         with full_disk(10):
             for client in clients * 4:

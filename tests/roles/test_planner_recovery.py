@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 
 import overlord as ol
 from overlord.errors import StorageError
-from overlord.planlog.append_log import unframed
+from overlord.planlog.append_log import read_frames
 from overlord.planlog.records import fold
 from tests.roles.mortal import Mortal, key_of, planner_of, stream_of
 from tests.roles.recovering import JOBS, STEPS, A, B, log_of, segment_of
@@ -135,7 +135,7 @@ def test_a_state_decides_where_a_run_goes_on_whatever_the_log_says(tmp_path):
 def test_a_run_without_a_state_begins_at_step_0_and_says_what_the_log_knows(tmp_path, caplog):
     job = job_of({"a": A, "b": B})
     uncut, _ = read_all(job, 5, log=log_of(tmp_path))
-    with caplog.at_level(logging.WARNING, "overlord.declare.policies"):
+    with caplog.at_level(logging.WARNING, "overlord.planlog"):
         assert same(read_all(job, 5, log=log_of(tmp_path))[0], uncut)
     assert "but this one begins at step 0; resume='log' would go on with step" in caplog.text
 
@@ -300,7 +300,7 @@ def test_status_says_how_far_the_planner_and_its_log_are(tmp_path):
         assert status.log is not None
         assert status.log.segment.endswith("segment-00000001.log")
         assert status.log.num_bytes == segment_of(tmp_path).stat().st_size
-        records = [orjson.loads(body) for body in unframed(segment_of(tmp_path).read_bytes()).bodies]
+        records = [orjson.loads(body) for body in read_frames(segment_of(tmp_path).read_bytes()).bodies]
         assert fold(records[1:]).reached == status.reached
     with ol.start(job_of({"a": A})) as loader:
         assert loader.status().log is None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.planlog.append_log import unframed
+from overlord.planlog.append_log import read_frames
 from overlord.planlog.segments import FileSegments
 from tests.roles.mortal import Mortal, stream_of
 from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
@@ -248,7 +248,7 @@ def test_the_log_says_which_mesh_each_step_was_arranged_for(tmp_path):
         taken(loader, 1)
         loader.resize(ol.Mesh(dp=3))
     segments = FileSegments(str(tmp_path))
-    snapshots = [orjson.loads(unframed(segments.read(n)).bodies[1]) for n in segments.numbers()]
+    snapshots = [orjson.loads(read_frames(segments.read(n)).bodies[1]) for n in segments.numbers()]
     assert [[(step, value["dp"]) for step, _, value in s["decisions"]] for s in snapshots][-2:] == [[(2, 1)], [(3, 3)]]
 
 

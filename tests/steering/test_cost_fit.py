@@ -41,7 +41,7 @@ def trained(known: Floats, steps: int, seed: int, slow: dict[int, float] | None 
                 seconds *= float(rng.choice([0.01, 5.0, 100.0]))
             fit.add(step, rank, np.append(row, 4.0), seconds)
         if step % 10 == 9:
-            found = fit.fitted(known)
+            found = fit.solve(known)
             assert found is not None
             known = found.coefficients
     assert found is not None
@@ -100,17 +100,17 @@ def test_a_model_that_changes_is_followed_and_the_old_one_forgotten():
         true = TRUE if step < 10 else TRUE * [1, 10, 1]  # flash attention was turned off
         for rank, row in enumerate(features):
             fit.add(step, rank, np.append(row, 4.0), float(row @ true) + BESIDE)
-    found = fit.fitted(TRUE)
+    found = fit.solve(TRUE)
     assert found is not None
     assert found.coefficients[1] / found.coefficients[0] == pytest.approx(10 * TRUE[1] / TRUE[0], rel=0.1)
 
 
 def test_too_few_times_say_nothing():
     fit = CostFit(3)
-    assert fit.fitted(TRUE) is None
+    assert fit.solve(TRUE) is None
     for step in range(5):
         fit.add(step, 0, np.array([100.0, 1e4, 3.0, 1.0]), 1.0)
-    assert fit.fitted(TRUE) is None
+    assert fit.solve(TRUE) is None
 
 
 @settings(max_examples=30)
@@ -126,7 +126,7 @@ def test_whatever_is_reported_coefficients_are_finite_and_never_negative(times, 
     fit = CostFit(3)
     for step, rank, seconds, tokens, count in times:
         fit.add(step, rank, np.array([tokens, tokens * 37.0, count, 1.0]), seconds)
-    found = fit.fitted(np.array(known))
+    found = fit.solve(np.array(known))
     if found is not None:
         assert np.isfinite(found.coefficients).all()
         assert (found.coefficients >= 0).all()

@@ -151,7 +151,7 @@ class Describer:
     def _any(self, value: Any, path: str) -> str:
         kind = type(value)
         if kind in _PLAIN:
-            return self._named_file(value) if kind is str else _short(repr(value))
+            return self._text_or_file(value) if kind is str else _short(repr(value))
         if id(value) in self._leaves:
             return self._leaves[id(value)]
         if kind in (list, tuple, set, frozenset, dict) and (plain := _plain_entries(value)) is not None:
@@ -223,28 +223,28 @@ class Describer:
             return self._builtin(value, path)
         if isinstance(value, functools.partial):
             parts = (value.func, value.args, value.keywords)
-            return f"partial({self._listed(parts, path)})"
+            return f"partial({self._list_text(parts, path)})"
         wrapped = getattr(value, "__wrapped__", None)
         if wrapped is not None and type(value).__module__ == "functools":  # lru_cache: what it has kept does not count
             return f"{type(value).__qualname__}({self._any(wrapped, path)})"
         if isinstance(value, types.MappingProxyType):
             return self._mapping(value, path)
         if isinstance(value, np.ndarray):  # of Python objects
-            return f"array {value.dtype} {value.shape} {self._listed(value.ravel().tolist(), path)}"
+            return f"array {value.dtype} {value.shape} {self._list_text(value.ravel().tolist(), path)}"
         if type(value) in (list, tuple):
-            return f"{type(value).__name__}[{self._listed(value, path)}]"
+            return f"{type(value).__name__}[{self._list_text(value, path)}]"
         if type(value) in (set, frozenset):
-            return f"{type(value).__name__}{{{', '.join(self._sorted(value, path))}}}"
+            return f"{type(value).__name__}{{{', '.join(self._sorted_texts(value, path))}}}"
         if type(value) is dict:
             return self._mapping(value, path)
         return self._object(value, path)
 
     # Containers
 
-    def _listed(self, values: Iterable[Any], path: str) -> str:
+    def _list_text(self, values: Iterable[Any], path: str) -> str:
         return ", ".join(self._any(entry, f"{path}[{i}]") for i, entry in enumerate(values))
 
-    def _sorted(self, values: Iterable[Any], path: str) -> list[str]:
+    def _sorted_texts(self, values: Iterable[Any], path: str) -> list[str]:
         """Each for itself: the order of a set is that of addresses, so no entry may depend on those before it."""
         found = []
         for entry in values:
@@ -260,7 +260,7 @@ class Describer:
 
     # Files
 
-    def _named_file(self, text: str) -> str:
+    def _text_or_file(self, text: str) -> str:
         if not _may_name_file(text) or not os.path.isfile(text):
             return _short(repr(text))
         return f"file {os.path.basename(text)!r} {self._file(pathlib.Path(text), repr(text))}"
@@ -322,11 +322,11 @@ class Describer:
 
     def _cell(self, cell: types.CellType, used: frozenset[str] | None, path: str) -> str:
         try:
-            return self._used(cell.cell_contents, used, path)
+            return self._used_text(cell.cell_contents, used, path)
         except ValueError:  # not assigned yet
             return "empty"
 
-    def _used(self, value: Any, used: frozenset[str] | None, path: str) -> str:
+    def _used_text(self, value: Any, used: frozenset[str] | None, path: str) -> str:
         """A value that code refers to. Of options that it only takes attributes of, these alone: a script's `args` also say
         where to resume from."""
         if used is None or not used <= _option_names(value):
@@ -347,9 +347,9 @@ class Describer:
                 found.append(f"{label}={self._of_module(value, attributes, f'{path}->{label}')}")
             elif not attributes:
                 used = self._code.parts(function.__code__).get(name)
-                found.append(f"{name}={self._used(value, used, f'{path}->{name}')}")
+                found.append(f"{name}={self._used_text(value, used, f'{path}->{name}')}")
         for name in sorted(self._code.imports(function.__code__)):
-            found.append(f"import {name} {self._imported(name)}")
+            found.append(f"import {name} {self._import_text(name)}")
         return found
 
     def _of_module(self, module: ModuleType, attributes: tuple[str, ...], path: str) -> str:
@@ -368,7 +368,7 @@ class Describer:
             self._note_package(module.__name__)
         return f"module {module.__name__}"
 
-    def _imported(self, name: str) -> str:
+    def _import_text(self, name: str) -> str:
         """A module that a function imports when it runs; of the user's, the code of its file."""
         top = name.partition(".")[0]
         if _home(top, None) == "python":
@@ -431,7 +431,7 @@ class Describer:
         if isinstance(member, (staticmethod, classmethod)):
             return f"{type(member).__name__} {self._any(member.__func__, path)}"
         if isinstance(member, property):
-            return f"property {self._listed([f for f in (member.fget, member.fset, member.fdel) if f is not None], path)}"
+            return f"property {self._list_text([f for f in (member.fget, member.fset, member.fdel) if f is not None], path)}"
         if isinstance(member, functools.cached_property):
             return f"property {self._any(member.func, path)}"
         if isinstance(member, (types.MemberDescriptorType, types.GetSetDescriptorType)):
@@ -453,13 +453,13 @@ class Describer:
         kind = type(value)
         text = [self._any(kind, path)]
         if _is_compiled(kind):
-            return self._reduced(value, path)
+            return self._pickle_text(value, path)
         if isinstance(value, dict):
             text.append(self._mapping(value, path))
         elif isinstance(value, (list, tuple)):
-            text.append(self._listed(value, path))
+            text.append(self._list_text(value, path))
         elif isinstance(value, (set, frozenset)):
-            text += self._sorted(value, path)
+            text += self._sorted_texts(value, path)
         elif isinstance(value, _PLAIN):
             base: Any = next(base for base in _PLAIN if isinstance(value, base))
             text.append(repr(base(value)))
@@ -481,7 +481,7 @@ class Describer:
             return frozenset()
         return self._code.kept_attributes(kind)
 
-    def _reduced(self, value: Any, path: str) -> str:
+    def _pickle_text(self, value: Any, path: str) -> str:
         """What an object of compiled code would be pickled as."""
         try:
             parts = value.__reduce_ex__(4)
@@ -491,7 +491,7 @@ class Describer:
             return f"object {type(value).__qualname__} {parts}"
         made, arguments, state, items, pairs = (*parts, None, None, None)[:5]
         described = [self._any(made, path), self._any(arguments, path), self._any(state, path)]
-        described += [] if items is None else [self._listed(items, path)]
+        described += [] if items is None else [self._list_text(items, path)]
         described += [] if pairs is None else [self._mapping(dict(pairs), path)]
         self._note_package(_module_name(type(value)))
         return f"object {type(value).__qualname__}({'; '.join(described)})"

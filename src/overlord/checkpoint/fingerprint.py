@@ -43,7 +43,7 @@ fields that a reader adds are named by its identity(), but for those of `READER_
 READER_MAY_CHANGE = frozenset({"storage_options", "retry"})
 """The fields of readers that say how files are reached."""
 
-_log = logging.getLogger("overlord.checkpoint.state")
+_log = logging.getLogger("overlord.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Fingerprint:
             if is_first:
                 declaration = first_declaration_digest(self.declared[name], described)
             if old_declaration != declaration:
-                what = _declared_differently(self.declared.get(name), old_declaration, declaration)
+                what = _declaration_change(self.declared.get(name), old_declaration, declaration)
                 found[f"sources.{name}"] = f"source {name!r} is declared differently ({what})"
             elif old_units != units:
                 found[f"sources.{name}"] = (
@@ -250,7 +250,7 @@ def _reader_text(source: Source, at: str, describer: Describer) -> str:
     return f"{describer.text(type(source), at)} {describer.text(own, at)}"
 
 
-def _declared_differently(source: Source | None, old: str, new: str) -> str:
+def _declaration_change(source: Source | None, old: str, new: str) -> str:
     anything = "reader, paths, columns, transforms, window or shuffle"
     before, after = old.split("."), new.split(".")
     if source is None or len(before) != len(after) or len(after) != 1 + len(source.transforms):

@@ -39,12 +39,12 @@ _FORM = ("overlord", "step", "state")
 _CONTENTS = ("overlord", "step", "unit", "fingerprint", "sources", "carried")
 
 
-def sealed(contents: Mapping[str, Any]) -> State:
+def seal(contents: Mapping[str, Any]) -> State:
     """Contents in the form that `state_dict()` returns. StateError for contents that can have no such form."""
     try:
         whole(contents.get("step"), "step")
     except DamagedError as error:
-        raise damaged(error) from None
+        raise damage_error(error) from None
     return {"overlord": contents["overlord"], "step": contents["step"], "state": _json(contents).decode()}
 
 
@@ -64,7 +64,7 @@ def contents_of(state: Any) -> dict[str, Any]:
     Raises StateError for what is no state. Whether the contents are whole is another question: see `check_whole`.
     """
     if isinstance(state, (str, bytes, bytearray)):
-        state = _parsed(state, "the state", "; to read a state from a file, give the text in it")
+        state = _parse(state, "the state", "; to read a state from a file, give the text in it")
     if not isinstance(state, Mapping) or "overlord" not in state:
         raise StateError(
             "not an Overlord state: a dict with the key 'overlord' is needed, as state_dict() returns it, got "
@@ -77,15 +77,15 @@ def contents_of(state: Any) -> dict[str, Any]:
         with_keys(state, "the state", needed=_FORM)
         step = whole(state["step"], "step")
     except DamagedError as error:
-        raise damaged(error) from None
+        raise damage_error(error) from None
     if not isinstance(state["state"], str):
-        raise damaged(f"state must be text, it is {short_repr(state['state'])}")
-    inside = _parsed(state["state"], "the text under the key 'state'", "; use an older checkpoint")
+        raise damage_error(f"state must be text, it is {short_repr(state['state'])}")
+    inside = _parse(state["state"], "the text under the key 'state'", "; use an older checkpoint")
     if not isinstance(inside, Mapping) or "state" in inside:
-        raise damaged("the text under the key 'state' is JSON of something else")
+        raise damage_error("the text under the key 'state' is JSON of something else")
     for key, value in (("overlord", state["overlord"]), ("step", step)):
         if type(inside.get(key)) is not int or inside[key] != value:
-            raise damaged(f"{key} is {value}, and {short_repr(inside.get(key))} in the text under the key 'state'")
+            raise damage_error(f"{key} is {value}, and {short_repr(inside.get(key))} in the text under the key 'state'")
     return dict(inside)
 
 
@@ -96,11 +96,11 @@ def check_whole(contents: Mapping[str, Any], *, is_edited: bool = False) -> None
     try:
         with_keys(contents, "the state", needed=(*_CONTENTS, *(("checksum",) if version > 1 else ())), allowed=("steered",))
     except DamagedError as error:
-        raise damaged(error) from None
+        raise damage_error(error) from None
     try:
         found = checksum(contents)
     except (TypeError, ValueError, RecursionError) as error:
-        raise damaged(f"it holds something else than numbers, text, lists and dicts: {error}") from None
+        raise damage_error(f"it holds something else than numbers, text, lists and dicts: {error}") from None
     if version > 1 and contents["checksum"] != found and not is_edited:
         raise StateError(
             f"the state was edited or damaged after it was saved: its contents have the checksum {found}, and "
@@ -109,7 +109,7 @@ def check_whole(contents: Mapping[str, Any], *, is_edited: bool = False) -> None
         )
 
 
-def damaged(reason: object) -> StateError:
+def damage_error(reason: object) -> StateError:
     return StateError(f"the state is damaged: {reason}; use an older checkpoint")
 
 
@@ -118,7 +118,7 @@ def _check_version(version: Any) -> None:
         raise StateError(f"the state has version {short_repr(version)}; this release reads versions 1 and {VERSION}")
 
 
-def _parsed(text: str | bytes | bytearray, what: str, way_out: str) -> Any:
+def _parse(text: str | bytes | bytearray, what: str, way_out: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # orjson would make floats of large integers

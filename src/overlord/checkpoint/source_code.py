@@ -87,10 +87,10 @@ class CodeTexts:
     def written(self, code: CodeType, scope: Mapping[str, Any]) -> Written:
         """The globals and closure variables that a function keeps for itself."""
         if code not in self._written:
-            self._written[code] = self._found_written(code, scope)
+            self._written[code] = self._find_written(code, scope)
         return self._written[code]
 
-    def _found_written(self, code: CodeType, scope: Mapping[str, Any]) -> Written:
+    def _find_written(self, code: CodeType, scope: Mapping[str, Any]) -> Written:
         node, file = self._node(code), self._file(code.co_filename)
         if node is None or file is None:
             return Written(frozenset(_arguments_of(code, "STORE_GLOBAL")))
@@ -119,10 +119,10 @@ class CodeTexts:
     def kept_attributes(self, kind: type) -> frozenset[str]:
         """The attributes that begin empty and that `__call__`, or a method that it calls, writes."""
         if kind not in self._kept_attributes:
-            self._kept_attributes[kind] = self._found_kept_attributes(kind)
+            self._kept_attributes[kind] = self._find_kept_attributes(kind)
         return self._kept_attributes[kind]
 
-    def _found_kept_attributes(self, kind: type) -> frozenset[str]:
+    def _find_kept_attributes(self, kind: type) -> frozenset[str]:
         methods = {
             name: member.fget if isinstance(member, property) else member
             for base in reversed(kind.__mro__)

@@ -8,7 +8,7 @@
 
 `checkpoint/form.py` has the form in which they are handed out. A state continues the job that wrote it under any mesh,
 strategy, mixture, engine and number of loaders, and with sources added or removed. What would change the meaning of a cursor
-is refused, and said. So is a state that was edited or damaged, before anything is started.
+is refused, and said. So is a state that was edited or damage_error, before anything is started.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from overlord.checkpoint.form import (
     VERSION,
     check_whole,
     contents_of,
-    damaged,
-    sealed,
+    damage_error,
+    seal,
     with_checksum,
 )
 from overlord.steering.decisions import WEIGHTS, Steered
@@ -55,7 +55,7 @@ def to_state(progress: Progress, unit: str, fingerprint: Mapping[str, Any], stee
     }
     if steered is not None and steered != Steered():
         contents["steered"] = steered.to_plain()
-    return sealed(with_checksum(contents))
+    return seal(with_checksum(contents))
 
 
 def steered_of(state: Any) -> Steered:
@@ -63,7 +63,7 @@ def steered_of(state: Any) -> Steered:
     try:
         return _steered(contents_of(state))
     except DamagedError as error:
-        raise damaged(error) from None
+        raise damage_error(error) from None
 
 
 def from_state(state: Any, job: Job, fingerprint: Fingerprint, accept_changes: Collection[str] | bool = ()) -> Progress:
@@ -82,7 +82,7 @@ def from_state(state: Any, job: Job, fingerprint: Fingerprint, accept_changes: C
         _steered(contents)
         _check_names(contents["fingerprint"]["sources"], progress.names)
     except DamagedError as error:
-        raise damaged(error) from None
+        raise damage_error(error) from None
     refuse_differences(
         differences,
         accept_changes,

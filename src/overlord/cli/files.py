@@ -16,7 +16,7 @@ import cloudpickle
 import orjson
 
 import overlord
-from overlord.checkpoint.form import contents_of, sealed
+from overlord.checkpoint.form import contents_of, seal
 from overlord.declare.job import Job
 from overlord.errors import OverlordError, SpecError, StateError
 
@@ -111,7 +111,7 @@ def read_state(path: Path) -> State:
     if not text.strip():
         raise StateError(f"{path} is empty: its writer was stopped; use an older state")
     try:
-        return sealed(contents_of(text))
+        return seal(contents_of(text))
     except StateError as error:
         raise StateError(f"{path} is not a state that can be used: {error}") from None
 

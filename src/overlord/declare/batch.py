@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from overlord.declare.arguments import column_names
-from overlord.declare.policies import Log as Log
 from overlord.declare.policies import OutlierDelay, check_limits
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    pass
 
 
 LongDocuments = Literal["split", "truncate", "drop", "fail"]
@@ -21,20 +18,23 @@ LongDocuments = Literal["split", "truncate", "drop", "fail"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one global step holds, over all ranks. Only this and the mixture decide which samples a step has.
+    """What one global step holds, over all ranks. Only the batch and the mixture decide which samples a step has.
 
-    Give `tokens` (then a step holds as many whole documents as can be packed without splitting into
-    tokens / sequence_length rows) or `samples` (then a step holds exactly that many).
+    Give `tokens` or `samples`, not both.
     """
 
     sequence_length: int
+    """Tokens of a row, and of the longest document."""
     tokens: int | None = None
+    """Tokens of a step, a multiple of `sequence_length`. A step holds as many whole documents as can be packed into
+    tokens / sequence_length rows."""
     samples: int | None = None
+    """Documents of a step: each step holds exactly this many."""
     cut_documents: bool = False
     """With `tokens`: fill the step to the last token by cutting the document at its end; the rest comes first
     in the next step."""
     long_documents: LongDocuments = "split"
-    """What to do with documents longer than sequence_length."""
+    """What to do with documents longer than sequence_length: split, truncate or drop them, or fail."""
     layout: Literal["packed", "padded"] = "packed"
     """packed: documents one after the other with cu_seqlens (thd). padded: one document a row (bshd)."""
     pad_to: Literal["longest", "sequence_length"] = "longest"
@@ -45,6 +45,7 @@ class Batch:
     document_multiple: int = 1
     """Pad each document to a multiple of this (2 x cp for ring attention that needs equal slices)."""
     pad_token: int = 0
+    """The token id of padding."""
     special_ids: tuple[int, ...] = ()
     """Ids below 0 that token columns may hold, such as the -200 of LLaVA. They are inputs and never labels: no loss is taken
     on predicting one. Any other id below 0 is a bad row."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from overlord.declare.mesh import Mesh
 from overlord.declare.mixture import Mixture
-from overlord.declare.policies import Log as Log
 from overlord.declare.source import Source
 from overlord.errors import SpecError
 
@@ -20,19 +19,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One declaration of everything that decides the stream and who receives what of it."""
+    """Declares a run: the sources, what a step holds of them, and how it is shared out over ranks.
+
+    Only `sources`, `batch`, `mixture` and `seed` decide which samples a step has. The others may change between a stop
+    and a resume.
+    """
 
     sources: Mapping[str, Source]
+    """Name to source. The name is part of the stream: shuffling and saved states depend on it."""
     batch: Batch
+    """What one global step holds."""
     mixture: Mixture | None = None
-    """Equal weights unless given."""
+    """How much of each source a step holds; equal weights unless given."""
     mesh: Mesh = field(default_factory=lambda: Mesh())
+    """The sizes of the trainer's parallel dimensions; one rank unless given."""
     strategy: Strategy | None = None
     """How a step's samples are arranged over ranks; `strategies.plain()` unless given."""
     seed: int = 0
+    """Of every permutation, and of the random generator of each row."""
     num_workers: int | None = None
-    """Threads that read and transform; one less than cores unless given. With 0 there are none: everything is done by
-    whoever asks for a step, when it asks, which is the least work in all and the easiest to debug, but hides no waiting."""
+    """Threads that read and transform; one less than cores unless given. With 0 the thread that requests a step does all the
+    work: this takes the least CPU time and is the easiest to debug, but nothing is prepared in advance."""
     num_processes: int | None = None
     """Worker processes for transforms wrapped in `ol.InProcesses`; one per core unless given."""
     prefetch: int = 2
@@ -51,18 +58,19 @@ class Job:
         unknown = [name for name in self.mix.names if name not in self.sources]
         if unknown:
             raise SpecError(
-                f"the mixture gives a weight to {_listed(unknown)}, but the job's sources are {_listed(self.sources)}"
+                f"the mixture gives a weight to {_join_names(unknown)}, but the job's sources are "
+                f"{_join_names(self.sources)}"
             )
         finite = [name for name, source in self.sources.items() if source.num_epochs is not None]
         if self.mix.stop == "all_exhausted" and finite and len(finite) < len(self.sources):
             raise SpecError(
-                f"stop='all_exhausted' ends when every source has been read, but {_listed(finite)} are finite and the "
+                f"stop='all_exhausted' ends when every source has been read, but {_join_names(finite)} are finite and the "
                 "others repeat for ever; set repeat=False on all, or use stop='first_exhausted' or 'drop_exhausted'"
             )
         if self.batch.tokens is not None or self.mix.unit == "tokens":
             without = [name for name, source in self.sources.items() if source.tokens is None]
             if without:
-                raise SpecError(f"steps are counted in tokens, but {_listed(without)} have tokens=None; use samples=...")
+                raise SpecError(f"steps are counted in tokens, but {_join_names(without)} have tokens=None; use samples=...")
         if self.prefetch < 0:
             raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
         if self.mix.feedback is not None and self.mix.feedback.lag <= self.prefetch:
@@ -90,5 +98,5 @@ class Job:
         )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)

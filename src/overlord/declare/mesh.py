@@ -1,4 +1,4 @@
-"""The trainer's mesh."""
+"""The trainer's mesh: the sizes of its parallel dimensions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from overlord.declare.arguments import whole
-from overlord.declare.policies import Log as Log
 from overlord.errors import SpecError
 
 Axis = Literal["pp", "dp", "cp", "tp"]
@@ -14,17 +13,22 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The sizes of the trainer's parallel dimensions. `order` is outermost first; Megatron's is pp, dp, cp, tp.
+    """The sizes of the trainer's parallel dimensions: data, context, tensor and pipeline parallelism.
 
     A mesh without `dp` has one data-parallel group, unless the size of the world is known: `overlord.trainer.attach` and
     `start(world_size=...)` then set dp to what the other sizes leave of it.
     """
 
     dp: int = None  # type: ignore[assignment] - to tell 1 from nothing; it is a number once the mesh is made
+    """Data-parallel groups: each gets its own samples."""
     cp: int = 1
+    """Ranks that share the tokens of a sample."""
     tp: int = 1
+    """Ranks that get the same tokens and share the weights of a layer."""
     pp: int = 1
+    """Pipeline stages: the first gets tokens, the last labels."""
     order: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+    """How ranks are numbered, outermost first; the default is Megatron's."""
     is_dp_open: bool = field(default=False, init=False, repr=False, compare=False)
     """Whether dp was left out."""
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from overlord.declare.policies import Log as Log
 from overlord.errors import SpecError
 
 Weights = Mapping[str, float]
@@ -18,17 +17,18 @@ Stop = Literal["first_exhausted", "all_exhausted", "drop_exhausted"]
 class Mixture:
     """How much of each source a step holds.
 
-    `weights` is one mapping of source to weight, or a schedule {step: mapping}. Between two entries of a schedule the
-    weights stay (`ramp="hold"`) or move in a straight line (`ramp="linear"`). A source that an entry leaves out has
-    weight 0 there. `unit` says whether weights share out samples or tokens.
+    Sources are drawn in turn by virtual time, so that each stays within a few samples of its share at every step.
     """
 
     weights: Weights | Mapping[int, Weights]
+    """Source to weight, or a schedule {step: {source: weight}}. A source that an entry leaves out has weight 0 there."""
     unit: Literal["samples", "tokens"] = "samples"
+    """What weights are shares of."""
     ramp: Literal["hold", "linear"] = "hold"
+    """Between two entries of a schedule: hold the weights of the first, or interpolate linearly."""
     stop: Stop = "drop_exhausted"
-    """When sources are finite: end with the first that runs out; restart those that run out until all have been
-    read once; or go on without those that ran out until none is left."""
+    """When sources are finite. first_exhausted: end with the first that runs out. all_exhausted: restart those that run out
+    until all have been read once. drop_exhausted: continue without them until none is left."""
     feedback: Feedback | None = None
     """Moves the weights by the losses that trainers report."""
 
@@ -131,7 +131,7 @@ class MultiplicativeWeights:
             else weight
             for name, weight in weights.items()
         }
-        return _floored(shares(moved), self.floor)
+        return _with_floor(shares(moved), self.floor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: weight / total for name, weight in weights.items() if weight > 0}
 
 
-def _floored(weights: Mapping[str, float], floor: float) -> dict[str, float]:
+def _with_floor(weights: Mapping[str, float], floor: float) -> dict[str, float]:
     """Shares raised to a floor; those above it give in proportion."""
     floor = min(floor, 1 / len(weights))
     low: set[str] = set()

@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Where the planner writes down what it decided: a folder (on a cluster, one that all machines see), or a URL of an
-    object store. A run whose planner is lost, or that is started with resume="log", goes on from it."""
+    """The planner's log, for `start(log=...)`. A run whose planner is lost, or that is started with resume="log", continues
+    from it."""
 
     location: str | os.PathLike[str]
+    """A folder (on a cluster, one that all machines see), or the URL of an object store."""
     snapshot_every: int = 1000
-    """Steps between two snapshots; what is older than the last two is deleted."""
+    """Steps between two snapshots; records before the last two snapshots are deleted."""
     sync_s: float = 1.0
-    """Seconds between two moments at which everything is safe from a crash of the machine."""
+    """Seconds between two fsyncs: a crash of the machine loses at most so much."""
     storage_options: Mapping[str, str] = field(default_factory=dict)
+    """Endpoint, region and credentials of an object store, as obstore names them."""
 
     def __post_init__(self) -> None:
         if not self.location or not isinstance(self.location, (str, os.PathLike)):
@@ -39,16 +41,17 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class OutlierDelay:
-    """Documents of at least `lengths[0]` tokens wait, in one queue for each of the rising `lengths`, until `together` of a
-    queue are there; these then come in one step. With `together` = the microbatches of a step over all ranks, each
-    gets one, and none is alone with a long document. Nobody waits longer than `most_steps` steps.
+    """Very long documents wait for one another and come together in one step, so that no rank has one alone.
 
-    It decides which step a document is in, so it is part of the stream: give it once, whatever mesh a run has.
+    It decides which step a document is in, so it is part of the stream: keep it whatever mesh a run has.
     """
 
     lengths: tuple[int, ...]
+    """Rising lengths in tokens, one queue for each: a document waits in the queue of the largest that it reaches."""
     together: int
+    """How many documents of a queue come at once: the microbatches of a step over all ranks, so that each gets one."""
     most_steps: int = 8
+    """The longest that a document waits, in steps."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))

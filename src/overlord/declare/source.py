@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from overlord.declare.arguments import column_names
-from overlord.declare.policies import Log as Log
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
@@ -21,19 +20,20 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The smallest piece of a source that is read at once: a row group, a tar shard, a byte range of JSONL.
-
-    `detail` is whatever `Source.read` needs to read it without looking anything up again (a footer, a byte
-    range). It must pickle. `version` tells one content of the file from another (its modification time, its ETag):
-    a state that was saved over another version is refused. Empty: not compared.
-    """
+    """The smallest piece of a source that is read at once: a row group, a tar shard, a byte range of JSONL."""
 
     path: str
+    """The file or object that holds it."""
     index: int = 0
+    """Its number among the units of that file."""
     num_rows: int | None = None
+    """Rows in it, where they are known before it is read."""
     num_bytes: int = 0
+    """Its size once decoded, for planning buffers; 0 where it is unknown."""
     detail: Any = None
+    """Whatever `Source.read` needs to read it without another lookup, such as a footer or a byte range. It must pickle."""
     version: str = ""
+    """The file's modification time or ETag: a state that was saved over another version is refused. Empty: not compared."""
 
     def __str__(self) -> str:
         return f"{self.path}#{self.index}" if self.index else self.path
@@ -64,10 +64,9 @@ class BadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of samples. Subclass it and write `units` and `read` to bring your own.
+    """A source of samples. For a format of your own, write a frozen dataclass with `units`, `read` and `identity`.
 
-    `units` lists the source once per run, in a stable order. `read` returns one unit's rows in file order and must
-    return the same rows each time it is called: Overlord may call it again, in another thread or process.
+    Every reader (`Parquet`, `Jsonl`, ...) has these fields beside its own.
     """
 
     transform: Callable[..., pa.Table] | Sequence[Callable[..., pa.Table]] = ()
@@ -94,19 +93,23 @@ class Source:
     loaders: int = 1
     """How many Source Loaders share the source. Changes who reads, never what."""
     on_bad_row: BadRows | Literal["fail", "skip"] = "fail"
+    """What to do with rows that cannot be read, transformed or decoded; `ol.policies.BadRows` has a budget and a file."""
 
     def units(self) -> Sequence[Unit]:
+        """The units of the source, in a stable order. Called once per run."""
         raise NotImplementedError(f"{type(self).__name__} must define units()")
 
     def read(self, unit: Unit) -> pa.Table:
+        """The rows of one unit, in file order. It must return the same rows each time: Overlord may call it again, in
+        another thread or process."""
         raise NotImplementedError(f"{type(self).__name__} must define read(unit)")
 
     def close(self) -> None:
-        """Called when a loader that read the source stops: let go of files that `read` left open. Another loader may still
-        be reading."""
+        """Close files that `read` left open. Called when a loader of the source stops; another one may still be reading."""
 
     def identity(self) -> str:
-        """What the stream of this source depends on, for the fingerprint of a saved state."""
+        """Text that names everything the rows and their order depend on, for the fingerprint of a saved state. Without one,
+        the class and all its fields count."""
         return type(self).__name__
 
     def __post_init__(self) -> None:

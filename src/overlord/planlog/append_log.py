@@ -32,7 +32,7 @@ _MARK = b"\xf5OLr"
 _HEAD = struct.Struct("<4sII")  # marker, length, checksum of the length and the bytes
 
 
-def framed(body: bytes) -> bytes:
+def frame(body: bytes) -> bytes:
     return _HEAD.pack(_MARK, len(body), _checksum(body)) + body
 
 
@@ -48,7 +48,7 @@ class SegmentContents:
     """Good records after a damaged one. 0: only the end is torn, as by a crash in the middle of a write."""
 
 
-def unframed(data: bytes) -> SegmentContents:
+def read_frames(data: bytes) -> SegmentContents:
     bodies = []
     offset = 0
     while (body := _record_at(data, offset)) is not None:
@@ -121,7 +121,7 @@ class AppendLog:
 
     def begin(self, bodies: Sequence[bytes]) -> None:
         """Begin a segment with records that stand for all before it."""
-        waiting = bytearray(b"".join(framed(body) for body in bodies))
+        waiting = bytearray(b"".join(frame(body) for body in bodies))
         with self._lock:
             old = self._open
             if old.was_touched:
@@ -133,7 +133,7 @@ class AppendLog:
 
     def append(self, body: bytes) -> None:
         with self._lock:
-            self._open.waiting += framed(body)
+            self._open.waiting += frame(body)
         self._go_on()
 
     def sync(self) -> None:

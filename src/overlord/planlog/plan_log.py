@@ -24,7 +24,7 @@ from overlord.planlog.append_log import (
     AppendLog,
     LogPosition,
     SegmentContents,
-    unframed,
+    read_frames,
 )
 from overlord.planlog.records import (
     Header,
@@ -44,20 +44,21 @@ from overlord.steering.decisions import (
     MESH,
     Decision,
     Steered,
-    joined,
+    decisions_to_keep,
+    join_decisions,
     mesh_decision,
-    remembered,
 )
-from overlord.steering.feedback import Heard
+from overlord.steering.feedback import ReportedLosses
 from overlord.stream.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from overlord.declare.job import Job, Log
+    from overlord.declare.job import Job
     from overlord.declare.mesh import Mesh
+    from overlord.declare.policies import Log
 
-_log = logging.getLogger("overlord.declare.policies")
+_log = logging.getLogger("overlord.planlog")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ class Era:
     header: Header
     decisions: tuple[Decision, ...] = ()
 
-    def moved(self, step: int, mesh: Mesh) -> Era:
-        """The next era of the run: it goes on with a step, for a mesh."""
+    def next_era(self, step: int, mesh: Mesh) -> Era:
+        """The next era of the run, which continues with a step, for a mesh."""
         header = replace(self.header, era=self.header.era + 1)
         return Era(self.log, header, (mesh_decision(step, mesh),))
 
@@ -97,8 +98,10 @@ class PlanLog:
         self._location = segments.location
         self._log = AppendLog(segments, earlier.segment if earlier else None, era.log.sync_s)
         own = (*steered.decisions, *era.decisions)
-        self._decisions = found.recovered.decisions if found else joined(own, _inherited(earlier, era), start.step)
-        self.heard = found.recovered.heard if found else Heard.from_plain(steered.heard)
+        self._decisions = (
+            found.recovered.decisions if found else join_decisions(own, _decisions_of_earlier_eras(earlier, era), start.step)
+        )
+        self.heard = found.recovered.heard if found else ReportedLosses.from_plain(steered.heard)
         """Reported losses that no decision has followed from yet. Hold `lock` to look at it."""
         self.lock = threading.RLock()
         self._needed = found.recovered.needed if found else start.step
@@ -137,7 +140,7 @@ class PlanLog:
             with self.lock:
                 self._begin(kept())
         else:
-            self._log.append(_encoded(step_record(self._last, after, self._needed)))
+            self._log.append(_encode(step_record(self._last, after, self._needed)))
             self._num_since_snapshot += 1
             self._last = after
         self._tell_of_trouble()
@@ -146,14 +149,14 @@ class PlanLog:
         """Note that every step before this one was taken by all who read."""
         if step > self._needed:
             self._needed = step
-            self._log.append(_encoded(needed_record(step)))
+            self._log.append(_encode(needed_record(step)))
             self._tell_of_trouble()
 
     def add_readers(self, groups: frozenset[int]) -> None:
         """Note which data-parallel groups somebody reads, or is expected to."""
         if groups != self._readers:
             self._readers = groups
-            self._log.append(_encoded(readers_record(groups)))
+            self._log.append(_encode(readers_record(groups)))
             self._tell_of_trouble()
 
     def add_report(self, step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> bool:
@@ -161,23 +164,23 @@ class PlanLog:
         with self.lock:
             is_new = self.heard.add(step, rank, sums)
             if is_new:
-                self._log.append(_encoded(report_record(step, rank, sums)))
+                self._log.append(_encode(report_record(step, rank, sums)))
             return is_new
 
     def decide(self, decision: Decision) -> None:
         """Make a decision safe; StorageError when it cannot be, and then it must not be followed."""
         with self.lock:  # the two records must not be parted by a snapshot
-            self._log.append(_encoded(decision_record(decision)))
+            self._log.append(_encode(decision_record(decision)))
             try:
                 self._log.sync()
             except StorageError:
-                self._log.append(_encoded(withdrawn_record(decision)))
+                self._log.append(_encode(withdrawn_record(decision)))
                 raise
         self._decisions = (*self._decisions, decision)
 
     def note(self, decision: Decision) -> None:
         """Write a decision that changes nothing down, when that can be done."""
-        self._log.append(_encoded(decision_record(decision)))
+        self._log.append(_encode(decision_record(decision)))
         self._decisions = (*self._decisions, decision)
 
     def sync(self) -> None:
@@ -190,12 +193,12 @@ class PlanLog:
     def _begin(self, kept: Sequence[Progress]) -> None:
         behind = kept[0] if len(kept) > 1 and kept[1].step != kept[0].step + 1 else None
         first, *rest = kept = kept if behind is None else kept[1:]
-        self._decisions = remembered(self._decisions, first.step if behind is None else behind.step)
+        self._decisions = decisions_to_keep(self._decisions, first.step if behind is None else behind.step)
         needed = max(self._needed, first.step)
         snapshot = snapshot_record(first, needed, self._decisions, self.heard, behind=behind, readers=self._readers)
         records = [self._era.header.to_record(), snapshot]
         records += [step_record(old, new, self._needed) for old, new in zip(kept, rest, strict=False)]
-        self._log.begin([_encoded(record) for record in records])
+        self._log.begin([_encode(record) for record in records])
         self._last = kept[-1]
         self._num_since_snapshot = 0
 
@@ -229,7 +232,7 @@ def starting_point(
     if log is None:
         if resume == "log":
             raise SpecError("resume='log' goes on from a log: say where it is with log=...")
-        return *_resumed(resume, job, fingerprint, accept_changes), None
+        return *_starting_state(resume, job, fingerprint, accept_changes), None
     found = newest_in(segments_at(log.location, log.storage_options))
     decisions: tuple[Decision, ...] = ()
     if found is not None:
@@ -248,12 +251,12 @@ def starting_point(
             found.recovered.needed,
         )
     try:
-        progress, steered = _resumed(resume, job, fingerprint, accept_changes)
+        progress, steered = _starting_state(resume, job, fingerprint, accept_changes)
     except StateError as error:
         if is_from_log:
             raise StateError(f"the log at {log.location} holds what cannot be gone on with: {error}") from None
         raise
-    steered = about(job, replace(steered, decisions=joined(steered.decisions, decisions, progress.step)))
+    steered = without_lapsed(job, replace(steered, decisions=join_decisions(steered.decisions, decisions, progress.step)))
     header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
     era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
     _check_writable(era, progress, steered)
@@ -266,7 +269,7 @@ def newest_in(segments: Segments, job: str | None = None, era: int | None = None
     for number in reversed(segments.numbers()):
         name = segments.name(number)
         try:
-            contents = unframed(segments.read(number))
+            contents = read_frames(segments.read(number))
         except FileNotFoundError:
             continue  # its writer has deleted it just now
         except OSError as error:
@@ -294,7 +297,7 @@ def newest_in(segments: Segments, job: str | None = None, era: int | None = None
     return None
 
 
-def _inherited(earlier: Found | None, era: Era) -> tuple[Decision, ...]:
+def _decisions_of_earlier_eras(earlier: Found | None, era: Era) -> tuple[Decision, ...]:
     """What was decided in earlier eras of the run."""
     return () if earlier is None or earlier.header.job != era.header.job else _lasting(earlier)
 
@@ -333,7 +336,7 @@ def _state_of(found: Found) -> dict[str, Any]:
     return to_state(progress, found.header.unit, found.header.fingerprint, steered)
 
 
-def _resumed(
+def _starting_state(
     resume: Mapping[str, Any] | str | bytes | None,
     job: Job,
     fingerprint: Fingerprint,
@@ -341,17 +344,17 @@ def _resumed(
 ) -> tuple[Progress, Steered]:
     if resume is None:
         return Progress.start(tuple(job.sources)), Steered()
-    return from_state(resume, job, fingerprint, accept_changes), about(job, steered_of(resume))
+    return from_state(resume, job, fingerprint, accept_changes), without_lapsed(job, steered_of(resume))
 
 
-def resumed(state: Any, job: Job, known: Sequence[Decision], step: int) -> Steered:
-    """What steers a run that goes back to a state at a step, and had decided some things before."""
+def steered_on_return(state: Any, job: Job, known: Sequence[Decision], step: int) -> Steered:
+    """What steers a run that returns to a state at `step`: the decisions of the state, and later ones of the run."""
     steered = steered_of(state)
-    return about(job, replace(steered, decisions=joined(steered.decisions, known, step)))
+    return without_lapsed(job, replace(steered, decisions=join_decisions(steered.decisions, known, step)))
 
 
-def about(job: Job, steered: Steered) -> Steered:
-    """What still steers a job: decisions about another mixture lapse, and that is said."""
+def without_lapsed(job: Job, steered: Steered) -> Steered:
+    """The decisions that still hold for a job. Those about another mixture lapse, with a warning."""
     kept = steered.about(job.mix)
     lapsed = len(steered.decisions) - len(kept.decisions)
     if lapsed:
@@ -363,5 +366,5 @@ def about(job: Job, steered: Steered) -> Steered:
     return kept
 
 
-def _encoded(record: Mapping[str, Any]) -> bytes:
+def _encode(record: Mapping[str, Any]) -> bytes:
     return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.errors import StateError
-from overlord.steering.decisions import WEIGHTS, decision_from_plain, remembered
-from overlord.steering.feedback import Heard, plain_sums, sums_from_plain
+from overlord.steering.decisions import WEIGHTS, decision_from_plain, decisions_to_keep
+from overlord.steering.feedback import ReportedLosses, plain_sums, sums_from_plain
 from overlord.stream.plain import (
     MOST,
     DamagedError,
@@ -88,7 +88,7 @@ def snapshot_record(
     progress: Progress,
     needed: int,
     decisions: Iterable[Decision],
-    heard: Heard | None = None,
+    heard: ReportedLosses | None = None,
     *,
     behind: Progress | None = None,
     readers: Iterable[int] = (),
@@ -102,7 +102,7 @@ def snapshot_record(
 
 def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any]:
     """What the step between two progresses changed."""
-    record = {"kind": "step", "step": before.step, "needed": needed, "moved": _moved(before, after)}
+    record = {"kind": "step", "step": before.step, "needed": needed, "moved": _changes_between(before, after)}
     carried = plain_samples(after.carried)
     if carried is None:
         return record
@@ -138,7 +138,7 @@ class Recovered:
     needed: int
     """Every step before this one was taken by all who read."""
     decisions: tuple[Decision, ...]
-    heard: Heard
+    heard: ReportedLosses
     readers: frozenset[int] = frozenset()
     """The data-parallel groups that somebody read, or was expected to."""
 
@@ -156,7 +156,7 @@ def fold(records: Sequence[Record], keep: int = 0) -> Recovered:
     if not records or not isinstance(records[0], Mapping) or records[0].get("kind") != "snapshot":
         raise StateError("a segment of a plan log has a snapshot after its header, and this one has none")
     try:
-        return _folded(records, keep)
+        return _replay(records, keep)
     except DamagedError as error:
         raise StateError(f"a record of the plan log is not understood: {error}") from None
     except KeyError as error:
@@ -169,7 +169,7 @@ def same(left: Progress, right: Progress) -> bool:
     return (
         left.step == right.step
         and left.names == right.names
-        and not _moved(left, right)
+        and not _changes_between(left, right)
         and plain_samples(left.carried) == plain_samples(right.carried)
     )
 
@@ -182,13 +182,13 @@ def _progress(snapshot: Record, key: str) -> Progress:
     return Progress.from_plain(with_keys(snapshot[key], key, needed=("step", "sources", "carried")))
 
 
-def _folded(records: Sequence[Record], keep: int) -> Recovered:
+def _replay(records: Sequence[Record], keep: int) -> Recovered:
     snapshot = records[0]
     progress = _progress(snapshot, "progress")
     needed = whole(snapshot["needed"], "needed")
     decided = as_list(snapshot["decisions"], "decisions")
     decisions = [decision_from_plain(plain, f"decisions[{i}]") for i, plain in enumerate(decided)]
-    heard = Heard.from_plain(snapshot["heard"])
+    heard = ReportedLosses.from_plain(snapshot["heard"])
     before = {progress.step: progress}
     readers = _groups(snapshot.get("readers", []), "readers")  # release 0.1 wrote none
     if "behind" in snapshot:
@@ -206,7 +206,7 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
                     raise StateError(
                         f"the plan log goes from step {progress.step - 1} to step {record['step']}: records are missing"
                     )
-                progress = _applied(progress, record)
+                progress = _apply_changes(progress, record)
                 before[progress.step] = progress
                 needed = max(needed, whole(record["needed"], "needed"))
             case "needed":
@@ -229,7 +229,7 @@ def _folded(records: Sequence[Record], keep: int) -> Recovered:
         if needed - keep - min(before) > 2 * keep + 64:  # now and then, so that a long segment does not pile up
             before = _from(before, needed - keep)
     kept = _from(before, needed - keep)
-    return Recovered(kept, needed, remembered(decisions, min(needed, *kept)), heard, readers)
+    return Recovered(kept, needed, decisions_to_keep(decisions, min(needed, *kept)), heard, readers)
 
 
 def _from(before: Mapping[int, Progress], oldest: int) -> dict[int, Progress]:
@@ -238,7 +238,7 @@ def _from(before: Mapping[int, Progress], oldest: int) -> dict[int, Progress]:
     return {step: progress for step, progress in before.items() if step >= oldest or step == last}
 
 
-def _moved(before: Progress, after: Progress) -> dict[str, list[Any]]:
+def _changes_between(before: Progress, after: Progress) -> dict[str, list[Any]]:
     """The sources for which something changed, and for each column that did, by how much (counts) or to what."""
     differs = {column: getattr(before, column) != getattr(after, column) for column in COLUMNS}
     where = np.flatnonzero(np.logical_or.reduce(list(differs.values())))
@@ -251,7 +251,7 @@ def _moved(before: Progress, after: Progress) -> dict[str, list[Any]]:
     return moved
 
 
-def _applied(before: Progress, record: Record) -> Progress:
+def _apply_changes(before: Progress, record: Record) -> Progress:
     moved = dict(as_mapping(record["moved"], "moved"))
     where = [
         whole(i, "moved.sources", most=len(before.names) - 1) for i in as_list(moved.pop("sources", []), "moved.sources")

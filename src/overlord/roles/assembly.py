@@ -166,7 +166,7 @@ def make_planner(
         has_loss_masks=job.is_masked,
         max_lead=max_lead,
         log=log,
-        steering=Steering(job.mix, start, place, steered, log, is_safe),
+        steering=Steering(job.mix, start, place, steered, log=log, is_safe=is_safe),
         expected=range(job.mesh.dp) if is_served else (),
     )
 

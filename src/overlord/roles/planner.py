@@ -93,7 +93,7 @@ class Planner:
         self._has_loss_masks = has_loss_masks
         self._max_lead = max_lead
         self._log = log
-        self._steering = steering or Steering(mixture, start, place, Steered(), log)
+        self._steering = steering or Steering(mixture, start, place, Steered(), log=log)
         self._lock = _Turns()
         self._busy = ""
         self._window = PlanWindow(
@@ -355,7 +355,7 @@ class Planner:
             error.add_note(f"while the strategy arranged step {step.number}")
             raise
         if plan.cost is not None:
-            self._steering.arranged(step.number, plan)
+            self._steering.note_plan(step.number, plan)
         return plan
 
 

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from overlord.batches.tensors import to_torch
-from overlord.checkpoint.form import contents_of, sealed
+from overlord.checkpoint.form import contents_of, seal
 from overlord.declare.arguments import seconds_or_none, switch, whole
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
 from overlord.messages import Delivery, Later, State, Step, StepReport
@@ -129,7 +129,7 @@ class Client:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state. Every client of the run must load the same one."""
         self._home.check()
-        state = sealed(contents_of(state))  # as text: a state that is no JSON is refused here, not in the service
+        state = seal(contents_of(state))  # as text: a state that is no JSON is refused here, not in the service
         # A client that has read nothing yet calls as one of the generation before: if another client has moved the run to
         # this state already, this one only follows, and the others need not load the state again.
         with self._turn:

@@ -16,12 +16,12 @@ from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.checkpoint.fingerprint import Fingerprint, warn_of_unseen
 from overlord.checkpoint.state import from_state, to_state
 from overlord.declare.arguments import seconds_or_none, seconds_to_wait, whole
-from overlord.declare.job import Job, Log
 from overlord.declare.mesh import Mesh
+from overlord.declare.policies import Log
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.fleet.control_loop import Loaders, Upkeep
 from overlord.messages import Decision, Delivery, Later, State, StepReport, WeightChange
-from overlord.planlog.plan_log import Era, resumed, starting_point
+from overlord.planlog.plan_log import Era, starting_point, steered_on_return
 from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner
 from overlord.roles.planner import Mix, Planner, PlannerStatus
 from overlord.roles.routes import Routes
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from overlord.arrange.plan import Plan
+    from overlord.declare.job import Job
     from overlord.declare.source import Unit
     from overlord.fleet.autoscaler import Autoscale
     from overlord.fleet.shadows import ShadowChange
@@ -359,9 +360,9 @@ class Loader:
             follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
             if not follows:
                 known = self._planner.ask(Planner.decisions).result()
-                self._start, self._steered = progress, resumed(state, self.job, known, progress.step)
+                self._start, self._steered = progress, steered_on_return(state, self.job, known, progress.step)
                 self._generation += 1
-                self._era = None if self._era is None else self._era.moved(progress.step, self.job.mesh)
+                self._era = None if self._era is None else self._era.next_era(progress.step, self.job.mesh)
                 self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))
                 self._engine.rebind("planner", "planner/new")
                 for constructor in self._constructors:
@@ -481,7 +482,7 @@ class Loader:
 
     def _move_to_mesh(self, job: Job, progress: Progress) -> None:
         engine, old, new = self._engine, self.job.mesh.dp, job.mesh.dp
-        era = None if self._era is None else self._era.moved(progress.step, job.mesh)
+        era = None if self._era is None else self._era.next_era(progress.step, job.mesh)
         added: list[Handle[ServingConstructor]] = []
         try:
             engine.spawn("planner/new", self._planner_from(job, progress, era))

@@ -54,7 +54,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Columns of everything that is remembered."""
+    """Columns of all measurements that are kept."""
 
     features: Floats
     seconds: Floats
@@ -80,8 +80,8 @@ class CostFit:
     def num_times(self) -> int:
         return sum(len(times) for times in self._of_rank.values())
 
-    def fitted(self, known: Floats, slowness: Mapping[int, float] | None = None) -> Fitted | None:
-        """Coefficients and slowness from what is remembered; None while it says too little.
+    def solve(self, known: Floats, slowness: Mapping[int, float] | None = None) -> Fitted | None:
+        """Coefficients and slowness from the kept measurements; None while they say too little.
 
         `known` are the coefficients that were used so far, in any unit, and `slowness` what was known of ranks. Where steps
         were arranged by it, all ranks took the same time, which says nothing any more: so both are where to begin.

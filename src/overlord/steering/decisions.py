@@ -40,7 +40,7 @@ class Steered:
 
     decisions: tuple[Decision, ...] = ()
     heard: tuple[Any, ...] = ()
-    """Reported losses that no decision has followed from yet, as `Heard.to_plain` gives them."""
+    """Reported losses that no decision has followed from yet, as `ReportedLosses.to_plain` gives them."""
 
     def to_plain(self) -> dict[str, Any]:
         return {"decisions": [decision.to_plain() for decision in self.decisions], "heard": list(self.heard)}
@@ -76,7 +76,7 @@ def _check_heard(plain: Any, at: str) -> None:
             raise DamagedError(f"{at}[2].{name} must be a sum and a number of tokens, it is {value!r} and {tokens!r}")
 
 
-def joined(own: Iterable[Decision], known: Iterable[Decision], step: int) -> tuple[Decision, ...]:
+def join_decisions(own: Iterable[Decision], known: Iterable[Decision], step: int) -> tuple[Decision, ...]:
     """The decisions of a state at `step`, with those from that step on that the run had come to before it went back.
 
     What was learned of costs is about the machines as they were: only what the state says of it counts.
@@ -163,7 +163,7 @@ def in_force(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]:
     return (*latest.values(), *later)
 
 
-def remembered(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]:
+def decisions_to_keep(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]:
     """What a snapshot keeps: those in force at a step or later, and all about weights."""
     decisions = tuple(decisions)
     kept = in_force(decisions, step)

@@ -29,15 +29,15 @@ MOST_TOKENS = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What a rule made of a window."""
+    """The weights that a rule returned for a window."""
 
     weights: dict[str, float]
     note: str = ""
     """Why the rule was not followed; empty where it was."""
 
 
-def moved(rule: Rule, weights: Mapping[str, float], losses: Mapping[str, float]) -> WeightUpdate:
-    """The weights that a rule gives, or the old ones where it gives none that can be used."""
+def weight_update(rule: Rule, weights: Mapping[str, float], losses: Mapping[str, float]) -> WeightUpdate:
+    """The weights that a rule returns, or the old ones where it returns none that can be used."""
     if not losses:
         return WeightUpdate(dict(weights), "no losses were reported")
     try:
@@ -69,8 +69,8 @@ def loss_sums(losses: Mapping[str, float], tokens: Mapping[str, float]) -> tuple
     return sums, refused
 
 
-class Heard:
-    """The losses that were reported for steps whose window is not decided yet."""
+class ReportedLosses:
+    """Losses that ranks reported for steps whose window has no decision yet."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, set[int]] = {}
@@ -98,7 +98,7 @@ class Heard:
             del self._sums[number], self._ranks[number]
 
     def before(self, step: int, feedback: Feedback) -> list[Any]:
-        """What was heard of steps before a step, as plain values: one entry for each window."""
+        """The losses reported for steps before a step, as plain values: one entry for each window."""
         windows = dict.fromkeys(feedback.window_of(number) for number in sorted(self._sums) if number < step)
         entries = []
         for first, end in windows:
@@ -111,8 +111,8 @@ class Heard:
         return [[step, sorted(self._ranks[step]), plain_sums(sums)] for step, sums in sorted(self._sums.items())]
 
     @staticmethod
-    def from_plain(entries: Iterable[Any]) -> Heard:
-        heard = Heard()
+    def from_plain(entries: Iterable[Any]) -> ReportedLosses:
+        heard = ReportedLosses()
         for step, ranks, sums in entries:
             heard._ranks[int(step)] = {int(rank) for rank in ranks}
             heard._sums[int(step)] = sums_from_plain(sums)

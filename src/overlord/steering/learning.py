@@ -1,4 +1,4 @@
-"""Learning costs: from how steps were arranged, and how long ranks say that they took, to the costs of later steps."""
+"""Learns the costs of later steps from the plans of earlier ones and the times that ranks reported for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Arranged:
 
 
 class Learning:
-    """What one planner has learned. `report` may be called from any thread."""
+    """The measurements of one planner and the fit to them. `report` may be called from any thread."""
 
     def __init__(self, place: ClientPlaceTree, is_safe: bool) -> None:
         self._place = place
@@ -52,8 +52,8 @@ class Learning:
     def is_due(self, step: int) -> bool:
         return self._cost is not None and step % self._cost.every == 0
 
-    def arranged(self, step: int, plan: Plan) -> None:
-        """Note a step that was arranged by a `LearnedCost`."""
+    def note_plan(self, step: int, plan: Plan) -> None:
+        """Remember the plan of a step whose strategy uses a `LearnedCost`."""
         cost = plan.cost
         if not isinstance(cost, LearnedCost) or plan.axis != "dp":
             return
@@ -74,7 +74,7 @@ class Learning:
                 del self._steps[old]
 
     def report(self, report: StepReport) -> list[str]:
-        """Take a rank's times of a step; gives what was not counted, and why."""
+        """Record a rank's times of a step. Returns the reasons why they do not count."""
         with self._lock:
             if self._fit is None:
                 return ["times are not used: the job's strategy has no LearnedCost"]
@@ -97,8 +97,8 @@ class Learning:
                 return [f"rank {report.rank} had {len(micros)} microbatches and reports {len(report.seconds)} times"]
         return []
 
-    def fitted(self, step: int, known: CostsInForce | None) -> dict[str, Any] | None:
-        """The costs that follow from what was heard, as a decision holds them; None while that is too little."""
+    def fit_costs(self, step: int, known: CostsInForce | None) -> dict[str, Any] | None:
+        """Fit costs to the reported times, as a decision holds them. None while there are too few."""
         cost, fit = self._cost, self._fit
         if cost is None or fit is None:
             return None
@@ -106,7 +106,7 @@ class Learning:
         slow = {} if known is None else known.slow
         slow_ranks = {rank: factor for group, factor in slow.items() for rank in self._place.ranks_of(dp=group)}
         with self._lock:
-            found = fit.fitted(used, slow_ranks)
+            found = fit.solve(used, slow_ranks)
         if found is None or not found.coefficients.any() or found.error > _LEARN_FROM:
             return None
         slow = self._slow_groups(found.slowness) if cost.speeds else {}

@@ -1,8 +1,9 @@
-"""Steering: what is decided about a run while it runs, and when. The planner's, and called under its lock but for `report`.
+"""Steering: the decisions about weights and costs that are made during a run. It belongs to the planner, and is called under
+the planner's lock but for `report`.
 
-A decision is written down, and safe, before anything follows from it. Those that follow from reports are due at certain
-steps, and are made just before such a step is drawn for the first time, whether reports have come or not: so a planner that
-is made anew finds what was decided for every step that anybody may have been given, and decides nothing twice.
+A decision is logged durably before anything follows from it. Decisions that follow from reports are due at certain steps.
+Each is made just before its step is drawn for the first time, whether reports have come or not. So a restarted planner
+finds the decisions of every step that a rank may have received, and makes none twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from overlord.steering.decisions import (
     in_force,
     mixture_digest,
 )
-from overlord.steering.feedback import Heard, loss_sums, moved
+from overlord.steering.feedback import ReportedLosses, loss_sums, weight_update
 from overlord.steering.learning import Learning
 from overlord.stream.weights import WeightSchedule
 
@@ -39,9 +40,9 @@ _log = logging.getLogger("overlord.steering")
 
 
 class DecisionLog(Protocol):
-    """Where decisions are written down before anything follows from them. `planlog.PlanLog` is one."""
+    """Records decisions durably before anything follows from them. `planlog.PlanLog` is one."""
 
-    heard: Heard
+    heard: ReportedLosses
     """Reported losses that no decision has followed from yet."""
     lock: threading.RLock
     """Held while `heard` is looked at or changed."""
@@ -50,21 +51,23 @@ class DecisionLog(Protocol):
     def decisions(self) -> tuple[Decision, ...]: ...
 
     def decide(self, decision: Decision) -> None:
-        """Write a decision down. Raises StorageError where that cannot be done: then it must not be followed."""
+        """Record a decision. Raises StorageError where that fails: then the decision must not be followed."""
         ...
 
     def note(self, decision: Decision) -> None:
-        """Write down a decision that changes nothing, if that can be done."""
+        """Record a decision that changes nothing, if possible."""
         ...
 
     def add_report(self, step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> bool:
-        """Write down reported losses; False where that cannot be done."""
+        """Record reported losses. Returns False where they were recorded before."""
         ...
 
 
 class Steering:
-    """See the module's docstring. `is_safe` says whether what is decided outlives a lost planner: with a log, or where the
-    planner lives and dies with the run."""
+    """The decisions of one run, and the reports that the next ones follow from.
+
+    `is_safe` says whether decisions survive the loss of the planner: there is a log, or the planner ends with the run.
+    """
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Steering:
         start: Progress,
         place: ClientPlaceTree,
         steered: Steered,
+        *,
         log: DecisionLog | None = None,
         is_safe: bool = True,
     ) -> None:
@@ -83,10 +87,10 @@ class Steering:
         self._is_safe = is_safe
         known = steered.decisions if log is None else log.decisions
         self._decisions = [decision for decision in known if decision.name != MESH]
-        self._heard = Heard.from_plain(steered.heard) if log is None else log.heard
-        self._hearing = threading.RLock() if log is None else log.lock
+        self._heard = ReportedLosses.from_plain(steered.heard) if log is None else log.heard
+        self._losses_lock = threading.RLock() if log is None else log.lock
         self._settled = {(d.name, d.step) for d in self._decisions if d.value.get("by") != "user"}
-        self._heard_until = max((d.value.get("until", 0) for d in self._decisions), default=0)
+        self._decided_until = max((d.value.get("until", 0) for d in self._decisions), default=0)
         self._learning = Learning(place, is_safe)
         self.may_decide = mixture.feedback is not None or bool(self._decisions)
         """False while there is nothing to decide or to look up: the declared weights and costs hold at every step."""
@@ -105,21 +109,21 @@ class Steering:
         return dict(zip(self._names, self.schedule.at(step).tolist(), strict=True))
 
     def before(self, step: int) -> Steered:
-        """What a state before a step has to say."""
+        """The decisions and reports that a state before a step holds."""
         feedback = self._mixture.feedback
-        with self._hearing:
+        with self._losses_lock:
             heard = () if feedback is None else tuple(self._heard.before(step, feedback))
         return Steered(in_force(self._decisions, step), heard)
 
     def report(self, report: StepReport, reached: int) -> list[str]:
-        """Take a rank's report of a step; gives what was not counted, and why. Never waits for planning."""
+        """Record a rank's report of a step. Returns the reasons why parts of it do not count. Never waits for planning."""
         if not self._start <= report.step < reached:
             return [f"it is for step {report.step}, and this run has given steps {self._start} to {reached - 1}"]
-        refused = self._hear_losses(report) if report.losses else []
+        refused = self._record_losses(report) if report.losses else []
         return refused + (self._learning.report(report) if report.seconds else [])
 
     def change(self, change: WeightChange, first: int) -> int:
-        """Let other weights hold; gives the step from which they do. `first` is the first step that may change."""
+        """Change the weights. Returns the first step that is drawn by them. `first` is the first step that may change."""
         change.check(self._names)
         for decision in self._decisions:
             if decision.value.get("id") == change.id:
@@ -144,11 +148,11 @@ class Steering:
         return bool(self._due(step))
 
     def settle(self, step: int) -> None:
-        """Decide what is due before a step is drawn for the first time."""
+        """Make the decisions that are due before a step is drawn for the first time."""
         for name, decide in self._due(step):
             self._settled.add((name, step))
             decision, as_before = decide(step)
-            if not self._is_recorded(decision):
+            if not self._try_record(decision):
                 decision = as_before
                 if self._log is not None:
                     self._log.note(as_before)
@@ -159,10 +163,10 @@ class Steering:
         found = [d for d in self._decisions if d.name == COSTS and d.step <= step]
         return self._learning.in_force(max(found, key=lambda d: d.step).value) if found else None
 
-    def arranged(self, step: int, plan: Plan) -> None:
-        """Note how a step was arranged, to learn from the times that are reported for it."""
+    def note_plan(self, step: int, plan: Plan) -> None:
+        """Remember the plan of a step, to learn from the times that ranks report for it."""
         self.may_decide = True
-        self._learning.arranged(step, plan)
+        self._learning.note_plan(step, plan)
 
     def _due(self, step: int) -> list[tuple[str, Callable[[int], tuple[Decision, Decision]]]]:
         feedback = self._mixture.feedback
@@ -177,11 +181,11 @@ class Steering:
         feedback = self._mixture.feedback
         assert feedback is not None  # only then is it due
         first, end = feedback.window_before(step) or (0, 0)
-        with self._hearing:
+        with self._losses_lock:
             losses, num_reports = self._heard.losses(first, end), self._heard.num_reports(first, end)
             self._heard.forget_before(end)
-            self._heard_until = end
-        found = moved(feedback.rule, self.weights_at(step), losses)
+            self._decided_until = end
+        found = weight_update(feedback.rule, self.weights_at(step), losses)
         made = {"of": self._digest, "by": "feedback", "until": end, "losses": losses, "reports": num_reports}
         as_before = Decision(step, WEIGHTS, {**made, "weights": self._weights_held(step), "note": found.note})
         if found.note:
@@ -197,10 +201,11 @@ class Steering:
     def _by_times(self, step: int) -> tuple[Decision, Decision]:
         in_force_now = self.costs_at(step)
         as_before = Decision(step, COSTS, self._learning.value_of(in_force_now))
-        fitted = self._learning.fitted(step, in_force_now)
+        fitted = self._learning.fit_costs(step, in_force_now)
         return (as_before if fitted is None else Decision(step, COSTS, fitted)), as_before
 
-    def _is_recorded(self, decision: Decision) -> bool:
+    def _try_record(self, decision: Decision) -> bool:
+        """Log a decision. Returns False, with a warning, where the log cannot be written."""
         if self._log is None:
             return True
         try:
@@ -220,21 +225,22 @@ class Steering:
         self._decisions.append(decision)
         self.may_decide = True
 
-    def _hear_losses(self, report: StepReport) -> list[str]:
+    def _record_losses(self, report: StepReport) -> list[str]:
         if self._mixture.feedback is None:
             return ["losses are not used: the job's mixture has no feedback=ol.policies.Feedback(...)"]
         sums, refused = loss_sums(report.losses, report.tokens)
         unknown = [name for name in sums if name not in self._names]
         refused += [f"there is no source {name!r}" for name in unknown]
         known = {name: value for name, value in sums.items() if name in self._names}
-        with self._hearing:
-            if report.step < self._heard_until:
-                return [*refused, f"it is late: steps before {self._heard_until} were decided on"]
-            if known and not self._is_new(report, known):
+        with self._losses_lock:
+            if report.step < self._decided_until:
+                return [*refused, f"it is late: steps before {self._decided_until} were decided on"]
+            if known and not self._record_report(report, known):
                 refused.append(f"rank {report.rank} had reported step {report.step} before")
         return refused
 
-    def _is_new(self, report: StepReport, sums: dict[str, Any]) -> bool:
+    def _record_report(self, report: StepReport, sums: dict[str, Any]) -> bool:
+        """Count a rank's losses of a step. Returns False where they were counted before."""
         if self._log is not None:
             return self._log.add_report(report.step, report.rank, sums)
         return self._heard.add(report.step, report.rank, sums)
