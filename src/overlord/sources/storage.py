@@ -165,7 +165,7 @@ def open_arrow(file: StoredFile) -> pa.NativeFile:
     with source_errors(file.path):
         check_unchanged(file, os.stat(file.path))
         stream = pa.OSFile(file.path, "rb")
-        check_unchanged(file, os.fstat(stream.fileno()))
+        check_unchanged(file, os.stat(file.path))  # not fstat: OSFile.fileno() fails in pyarrow 20 to 23
     return stream
 
 
