@@ -60,7 +60,7 @@ class _Built:
     """How many of the microbatches each context-parallel rank has; None where all have a slice of each."""
     rank_parts: tuple[tuple[RankPart, ...], ...] = ()
     """What features add for each rank, by microbatch."""
-    slices: list[list[Fields]] = field(default_factory=list)
+    slices: list[list[Fields]] = field(default_factory=list[list[Fields]])
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def microbatches(self, place: Place, tree: ClientPlaceTree) -> tuple[Fields, ...]:
@@ -129,6 +129,21 @@ class DataConstructor:
 
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
         """Return a rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`."""
+        built = self._wait_for(step, rank, wait_s)
+        if built is None or isinstance(built, Later):
+            return built
+        microbatches = built.microbatches(self._places[rank], self._tree)
+        with self._lock:
+            if self._frozen_from is not None and step >= self._frozen_from:
+                return Later(f"step {step} waits for the mesh to change")
+            if self._at.get(rank) == step:  # it may have left meanwhile
+                self._taken[rank] = step + 1
+            self._untaken = max(self._untaken, step + 1)
+            self._paces.note_delivery(rank, step)
+            self._drop_taken()
+        return Delivery(step, built.loss_tokens, microbatches)
+
+    def _wait_for(self, step: int, rank: int, wait_s: float) -> _Built | Later | None:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the constructor of data-parallel group {self._group} is closed")
@@ -148,7 +163,7 @@ class DataConstructor:
                 if ahead is not None:
                     self._steps[number] = ahead
         try:
-            built = future.result(timeout=wait_s)
+            return future.result(timeout=wait_s)
         except NotYet as error:
             if future.done() and not future.cancelled() and future.exception() is error:  # raised by a source or a transform
                 self._forget(step, future)
@@ -163,18 +178,6 @@ class DataConstructor:
         except BaseException:
             self._forget(step, future)
             raise
-        if built is None or isinstance(built, Later):
-            return built
-        microbatches = built.microbatches(self._places[rank], self._tree)
-        with self._lock:
-            if self._frozen_from is not None and step >= self._frozen_from:
-                return Later(f"step {step} waits for the mesh to change")
-            if self._at.get(rank) == step:  # it may have left meanwhile
-                self._taken[rank] = step + 1
-            self._untaken = max(self._untaken, step + 1)
-            self._paces.note_delivery(rank, step)
-            self._drop_taken()
-        return Delivery(step, built.loss_tokens, microbatches)
 
     def expect(self, ranks: Collection[int]) -> None:
         """Note that these ranks will come: late is not gone."""

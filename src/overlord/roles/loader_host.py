@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -263,7 +263,8 @@ class _TokenViews:
         chunks, names, only = self.chunks, samples.source_names, samples.sizes.get(ONLY_IMAGE)
         tokens, masks = self.tokens, self.masks
         # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
-        for source, number, row, start, stop in zip(*samples.table[:5].tolist(), strict=True):
+        pieces = cast("Iterator[tuple[int, int, int, int, int]]", zip(*samples.table[:5].tolist(), strict=True))
+        for source, number, row, start, stop in pieces:
             one = finders[source](number)
             if one is None:
                 one = chunks.get((source, number)) or open_source(names[source]).loader.get(number)
@@ -305,7 +306,7 @@ def _changed_row(source: str, chunk: int, row: int, why: str) -> str:
     )
 
 
-def _find_nothing(number: int) -> None:
+def _find_nothing(_number: int) -> None:
     return None
 
 
@@ -327,15 +328,15 @@ def _columns(
     parts: list[tuple[NDArray[np.int64], Chunk, NDArray[np.int64]]],
     owners: Sequence[str],
     n: int,
-) -> dict[str, pa.Array]:
+) -> dict[str, pa.Array[Any]]:
     if not names or not parts:
         return {}
     places = np.concatenate([part[0] for part in parts])
     back = np.empty(n, np.int64)
     back[places] = np.arange(n)
-    found = {}
+    found: dict[str, pa.Array[Any]] = {}
     for name in names:
-        arrays = [
+        arrays: list[pa.Array[Any]] = [
             combine_chunks(compact(take_rows(chunk.table.select([name]), rows)).column(0))
             if name in chunk.table.column_names
             else pa.nulls(len(rows))

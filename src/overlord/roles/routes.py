@@ -156,7 +156,9 @@ class Routes:
         sent = self._send_to(first, method, *args)
         return lambda: self._first_result(host, sent, first, second, method, *args)
 
-    def _first_result(self, host: str, sent: Answer, first: str, second: str, method: Callable[..., Any], *args: Any) -> Any:
+    def _first_result(
+        self, host: str, sent: Answer[Any], first: str, second: str, method: Callable[..., Any], *args: Any
+    ) -> Any:
         try:
             return sent.result(_SILENT_S)
         except WaitTimeoutError:
@@ -216,7 +218,7 @@ class _Lookup:
         self.num_ahead = [table.num_ahead(name) for name in sources]
         at = {name: index for index, name in enumerate(self.hosts)}
         self._stretches = [table.stretches[name] for name in sources]
-        self._of_source = [
+        self._of_source: list[list[tuple[int, Ints]]] = [
             [(stretch.first, np.array([at[host] for host in stretch.hosts])) for stretch in table.stretches[name]]
             for name in sources
         ]
@@ -233,7 +235,8 @@ class _Lookup:
     def host_of(self, samples: Samples) -> Ints:
         """The place in `hosts` of each sample's host."""
         found = np.zeros(len(samples), np.int64)
-        for source in np.unique(samples.source).tolist():
+        sources: list[int] = np.unique(samples.source).tolist()
+        for source in sources:
             where = np.flatnonzero(samples.source == source)
             chunks = samples.chunk[where]
             for first, hosts in self._of_source[source]:  # later stretches overwrite earlier ones
@@ -247,7 +250,7 @@ class _Gone:
     def __init__(self, error: ClosedError) -> None:
         self._error = error
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ARG002 - of the protocol
         raise self._error
 
 

@@ -24,7 +24,7 @@ class Immediate(Generic[T]):
     def __init__(self, value: T) -> None:
         self._value = value
 
-    def result(self, timeout: float | None = None) -> T:
+    def result(self, timeout: float | None = None) -> T:  # noqa: ARG002 - of the protocol
         return self._value
 
 

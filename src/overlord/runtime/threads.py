@@ -92,13 +92,13 @@ class CallerRuns:
             future.cancel()
         return future
 
-    def submit_ahead(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def submit_ahead(self, _fn: Callable[P, T], /, *_: P.args, **__: P.kwargs) -> None:
         return None
 
-    def shutdown(self, wait: bool = True) -> None:
+    def shutdown(self, wait: bool = True) -> None:  # noqa: ARG002 - there is nothing to wait for
         self._closed = True
 
-    def join(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float) -> bool:  # noqa: ARG002 - likewise
         return True
 
 

@@ -83,7 +83,7 @@ def merge_tables(tables: Sequence[pa.Table]) -> pa.Table | None:
         return None
 
 
-def merge_arrays(name: str, arrays: Sequence[pa.Array], owners: Sequence[str]) -> pa.Array:
+def merge_arrays(name: str, arrays: Sequence[pa.Array[Any]], owners: Sequence[str]) -> pa.Array[Any]:
     """The parts of one column concatenated, with the type that holds them all. `owners` names the source of each part."""
     first = 0  # the last part that widened the type
     found = arrays[0].type

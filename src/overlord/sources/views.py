@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -185,7 +185,7 @@ def _take_views(column: pa.ChunkedArray, rows: NDArray[np.integer]) -> pa.Array:
     return pa.Array.from_buffers(array.type, len(rows), [validity, pa.py_buffer(views.data), *buffers[2:]])
 
 
-def combine_chunks(column: pa.ChunkedArray) -> pa.Array:
+def combine_chunks(column: pa.ChunkedArray[Any]) -> pa.Array[Any]:
     """The chunks of a column as one array. The values of views are not copied."""
     chunks = column.chunks or [pa.array([], column.type)]
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
