@@ -140,16 +140,17 @@ def are_decisions_safe(job: Job, era: Era | None, engine: Engine) -> bool:
     return True
 
 
-def make_planner(
+def make_planner(  # noqa: PLR0913 - a run is put together here, by name
     job: Job,
     num_units: Mapping[str, int],
     start: Progress,
+    _workplace: Workplace,
+    *,
     steered: Steered,
     routes: Routes,
     era: Era | None,
     is_safe: bool,
     is_served: bool,
-    workplace: Workplace,
 ) -> Planner:
     """`is_safe`: the decisions of the planner outlive it; `is_served`: trainers in other processes will come."""
     max_lead = job.prefetch + 2

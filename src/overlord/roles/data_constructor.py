@@ -88,7 +88,7 @@ class _Built:
 class DataConstructor:
     """Builds the steps of a data-parallel group and delivers them to its ranks. The module's docstring has the promises."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - likewise by name
         self,
         group: int,
         batch: Batch,

@@ -67,7 +67,7 @@ _SLICE_STEPS = 16  # drawn in a row before another caller gets its turn
 class Planner:
     """Plans the steps of a run. The module's docstring has the promises."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a run is put together here, by name
         self,
         start: Progress,
         batch: Batch,

@@ -478,7 +478,17 @@ class Loader:
 
     def _planner_from(self, job: Job, progress: Progress, era: Era | None) -> partial[Planner]:
         is_safe, is_served = are_decisions_safe(job, era, self._engine), self._serving is not None
-        return partial(make_planner, job, self._num_units, progress, self._steered, self._routes, era, is_safe, is_served)
+        return partial(
+            make_planner,
+            job,
+            self._num_units,
+            progress,
+            steered=self._steered,
+            routes=self._routes,
+            era=era,
+            is_safe=is_safe,
+            is_served=is_served,
+        )
 
     def _move_to_mesh(self, job: Job, progress: Progress) -> None:
         engine, old, new = self._engine, self.job.mesh.dp, job.mesh.dp

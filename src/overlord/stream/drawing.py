@@ -195,8 +195,16 @@ class DrawQueue:
 
     def bookmark(self, draws_ago: int = 0) -> Callable[[], Progress]:
         """A function that computes the progress at this moment, or some draws ago (not before the start of the block)."""
-        lanes = self._first_rows, self._lane_chunk, self._lane_rows
-        return partial(_advance, self._at, self._block, self._position - draws_ago, self._by_tokens, *lanes)
+        return partial(
+            _advance,
+            self._at,
+            self._block,
+            self._position - draws_ago,
+            by_tokens=self._by_tokens,
+            first_rows=self._first_rows,
+            lane_chunk=self._lane_chunk,
+            lane_rows=self._lane_rows,
+        )
 
     def _take_to(self, end: int) -> Samples:
         part = self._block.take(slice(self._position, end))
@@ -352,7 +360,14 @@ class DrawQueue:
 
 
 def _advance(
-    at: Progress, block: Samples, position: int, by_tokens: bool, first_rows: Ints, lane_chunk: Ints, lane_rows: Ints
+    at: Progress,
+    block: Samples,
+    position: int,
+    *,
+    by_tokens: bool,
+    first_rows: Ints,
+    lane_chunk: Ints,
+    lane_rows: Ints,
 ) -> Progress:
     """The progress after the first `position` draws of a block that begins at `at`. A source whose chunk is all drawn stands
     at the start of the next one; a chunk has `lane_rows` rows if it is the lane's, else `first_rows`."""
