@@ -21,7 +21,7 @@ import pyarrow as pa
 
 import overlord as ol
 from bench.telling import parser_of, tell
-from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.roles.loader_host import HostStatus, LoaderHost
 from overlord.runtime.engine import Handle
 
 ROWS = 64  # of a chunk
@@ -106,7 +106,7 @@ class _Trainer:
         """One step, in the middle of which a loader is killed."""
         self._take()
         time.sleep(after_s)
-        os.kill(standing_of(loader, loader._fleet.names[0]).process, signal.SIGKILL)
+        os.kill(status_of(loader, loader._fleet.names[0]).process, signal.SIGKILL)
         time.sleep(self._step_s - after_s)
         return Kill(self._client.step - 1, self._step_s - after_s, 0.0)
 
@@ -116,14 +116,14 @@ class _Trainer:
         self.waits.append(time.perf_counter() - began)
 
 
-def standing_of(loader: ol.Loader, host: str) -> Standing:
-    return Handle[LoaderHost](loader._engine, host).ask(LoaderHost.standing).result(WARM_S)
+def status_of(loader: ol.Loader, host: str) -> HostStatus:
+    return Handle[LoaderHost](loader._engine, host).ask(LoaderHost.status).result(WARM_S)
 
 
 def is_warm(loader: ol.Loader) -> bool:
     """Whether a shadow holds what its host holds, and makes nothing."""
     for host, shadow in loader.report().shadows.items():
-        held, mirrored = (standing_of(loader, name).holding.get("slow", []) for name in (host, shadow))
+        held, mirrored = (status_of(loader, name).holding.get("slow", []) for name in (host, shadow))
         use = Handle[LoaderHost](loader._engine, shadow).ask(LoaderHost.buffer_use, ("slow",)).result(WARM_S)["slow"]
         return bool(held) and set(held) <= set(mirrored) and use.num_chunks == len(mirrored)
     return False

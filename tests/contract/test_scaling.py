@@ -8,7 +8,7 @@ import pytest
 
 import overlord as ol
 from overlord.loaders.model import Partition, Share
-from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.roles.loader_host import HostStatus, LoaderHost
 from overlord.roles.planner import Planner
 from overlord.runtime.engine import Handle
 from tests.contract.conftest import Start, on_ray
@@ -24,8 +24,8 @@ def repartition(loader: ol.Loader, hosts: tuple[tuple[Share, ...], ...], **ahead
     loader._fleet.repartition(Partition(hosts), cursors, ahead)
 
 
-def standing(loader: ol.Loader, host: str) -> Standing:
-    return Handle[LoaderHost](loader._engine, host).ask(LoaderHost.standing).result(60)
+def status_of(loader: ol.Loader, host: str) -> HostStatus:
+    return Handle[LoaderHost](loader._engine, host).ask(LoaderHost.status).result(60)
 
 
 @pytest.fixture
@@ -60,32 +60,32 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
     # Looked after by hand: the thread would do the same, at moments of its own.
     never = ol.scaling.Autoscale(budget=ol.scaling.Budget(cpus=2, memory_bytes=1 << 30), every_s=3600)
     with on_ray(job, shadows=ol.scaling.Budget(cpus=2, memory_bytes=1 << 30), autoscale=never) as loader:
-        fleet, keeper = loader._fleet, loader._upkeep._shadows
+        fleet, keeper = loader._fleet, loader._control_loop._shadows
         assert keeper is not None
         clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         monkeypatch.setattr("overlord.fleet.hosts._ANSWER_S", 60.0)  # a busy machine must not look like a lost loader
         host = fleet.names[0]
         shadow = fleet.add_shadow(host)
         found = _stream(clients, 6)  # in which everybody has looked the shadow up
-        assert keeper.look(6, fleet.standing(), None, job.mix) == ()
-        os.kill(standing(loader, host).process, signal.SIGKILL)
+        assert keeper.reconcile(6, fleet.statuses(), None, job.mix) == ()
+        os.kill(status_of(loader, host).process, signal.SIGKILL)
         found += _stream(clients, 4)
-        standing(loader, host)  # it is made anew by now
-        changes = keeper.look(10, fleet.standing(), None, job.mix)
+        status_of(loader, host)  # it is made anew by now
+        changes = keeper.reconcile(10, fleet.statuses(), None, job.mix)
         assert [(change.host, change.change) for change in changes] == [(host, "its shadow took over")]
         assert fleet.names == (shadow,)
         assert loader.report().shadows == {shadow: host}, "the one that was lost"
 
         monkeypatch.setattr("overlord.fleet.hosts._ANSWER_S", 1.0)
-        stopped = standing(loader, shadow).process
+        stopped = status_of(loader, shadow).process
         os.kill(stopped, signal.SIGSTOP)
         try:
             found += _stream(clients, 4)
-            changes = [change for _ in range(3) for change in keeper.look(14, fleet.standing(), None, job.mix)]
+            changes = [change for _ in range(3) for change in keeper.reconcile(14, fleet.statuses(), None, job.mix)]
         finally:
             send(stopped, signal.SIGCONT)
         assert [change.reason for change in changes] == ["it did not answer and was ended"]
         assert fleet.names == (shadow,), "the name means another now"
-        assert standing(loader, shadow).process != stopped
+        assert status_of(loader, shadow).process != stopped
         found += _stream(clients, 6)
         assert found == expected

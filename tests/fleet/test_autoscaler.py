@@ -14,7 +14,7 @@ import overlord as ol
 from overlord.fleet.control_loop import Meter
 from overlord.loaders.autoscaling import ScalingDecision
 from overlord.roles.data_constructor import Pace, PaceMeter
-from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.roles.loader_host import HostStatus, LoaderHost
 from overlord.roles.source_loader import Work
 from tests.roles.mortal import bytes_of
 from tests.small_sources import Numbered, job_of
@@ -51,15 +51,15 @@ def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(cap
     with ol.start(curriculum(), autoscale=scale) as loader:
         client = loader.client(0, timeout_s=60)
         found = [bytes_of(step) for step in islice(client, 10)]
-        loader._upkeep.look()  # the far source is not drawn from yet: one chunk of it is made, to see what it costs
+        loader._control_loop.reconcile()  # no step draws from the far source yet: one chunk is made, to measure it
         loader._fleet.hosts[0].ask(LoaderHost.describe, "far", 0).result()  # waits until that is done
-        loader._upkeep.look()
+        loader._control_loop.reconcile()
         had = hosts_of(loader, "far")
         assert len(had) == loader.report().loaders["far"] > 1
         found += [bytes_of(step) for step in islice(client, 60 - len(found))]
         for _ in range(20):
             found += [bytes_of(step) for step in islice(client, 2)]
-            loader._upkeep.look()
+            loader._control_loop.reconcile()
         assert loader.report().loaders["far"] == 1
         running = {host.name for host in loader._fleet.hosts}
         assert had & running <= hosts_of(loader, "near") | hosts_of(loader, "far"), "the others were stopped"
@@ -75,9 +75,9 @@ def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(cap
 @pytest.mark.parametrize("options", [{"autoscale": BUDGET}, {"autoscale": BUDGET, "partition": None}])
 def test_a_budget_alone_turns_it_on(options):
     with ol.start(curriculum(), **options) as loader:
-        assert loader._upkeep._thread.is_alive()
+        assert loader._control_loop._thread.is_alive()
         next(loader.client(0, timeout_s=60))
-    assert not loader._upkeep._thread.is_alive()
+    assert not loader._control_loop._thread.is_alive()
 
 
 def test_what_cannot_be_is_refused():
@@ -112,14 +112,14 @@ def test_a_host_that_was_made_anew_is_measured_from_the_beginning():
     meter = Meter(job, units, lambda: 1.0)
     paces = [Pace(num_steps=10, busy_s=5.0, num_waits=10, waited_s=1.0)]
     done = Work(num_chunks=4, cpu_s=0.4, wait_s=1.6, rows=20, tokens=100, num_bytes=4000, waited_s=1.0)
-    seen = meter.look(10, {"h": Standing("first", 1, {}, {"far": done})}, paces)
+    seen = meter.observe(10, {"h": HostStatus("first", 1, {}, {"far": done})}, paces)
     assert seen is not None
     assert seen.step_s == 0.5
     assert seen.profiles["far"].chunk_s == pytest.approx(0.5)
     assert seen.profiles["near"].num_chunks == 0
     assert seen.waited == {"far": pytest.approx(1 / 6)}
     less = Work(num_chunks=1, cpu_s=0.1, wait_s=0.4, rows=5, tokens=25, num_bytes=1000)
-    seen = meter.look(10, {"h": Standing("second", 2, {}, {"far": less})}, paces)
+    seen = meter.observe(10, {"h": HostStatus("second", 2, {}, {"far": less})}, paces)
     assert seen is not None
     assert seen.profiles["far"].num_chunks == 5
     assert seen.waited == {}
@@ -128,7 +128,7 @@ def test_a_host_that_was_made_anew_is_measured_from_the_beginning():
 def test_a_meter_knows_nothing_before_a_step_was_taken():
     job = curriculum()
     units = {name: source.units() for name, source in job.sources.items()}
-    assert Meter(job, units).look(0, {}, [Pace()]) is None
+    assert Meter(job, units).observe(0, {}, [Pace()]) is None
 
 
 def test_work_is_counted_where_it_is_done():
@@ -136,7 +136,7 @@ def test_work_is_counted_where_it_is_done():
         client = loader.client(0, timeout_s=60)
         for _ in range(40):
             next(client)
-        work = loader._fleet.hosts[0].ask(LoaderHost.standing).result().work["far"]
+        work = loader._fleet.hosts[0].ask(LoaderHost.status).result().work["far"]
     assert work.num_chunks >= 3
     assert work.wait_s >= 0.02 * work.num_chunks * 0.9
     assert work.rows == 5 * work.num_chunks

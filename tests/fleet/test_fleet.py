@@ -93,7 +93,7 @@ def happen(event: Deal | To | str, loader: ol.Loader, engine: Mortal) -> None:
         elif event.what == "shadow" and host not in fleet.table.shadows:
             fleet.add_shadow(host)
         elif event.what == "mirror" and host in fleet.table.shadows:
-            holding = Handle[LoaderHost](engine, host).ask(LoaderHost.standing).result().holding
+            holding = Handle[LoaderHost](engine, host).ask(LoaderHost.status).result().holding
             Handle[LoaderHost](engine, fleet.table.shadows[host]).ask(LoaderHost.mirror, holding)
         elif event.what == "promote":
             fleet.promote(host)
@@ -117,7 +117,7 @@ def test_the_stream_is_the_same_under_any_history_of_its_loaders(expected, event
             if event == "read" and len(found) < STEPS:
                 found += steps_of(loader, clients, 1)
             for host in loader._fleet.hosts:
-                sources = tuple(host.ask(LoaderHost.standing).result().holding)
+                sources = tuple(host.ask(LoaderHost.status).result().holding)
                 for use in host.ask(LoaderHost.buffer_use, sources).result().values():
                     assert use.peak_bytes <= use.limit_bytes
         found += steps_of(loader, clients, STEPS - len(found))

@@ -10,8 +10,8 @@ import pytest
 
 import overlord as ol
 from overlord.errors import BadRowError, SourceError, SpecError, WaitTimeoutError
-from overlord.fleet.profile import Effort, profiled
-from overlord.fleet.sizing import partition, profiles_of, sized
+from overlord.fleet.profile import Effort, profile_sources
+from overlord.fleet.sizing import partition, profile_job, sizing_of
 from overlord.roles.assembly import list_units
 from tests.small_sources import Numbered, job_of, read_all, same
 
@@ -56,7 +56,7 @@ class Hanging(Numbered):
 
 def profile_of(source: ol.Source, **effort):
     job = job_of({"a": source})
-    found = profiled(job, list_units(job.sources), Effort(**effort))
+    found = profile_sources(job, list_units(job.sources), Effort(**effort))
     assert found.failed == {}
     return found.profiles["a"]
 
@@ -115,7 +115,7 @@ def test_a_source_that_fails_is_reported_and_the_others_are_profiled():
     job = job_of({"good": Numbered(), "broken": Numbered(transform=broken), "hangs": hanging, "empty": Numbered(longest=1)})
     begun: list[str] = []
     try:
-        found = profiled(job, list_units(job.sources), Effort(seconds=2), begun.append)
+        found = profile_sources(job, list_units(job.sources), Effort(seconds=2), begun.append)
     finally:
         hanging.released.set()
     assert begun == list(job.sources)
@@ -140,7 +140,7 @@ def test_profiling_puts_no_bad_row_aside_but_keeps_to_the_policy(tmp_path):
     job = job_of(
         {"a": Numbered(transform=ol.per_row(lambda row: odd_only(row)), on_bad_row=ol.policies.BadRows("skip", budget=2))}
     )
-    assert isinstance(profiled(job, list_units(job.sources)).failed["a"], BadRowError)
+    assert isinstance(profile_sources(job, list_units(job.sources)).failed["a"], BadRowError)
 
 
 def test_images_are_decoded_for_the_profile(tmp_path):
@@ -171,7 +171,7 @@ def test_a_job_is_sized_from_its_own_data_and_runs_with_the_result():
 
 def test_a_source_that_cannot_be_listed_is_reported_beside_the_others(tmp_path):
     job = job_of({"good": Numbered(), "gone": ol.Parquet(str(tmp_path / "none.parquet"))})
-    found = profiles_of(job)
+    found = profile_job(job)
     assert found.profiles.keys() == {"good"}
     assert isinstance(found.failed["gone"], SourceError)
     with pytest.raises(SourceError, match="not every source can be profiled: source 'gone': SourceError: "):
@@ -180,16 +180,16 @@ def test_a_source_that_cannot_be_listed_is_reported_beside_the_others(tmp_path):
 
 def test_shadows_take_memory_before_buffers_do():
     job = job_of({"a": Numbered(rows=60)})
-    found = profiles_of(job).profiles
+    found = profile_job(job).profiles
     budget = ol.scaling.Budget(cpus=4, memory_bytes=300 * MIB, host_bytes=100 * MIB)
-    calm, pressed = (sized(job, found, budget, step_s) for step_s in (10.0, 0.1))
+    calm, pressed = (sizing_of(job, found, budget, step_s) for step_s in (10.0, 0.1))
     assert calm.shadowing is not None
     assert pressed.shadowing is not None
     assert (calm.shadowing.shadowed, pressed.shadowing.shadowed) == ((), (0,))
     assert pressed.partitioning.memory_bytes <= 300 * MIB - pressed.shadowing.hosts[0].memory_bytes
     assert "1 shadow(s) take" in pressed.partitioning.reasons[-1]
     in_one_process = ol.scaling.Budget.in_one_process(cpus=4, memory_bytes=300 * MIB)
-    assert sized(job, found, in_one_process, 0.1).shadowing is None
+    assert sizing_of(job, found, in_one_process, 0.1).shadowing is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_shadows_take_memory_before_buffers_do():
         (lambda: Effort(num_chunks=0), "at least 1 chunk, got num_chunks=0"),
         (lambda: Effort(seconds=0), "some time, got seconds=0"),
         (lambda: Effort(num_bytes=0), "some bytes, got num_bytes=0"),
-        (lambda: sized(job_of({"a": Numbered()}), {}, ol.scaling.Budget(cpus=1, memory_bytes=1), 0.0), "got 0.0"),
+        (lambda: sizing_of(job_of({"a": Numbered()}), {}, ol.scaling.Budget(cpus=1, memory_bytes=1), 0.0), "got 0.0"),
     ],
 )
 def test_wrong_values_are_refused(make, message):

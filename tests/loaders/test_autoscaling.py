@@ -65,7 +65,7 @@ class Run:
     def look(self, waited: dict[str, float] | None = None) -> Scaling:
         step = int(self.at_s / self.step_s)
         now = Observed(step=step, at_s=self.at_s, step_s=self.step_s, profiles=self.costs, waited=waited or {})
-        found = decide(now, self.mixture, BATCH, self.partition, self.budget, self.state, POLICY)
+        found = decide(now, self.mixture, BATCH, self.partition, budget=self.budget, state=self.state, policy=POLICY)
         self.partition, self.state = found.partition, found.state
         self.log += [(self.at_s, decision) for decision in found.decisions]
         self.at_s += 1
@@ -283,8 +283,8 @@ def test_hundreds_of_sources_get_hosts_with_room_for_their_work():
                 Mixture({"b": 1}),
                 BATCH,
                 Partition(((Share("a"),),)),
-                ROOMY,
-                ScalingState(),
+                budget=ROOMY,
+                state=ScalingState(),
             ),
             "lacks 'b'",
         ),

@@ -150,10 +150,10 @@ def test_nothing_between_the_looked_at_steps_asks_for_more(entries, first, more)
 
 def test_a_profile_learns_and_forgets_slowly():
     known = profile("a", 1.0, 1.0, open_s=2.0, num_chunks=100)
-    after = known.learned(profile("a", 3.0, 0.0, chunk_bytes=100, num_chunks=16))
+    after = known.updated_with(profile("a", 3.0, 0.0, chunk_bytes=100, num_chunks=16))
     assert (after.cpu_s, after.wait_s) == (2.0, 0.5)
     assert (after.chunk_bytes, after.open_s, after.num_chunks) == (MIB, 2.0, 116)
-    assert known.learned(replace(known, cpu_s=9.0, num_chunks=0)) is known
+    assert known.updated_with(replace(known, cpu_s=9.0, num_chunks=0)) is known
 
 
 @dataclass(frozen=True)

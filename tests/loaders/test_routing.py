@@ -21,7 +21,7 @@ def first_table() -> RoutingTable:
 def test_dealing_a_source_anew_moves_only_chunks_from_the_boundary_on(changes):
     table = first_table()
     for hosts, first, ahead in changes:
-        before, table = table, table.dealt("s", hosts, first, ahead)
+        before, table = table, table.with_hosts("s", hosts, first, ahead)
         for chunk in CHUNKS:
             expected = hosts[chunk % len(hosts)] if chunk >= first else before.host_of("s", chunk)
             assert table.host_of("s", chunk) == expected
@@ -34,7 +34,7 @@ def test_dealing_a_source_anew_moves_only_chunks_from_the_boundary_on(changes):
 def test_letting_go_of_the_past_changes_nothing_that_is_still_needed(changes, needed):
     table = first_table()
     for hosts, first, ahead in changes:
-        table = table.dealt("s", hosts, first, ahead)
+        table = table.with_hosts("s", hosts, first, ahead)
     later = table.since({"s": needed})
     assert [later.host_of("s", chunk) for chunk in CHUNKS if chunk >= needed] == [
         table.host_of("s", chunk) for chunk in CHUNKS if chunk >= needed
@@ -55,10 +55,10 @@ def test_a_partition_becomes_a_table():
 
 
 def test_a_shadow_stands_behind_one_host_until_it_is_taken_away():
-    table = first_table().shadowed("a", "s1")
+    table = first_table().with_shadow("a", "s1")
     assert dict(table.shadows) == {"a": "s1"}
-    assert dict(table.shadowed("a", None).shadows) == {}
-    exchanged = table.dealt("s", ["a", "b"], 5).exchanged("a")
+    assert dict(table.with_shadow("a", None).shadows) == {}
+    exchanged = table.with_hosts("s", ["a", "b"], 5).with_shadow_in_place_of("a")
     assert [exchanged.host_of("s", chunk) for chunk in (0, 6, 7)] == ["s1", "s1", "b"]
     assert dict(exchanged.shadows) == {"s1": "a"}
 

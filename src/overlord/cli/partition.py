@@ -11,9 +11,9 @@ from overlord.cli import FAILED, describe_error
 from overlord.cli.files import load_job
 from overlord.cli.options import add_job_argument, at_least, num_bytes, positive, to_dataclass
 from overlord.cli.output import console, size, table, write_json
-from overlord.fleet.profile import Effort, Profiled
-from overlord.fleet.sizing import Sizing, profiles_of, sized
-from overlord.loaders.model import Budget, told_s
+from overlord.fleet.profile import Effort, SourceProfiles
+from overlord.fleet.sizing import Sizing, profile_job, sizing_of
+from overlord.loaders.model import Budget, duration
 
 if TYPE_CHECKING:
     import argparse
@@ -87,10 +87,10 @@ def partition(options: PartitionOptions, as_json: bool) -> int:
         if sys.stderr.isatty():
             console(stderr=True).print(f"profiling source {name!r} ...", markup=False)
 
-    found = profiles_of(job, Effort(num_chunks=options.chunks, seconds=options.seconds), announce)
+    found = profile_job(job, Effort(num_chunks=options.chunks, seconds=options.seconds), announce)
     if found.failed:
         return _print_errors(found, as_json)
-    sizing = sized(job, found.profiles, budget, 1 / options.steps_per_second)
+    sizing = sizing_of(job, found.profiles, budget, 1 / options.steps_per_second)
     if as_json:
         write_json(_as_json(sizing, budget))
     else:
@@ -107,7 +107,7 @@ def _budget(options: PartitionOptions) -> Budget:
     return Budget(cpus=cpus, memory_bytes=memory_bytes, num_hosts=options.hosts, **given)
 
 
-def _print_errors(found: Profiled, as_json: bool) -> int:
+def _print_errors(found: SourceProfiles, as_json: bool) -> int:
     errors = {name: describe_error(error) for name, error in found.failed.items()}
     if as_json:
         profiles = {name: asdict(profile) for name, profile in found.profiles.items()}
@@ -155,7 +155,7 @@ def _print(job: Job, sizing: Sizing, options: PartitionOptions) -> None:
         (
             name,
             f"{shares.get(name, 0.0):.2%}",
-            told_s(sizing.profiles[name].chunk_s),
+            duration(sizing.profiles[name].chunk_s),
             f"{sizing.rates[name]:.3g}",
             str(given.loaders),
             f"{given.workers:.2g}",

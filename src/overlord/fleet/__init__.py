@@ -1,1 +1,1 @@
-"""The loader hosts of a run while it runs: profiling, sizing, scaling, shadows, and the loop that looks after them."""
+"""The loader hosts of a run while it runs: profiling, sizing, scaling, shadows, and their control loop."""

@@ -1,7 +1,7 @@
-"""The Autoscaler: gives sources more loaders before steps wait for them, and takes them back when they are idle.
+"""The Autoscaler: adds loaders to a source before steps wait for it, and removes them when they are idle.
 
-It looks, lets a pure function decide, and carries the decision out; every decision is logged by `overlord.scaling` with its
-reason. It changes who makes a chunk, and when, never what is in it.
+A pure function decides from measurements, and the Autoscaler carries the decision out. Each decision is logged with its
+reason by the logger `overlord.scaling`. Scaling changes which loader makes a chunk, and when, never its content.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _log = logging.getLogger("overlord.scaling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscale:
-    """That loaders are added and removed while a run goes on: within which budget, how soon, and how often it is looked."""
+    """Adds and removes loaders during a run. `budget` caps what they may use, `policy` says how soon loaders are added and
+    removed, and `every_s` is the time between two rounds of the control loop."""
 
     budget: Budget
     policy: ScalingPolicy = field(default_factory=ScalingPolicy)
@@ -48,11 +49,13 @@ class Autoscale:
             raise SpecError(f"every_s is a positive number of seconds, got {self.every_s}")
 
     def for_one_process(self) -> Autoscale:
-        """A host in the process that is there anyway is one more thread, and takes no memory by itself."""
+        """For the embedded engine, where a host is one more thread of this process and takes no memory of its own."""
         return replace(self, budget=replace(self.budget, workers_per_host=1, host_bytes=0, num_hosts=None))
 
 
 class Autoscaler:
+    """Keeps the loaders of a fleet at what the trainers need. One thread at a time may call it."""
+
     def __init__(
         self,
         fleet: Fleet,
@@ -65,26 +68,34 @@ class Autoscaler:
         self._batch = batch
         self._clock = clock
         self._state = ScalingState()
-        self._full_until: tuple[float, int] = (-math.inf, 0)  # when, and the most hosts until then
+        self._full_until: tuple[float, int] = (-math.inf, 0)  # until then at most so many hosts
 
-    def look(
+    def reconcile(
         self, observed: Observed, mixture: Mixture, oldest: int, cursors: Mapping[str, Cursor]
     ) -> tuple[ScalingDecision, ...]:
-        """Decide, and act. `oldest` is the oldest step that may be asked for. Gives what was decided."""
+        """Decide, act, and return the decisions. `oldest` is the oldest step that may still be requested."""
         policy = self._autoscale.policy
         last = observed.step + math.ceil(policy.ahead_s / observed.step_s)
-        coming = _drawn(mixture, observed.step, last)
-        self._fleet.tidy(cursors, active=coming | _drawn(mixture, oldest, observed.step))
-        scaling = decide(observed, mixture, self._batch, self._fleet.partition, self._budget(), self._state, policy)
-        decisions = self._applied(scaling, cursors)
+        coming = _sources_drawn(mixture, observed.step, last)
+        self._fleet.tidy(cursors, active=coming | _sources_drawn(mixture, oldest, observed.step))
+        scaling = decide(
+            observed,
+            mixture,
+            self._batch,
+            self._fleet.partition,
+            budget=self._budget(),
+            state=self._state,
+            policy=policy,
+        )
+        decisions = self._apply(scaling, cursors)
         self._state = scaling.state
-        # What is drawn from already is prepared as it is drawn. What only comes later is begun before: it is measured so,
-        # and its first step does not wait for it.
-        for source in coming - _drawn(mixture, observed.step, observed.step):
+        # Sources that steps draw from now are prefetched by the drawing. A source that comes later is begun here: so its
+        # cost is known, and its first step does not wait.
+        for source in coming - _sources_drawn(mixture, observed.step, observed.step):
             self._fleet.warm(source, cursors[source])
         return decisions
 
-    def _applied(self, scaling: Scaling, cursors: Mapping[str, Cursor]) -> tuple[ScalingDecision, ...]:
+    def _apply(self, scaling: Scaling, cursors: Mapping[str, Cursor]) -> tuple[ScalingDecision, ...]:
         room = self._autoscale.budget.workers_per_host
         num_shares = scaling.partition.num_shares()
         ahead = {name: min(math.ceil(need), num_shares[name] * room) for name, need in scaling.workers.items()}
@@ -113,6 +124,6 @@ class Autoscaler:
         return replace(budget, num_hosts=max(min(num_hosts, budget.num_hosts or num_hosts), 1))
 
 
-def _drawn(mixture: Mixture, first: int, last: int) -> set[str]:
-    """The sources that steps from one to another draw from."""
+def _sources_drawn(mixture: Mixture, first: int, last: int) -> set[str]:
+    """The sources that the steps from `first` to `last` draw from."""
     return {name for _, weights in weights_ahead(mixture, first, max(first, last)) for name in weights}

@@ -1,10 +1,10 @@
-"""Looks after the loaders of a run, from a thread of the process that started it: only that one can start roles.
+"""The control loop over the loaders of a run, in a thread of the process that started it: only that one can start roles.
 
-What it promises: nothing that trainers depend on. A look that fails, because a role is just being made anew, is told to the
-log and the next one goes on from what it finds.
+What it promises: nothing that trainers depend on. A round that fails, because a role is just being restarted, is logged, and
+the next round goes on from what it finds.
 
-The meter says what a run is seen to do: what chunks cost, how long a step takes its trainers, and which sources they wait
-for.
+`Meter` turns the counters of hosts and constructors into measurements: what chunks cost, how long a step takes the trainers,
+and which sources they wait for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from overlord.declare.job import Job
     from overlord.declare.source import Unit
-    from overlord.roles.loader_host import Standing
+    from overlord.roles.loader_host import HostStatus
     from overlord.runtime.engine import Engine, Handle
 
 
@@ -55,20 +55,20 @@ _REMEMBERED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaders:
-    """How sources are spread over loaders, now and later; each part as `overlord.start` takes it."""
+    """How sources are spread over loaders: the options of `overlord.start`."""
 
     partition: Partition | None = None
     autoscale: Autoscale | None = None
     shadows: Budget | None = None
 
     @staticmethod
-    def given(partition: Partition | None, autoscale: Autoscale | Budget | None, shadows: Budget | None) -> Loaders:
+    def of(partition: Partition | None, autoscale: Autoscale | Budget | None, shadows: Budget | None) -> Loaders:
         if isinstance(autoscale, Budget):
             autoscale = Autoscale(budget=autoscale)
         return Loaders(partition=partition, autoscale=autoscale, shadows=shadows)
 
-    def on(self, engine: Engine, job: Job) -> Loaders:
-        """As they can be on an engine."""
+    def for_engine(self, engine: Engine, job: Job) -> Loaders:
+        """The options as this engine supports them; SpecError for one that it cannot have."""
         if (self.autoscale or self.shadows) and job.num_workers == 0:
             raise SpecError("num_workers=0 makes every chunk when it is asked for; autoscale and shadows need threads")
         if engine.num_hosts is not None:
@@ -80,28 +80,37 @@ class Loaders:
             )
         return self if self.autoscale is None else replace(self, autoscale=self.autoscale.for_one_process())
 
-    def fleet(self, engine: Engine, job: Job, units: Mapping[str, Sequence[Unit]], partition: Partition) -> Fleet:
+    def start_fleet(self, engine: Engine, job: Job, units: Mapping[str, Sequence[Unit]], partition: Partition) -> Fleet:
         if self.autoscale is None:
             return Fleet(engine, job, units, partition, longest_start_s=liveness.HOST_STARTING.after_s)
         num_threads = self.autoscale.budget.workers_per_host
         own_threads = None if engine.num_hosts is None else num_threads
-        return Fleet(engine, job, units, partition, own_threads, num_threads, liveness.HOST_STARTING.after_s)
+        return Fleet(
+            engine,
+            job,
+            units,
+            partition,
+            num_threads=own_threads,
+            num_added_threads=num_threads,
+            longest_start_s=liveness.HOST_STARTING.after_s,
+        )
 
 
-class Upkeep:
-    """See the module's docstring. `history` has what was changed, the newest last."""
+class LoaderControlLoop:
+    """Adds, removes and replaces loader hosts and shadows during a run. `history` has the changes, the newest last."""
 
     def __init__(
         self,
         engine: Engine,
         job: Job,
         units: Mapping[str, Sequence[Unit]],
+        *,
         fleet: Fleet,
         loaders: Loaders,
         planner: Handle[Planner],
         constructors: Sequence[Handle[C]],
     ) -> None:
-        """`constructors` may change while the run goes on."""
+        """`constructors` is read in every round, so that it may change during the run."""
         self.history: deque[ScalingDecision | ShadowChange] = deque(maxlen=_REMEMBERED)
         self._fleet = fleet
         self._planner = planner
@@ -116,25 +125,25 @@ class Upkeep:
         if loaders.shadows is not None:
             self._shadows = ShadowKeeper(engine, fleet, loaders.shadows, job.batch, job.prefetch)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="overlord-upkeep", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="overlord-loader-control", daemon=True)
 
     def start(self) -> None:
         if self._autoscaler is not None or self._shadows is not None:
             self._thread.start()
 
-    def look(self) -> None:
-        """One look at the run, and what follows from it."""
-        hosts = self._fleet.standing()
+    def reconcile(self) -> None:
+        """One round: measure the run, and change loaders and shadows accordingly."""
+        hosts = self._fleet.statuses()
         asked = [constructor.ask(Paced.pace) for constructor in list(self._constructors)]
         status = self._planner.ask(Planner.status).result(_ANSWER_S)
         cursors = self._planner.ask(Planner.cursors).result(_ANSWER_S)
         decided = self._planner.ask(Planner.decisions).result(_ANSWER_S)
         mixture = mixture_in_force(self._mixture, [(d.step, d.value["weights"]) for d in decided if d.name == WEIGHTS])
-        observed = self._meter.look(status.taken_to, hosts, [pace.result(_ANSWER_S) for pace in asked])
+        observed = self._meter.observe(status.taken_to, hosts, [pace.result(_ANSWER_S) for pace in asked])
         if self._shadows is not None:
-            self.history += self._shadows.look(status.taken_to, hosts, observed, mixture)
+            self.history += self._shadows.reconcile(status.taken_to, hosts, observed, mixture)
         if self._autoscaler is not None and observed is not None:
-            self.history += self._autoscaler.look(observed, mixture, status.oldest_needed, cursors)
+            self.history += self._autoscaler.reconcile(observed, mixture, status.oldest_needed, cursors)
 
     def close(self) -> None:
         self._closed.set()
@@ -144,21 +153,21 @@ class Upkeep:
     def _run(self) -> None:
         while not self._closed.wait(self._every_s):
             try:
-                self.look()
+                self.reconcile()
             except ClosedError:
                 if not self._closed.is_set():
-                    _log.info("a role was closed while loaders were looked after")
+                    _log.info("a role was closed during a round of the loader control loop")
             except OverlordError as error:
-                _log.warning("loaders could not be looked after this time: %s", error)
+                _log.warning("this round of the loader control loop failed: %s", error)
 
 
 _LEAST_STEP_S = 1e-3  # of a trainer that only reads
-_SLOW_CHANGE = 0.3  # what the newest look counts for in the time of a step
+_SLOW_CHANGE = 0.3  # the weight of the newest measurement in the time of a step
 _BYTES_PER_TOKEN = 4
 
 
 class Meter:
-    """Looked through now and then; each look tells what happened since the one before."""
+    """Measures a run from its counters: each call of `observe` covers the time since the call before."""
 
     def __init__(self, job: Job, units: Mapping[str, Sequence[Unit]], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -167,21 +176,21 @@ class Meter:
         self._paces: list[Pace] = []
         self._step_s: float | None = None
 
-    def look(self, step: int, hosts: Mapping[str, Standing], paces: Sequence[Pace]) -> Observed | None:
+    def observe(self, step: int, hosts: Mapping[str, HostStatus], paces: Sequence[Pace]) -> Observed | None:
         """None until a trainer has taken a step."""
-        done = self._done(hosts)
+        done = self._take_new_work(hosts)
         for name, work in done.items():
             if work.num_chunks and work.rows:
-                self._profiles[name] = self._profiles[name].learned(_profile(name, work))
-        waiting = self._waiting(paces)
+                self._profiles[name] = self._profiles[name].updated_with(_profile(name, work))
+        waiting = self._update_pace(paces)
         if self._step_s is None:
             return None
         waited_s = sum(work.waited_s for work in done.values())
         waited = {name: waiting * work.waited_s / waited_s for name, work in done.items()} if waited_s else {}
         return Observed(step=step, at_s=self._clock(), step_s=self._step_s, profiles=dict(self._profiles), waited=waited)
 
-    def _done(self, hosts: Mapping[str, Standing]) -> dict[str, Work]:
-        """What was done for each source since the last look, over all hosts. One that was made anew begins at nothing."""
+    def _take_new_work(self, hosts: Mapping[str, HostStatus]) -> dict[str, Work]:
+        """The work done for each source since the last call, over all hosts. A host that was restarted counts from zero."""
         before, self._work = self._work, {(name, host.instance): host.work for name, host in hosts.items()}
         done: dict[str, Work] = {}
         for key, work_of in self._work.items():
@@ -190,10 +199,10 @@ class Meter:
                 done[source] = done.get(source, Work()).plus(new)
         return done
 
-    def _waiting(self, paces: Sequence[Pace]) -> float:
-        """The part of the time that the ranks of the group that waits most spent waiting for a step."""
+    def _update_pace(self, paces: Sequence[Pace]) -> float:
+        """Update the time of a step, and return the part of the time that the group that waits most spent waiting."""
         known = self._paces if len(self._paces) == len(paces) else [Pace()] * len(paces)
-        # A constructor that was made anew has counted less than before.
+        # A constructor that was restarted has counted less than before.
         new = [now.minus(was) if now.num_waits >= was.num_waits else now for now, was in zip(paces, known, strict=True)]
         self._paces = list(paces)
         # Trainers wait for each other: the group that is busy for the shortest time waits for nobody.
@@ -219,7 +228,7 @@ def _profile(source: str, work: Work) -> Profile:
 
 
 def _guess(source: str, units: Sequence[Unit], window: int) -> Profile:
-    """What the list of units promises, until a chunk was made."""
+    """An estimate from the list of units, until a chunk was made."""
     num_chunks = max(math.ceil(len(units) / window), 1)
     num_bytes = sum(unit.num_bytes for unit in units) / num_chunks
     rows = max(sum(unit.num_rows or 0 for unit in units) / num_chunks, 1.0)

@@ -1,9 +1,9 @@
-"""The loader hosts of a run, and how they change while it runs: hosts come and go, shares move, shadows take over.
+"""The loader hosts of a run, and how they change while it runs: hosts are added and stopped, shares move, shadows take over.
 
-What it promises: every change publishes a routing table under which each chunk is in a host that runs. Nobody has to be
-told: an older table is right too, only slower. A host is stopped when no step can name a chunk of it any more; its buffers
-(on a cluster, its process) go with it. Changes are made one at a time, by whoever calls; what to change is decided
-elsewhere.
+What it promises: every change publishes a routing table in which each chunk belongs to a running host. Callers need not be
+notified: an older table is right too, only slower. A host is stopped when no step can name one of its chunks any more; its
+buffers (on a cluster, its process) go with it. Changes are made one at a time; the Autoscaler and the ShadowKeeper decide
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from overlord.errors import OverlordError, WaitTimeoutError, WorkerDiedError
 from overlord.loaders.routing import RoutingTable
 from overlord.roles.assembly import make_loader_host, publish_units
-from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.roles.loader_host import HostStatus, LoaderHost
 from overlord.roles.routes import TABLE
 from overlord.runtime import liveness
 from overlord.runtime.engine import Answer, Engine, Handle
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_START_S = 3.0  # of a host on a cluster, before one was started and timed
+_START_S = 3.0  # what a host on a cluster takes to start, before one was timed
 _ANSWER_S = liveness.HOST_LOST.after_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """What a host is made of."""
+    """What a host is made from."""
 
     shares: tuple[Share, ...]
     num_threads: int | None
 
 
 class Fleet:
-    """See the module's docstring."""
+    """The loader hosts and shadows of a run, and the routing table that names them. Thread-safe."""
 
     def __init__(
         self,
@@ -56,12 +56,13 @@ class Fleet:
         job: Job,
         units: Mapping[str, Sequence[Unit]],
         partition: Partition,
+        *,
         num_threads: int | None = None,
         num_added_threads: int | None = None,
         longest_start_s: float | None = None,
     ) -> None:
-        """Hosts have `num_threads` threads for themselves, those added later `num_added_threads`; None: those of their
-        process. One that is added must start within `longest_start_s`."""
+        """Hosts have `num_threads` threads of their own, hosts added later `num_added_threads`; None: the threads of their
+        process. A host that is added must start within `longest_start_s`."""
         self._engine = engine
         self._job = job
         self._num_added_threads = num_added_threads
@@ -73,7 +74,7 @@ class Fleet:
         self._past_bad_rows: dict[str, frozenset[BadRow]] = {}
         publish_units(engine, units)
         self._partition = partition
-        self._names: list[str] = [self._spawned(_Host(shares, num_threads)) for shares in partition.hosts]
+        self._names: list[str] = [self._spawn_host(_Host(shares, num_threads)) for shares in partition.hosts]
         self._publish(RoutingTable.of(partition, self._names))
 
     @property
@@ -82,12 +83,12 @@ class Fleet:
 
     @property
     def start_s(self) -> float:
-        """What starting a host takes: as the last one took."""
+        """How long the last host took to start."""
         return self._start_s
 
     @property
     def partition(self) -> Partition:
-        """How sources are dealt from now on."""
+        """The newest partition: who reads chunks that are drawn from now on."""
         return self._partition
 
     @property
@@ -101,122 +102,122 @@ class Fleet:
         return [Handle(self._engine, name) for name in list(self._hosts)]
 
     def repartition(self, to: Partition, cursors: Mapping[str, Cursor], ahead: Mapping[str, int]) -> None:
-        """Deal sources anew. Host i of a partition is host i of the one before; `ahead` are the chunks to prepare ahead of
-        each source. Raises, with nothing changed, when a host cannot be started."""
+        """Move to another partition, whose host i is host i of the one before. `ahead` is how many chunks of each source to
+        prefetch. Raises, with nothing changed, when a host cannot be started."""
         with self._lock:
             names = [self._names[i] if i < len(self._names) else "" for i in range(len(to.hosts))]
             added = [i for i, shares in enumerate(to.hosts) if shares and not names[i]]
             for i in added:
-                names[i] = self._spawned(_Host(to.hosts[i], self._num_added_threads))
-            self._await([names[i] for i in added])
+                names[i] = self._spawn_host(_Host(to.hosts[i], self._num_added_threads))
+            self._wait_until_started([names[i] for i in added])
             table = self._table
             for source in self._job.sources:
                 hosts = [names[i] for i in to.hosts_of(source)]
                 if hosts != list(table.stretches[source][-1].hosts) or ahead.get(source, 1) != table.num_ahead(source):
-                    # What was told to be prepared stays where it is.
+                    # Chunks that a host was told to prefetch stay with it.
                     first = cursors[source].next + table.num_ahead(source) + 1
-                    table = table.dealt(source, hosts, first, ahead.get(source, 1))
+                    table = table.with_hosts(source, hosts, first, ahead.get(source, 1))
             self._partition = to
             self._names = [name if shares else "" for name, shares in zip(names, to.hosts, strict=True)]
             if table is not self._table:
                 self._publish(table)
 
     def tidy(self, cursors: Mapping[str, Cursor], active: Collection[str] | None = None) -> list[str]:
-        """Stop hosts, and close sources in hosts, that no step can ask for any more; of sources that are not `active` give
-        the buffers back too. Gives the hosts that were stopped."""
+        """Stop hosts, and close sources in hosts, that no step can name any more; free the buffers of sources that are not
+        `active` too. Returns the hosts that were stopped."""
         with self._lock:
             needed = {source: cursor.needed for source, cursor in cursors.items()}
-            if active is not None:  # the place of a source that nobody draws from stays where it is, for ever maybe
+            if active is not None:  # the cursor of a source that no step draws from may never move again
                 needed |= {source: sys.maxsize for source in cursors if source not in active}
             table = self._table.since(needed)
             unused = set(self._hosts) - set(table.hosts) - set(table.shadows.values())
             for host in unused & set(table.shadows):
                 unused.add(table.shadows[host])
-                table = table.shadowed(host, None)
+                table = table.with_shadow(host, None)
             if table is not self._table:
                 self._publish(table)
             for name in unused:
                 self._stop(name)
             for host in table.hosts:
                 kept = [name for name in table.sources_of(host) if active is None or name in active]
-                # Not waited for: a host that does not answer keeps its memory until it is made anew.
+                # Not waited for: a host that does not answer keeps its memory until it is restarted.
                 Handle[LoaderHost](self._engine, host).ask(LoaderHost.keep, kept)
             return sorted(unused)
 
     def warm(self, source: str, cursor: Cursor) -> None:
-        """Let the next chunks of a source that nobody draws from yet be prepared."""
+        """Prefetch the next chunks of a source that no step draws from yet."""
         table = self._table
         last = cursor.next + table.num_ahead(source)
         for chunk in range(cursor.next, last if cursor.end is None else min(last, cursor.end)):
             Handle[LoaderHost](self._engine, table.host_of(source, chunk)).ask(LoaderHost.prefetch, source, [chunk])
 
     def add_shadow(self, host: str) -> str:
-        """Start a shadow for a host; gives its name."""
+        """Start a shadow for a host; returns its name."""
         with self._lock:
-            shadow = self._spawned(self._hosts[host])
-            self._await([shadow])
-            self._publish(self._table.shadowed(host, shadow))
+            shadow = self._spawn_host(self._hosts[host])
+            self._wait_until_started([shadow])
+            self._publish(self._table.with_shadow(host, shadow))
             return shadow
 
     def remove_shadow(self, host: str) -> None:
         with self._lock:
             shadow = self._table.shadows.get(host)
             if shadow is not None:
-                self._publish(self._table.shadowed(host, None))
+                self._publish(self._table.with_shadow(host, None))
                 self._stop(shadow)
 
     def exchange(self, host: str) -> bool:
-        """Let a host and its shadow change places; False when it has none. For a host that was lost and made anew, and so
-        is empty: it becomes the shadow, and no other has to be started."""
+        """Swap a host and its shadow; False when it has none. For a host that was restarted and so is empty: it becomes the
+        shadow, and no other process has to start."""
         with self._lock:
             shadow = self._table.shadows.get(host)
             if shadow is None:
                 return False
             self._names = [shadow if name == host else name for name in self._names]
-            self._publish(self._table.exchanged(host))
+            self._publish(self._table.with_shadow_in_place_of(host))
             return True
 
     def promote(self, host: str) -> bool:
-        """Let the shadow of a host take over its name, and end the host; False when it has none."""
+        """Bind the name of a host to its shadow, which ends the host; False when it has none."""
         with self._lock:
             shadow = self._table.shadows.get(host)
             if shadow is None:
                 return False
             self._engine.rebind(host, shadow)
             del self._hosts[shadow]
-            self._publish(self._table.shadowed(host, None))
+            self._publish(self._table.with_shadow(host, None))
             return True
 
-    def standing(self) -> dict[str, Standing]:
-        """How each host stands that answers in time."""
-        return _in_time({host.name: host.ask(LoaderHost.standing) for host in self.hosts})
+    def statuses(self) -> dict[str, HostStatus]:
+        """The status of each host that answers in time."""
+        return _collect_in_time({host.name: host.ask(LoaderHost.status) for host in self.hosts})
 
     def buffer_use(self) -> dict[str, BufferUse]:
-        """Of each source over all its loaders; shadows are not counted, nor is a host that does not answer."""
+        """The buffers of each source over all its loaders, without shadows and without hosts that do not answer."""
         found: dict[str, BufferUse] = {}
         table = self._table
         asked = {h: Handle[LoaderHost](self._engine, h).ask(LoaderHost.buffer_use, table.sources_of(h)) for h in table.hosts}
-        for uses in _in_time(asked).values():
+        for uses in _collect_in_time(asked).values():
             for name, use in uses.items():
                 found[name] = found[name].plus(use) if name in found else use
         return {name: found[name] for name in self._job.sources if name in found}
 
     def num_bad_rows(self) -> dict[str, int]:
-        """How many rows of each source were dropped; one that several hosts came upon counts once."""
+        """How many rows of each source were dropped; a row that several hosts dropped counts once."""
         found = {name: set(self._past_bad_rows.get(name, ())) for name in self._job.sources}
-        for dropped in _in_time({host.name: host.ask(LoaderHost.bad_rows) for host in self.hosts}).values():
+        for dropped in _collect_in_time({host.name: host.ask(LoaderHost.bad_rows) for host in self.hosts}).values():
             for name, rows in dropped.items():
                 found[name] |= rows
         return {name: len(rows) for name, rows in found.items()}
 
-    def _spawned(self, host: _Host) -> str:
+    def _spawn_host(self, host: _Host) -> str:
         name = f"loaders/{self._num_spawned}"
         self._num_spawned += 1
         self._engine.spawn(name, partial(make_loader_host, self._job, self._engine, host.shares, host.num_threads))
         self._hosts[name] = host
         return name
 
-    def _await(self, names: Sequence[str]) -> None:
+    def _wait_until_started(self, names: Sequence[str]) -> None:
         began = time.monotonic()
         try:
             self._engine.started(names, self._longest_start_s)
@@ -234,14 +235,14 @@ class Fleet:
 
     def _stop(self, name: str) -> None:
         asked = {name: Handle[LoaderHost](self._engine, name).ask(LoaderHost.bad_rows)}
-        for source, rows in _in_time(asked).get(name, {}).items():
+        for source, rows in _collect_in_time(asked).get(name, {}).items():
             self._past_bad_rows[source] = self._past_bad_rows.get(source, frozenset()) | rows
         del self._hosts[name]
         self._engine.stop(name)
 
 
-def _in_time(asked: Mapping[str, Answer[T]]) -> dict[str, T]:
-    """The answers that come in time, waiting once for all of them."""
+def _collect_in_time(asked: Mapping[str, Answer[T]]) -> dict[str, T]:
+    """The answers that come within one deadline for all of them."""
     deadline = time.monotonic() + _ANSWER_S
     found = {}
     for name, answer in asked.items():

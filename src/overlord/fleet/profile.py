@@ -53,43 +53,43 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Profiled:
-    """The profiles of the sources that could be profiled, and what was wrong with the others."""
+class SourceProfiles:
+    """The profiles of the sources that could be profiled, and the errors of the others."""
 
     profiles: Mapping[str, Profile]
     failed: Mapping[str, Exception]
 
 
-def profiled(
+def profile_sources(
     job: Job,
     units: Mapping[str, Sequence[Unit]],
     effort: Effort | None = None,
     begin: Callable[[str], None] | None = None,
-) -> Profiled:
-    """Make the first chunks of each source in `units`. `begin` is told the name of each when its turn comes."""
+) -> SourceProfiles:
+    """Make the first chunks of each source in `units`. `begin` is called with the name of each source before it starts."""
     profiles: dict[str, Profile] = {}
     failed: dict[str, Exception] = {}
     for name, listed in units.items():
         if begin is not None:
             begin(name)
         try:
-            profiles[name] = _profile(name, job, listed, effort or Effort())
+            profiles[name] = _profile_source(name, job, listed, effort or Effort())
         except Exception as error:  # noqa: BLE001 - a user's source and transforms may raise anything
             failed[name] = error
-    return Profiled(profiles, failed)
+    return SourceProfiles(profiles, failed)
 
 
-def _profile(name: str, job: Job, units: Sequence[Unit], effort: Effort) -> Profile:
+def _profile_source(name: str, job: Job, units: Sequence[Unit], effort: Effort) -> Profile:
     source = job.sources[name]
     maker = _maker(name, job, units)
-    made: list[_Made] = []
+    made: list[_ChunkCost] = []
     # A thread of its own: storage that does not answer must not hold up the others. It cannot be stopped, only left.
     thread = Threads(1, f"overlord-profile-{name}")
     ends = time.monotonic() + effort.seconds
     try:
         for number in range(chunks_per_epoch(len(units), source.window)):
-            future = thread.submit(_made, maker, number, source)
-            found = _within(future, ends - time.monotonic())
+            future = thread.submit(_make_and_measure, maker, number, source)
+            found = _wait_for(future, ends - time.monotonic())
             if found is None:
                 break
             made.append(found)
@@ -107,7 +107,7 @@ def _profile(name: str, job: Job, units: Sequence[Unit], effort: Effort) -> Prof
         )
     if not sum(chunk.rows for chunk in made):
         raise DataError(f"the first {len(made)} chunk(s) of source {name!r} have no usable row")
-    return _summed(name, source, units, made)
+    return _mean_profile(name, source, units, made)
 
 
 def _maker(name: str, job: Job, units: Sequence[Unit]) -> ChunkMaker:
@@ -120,7 +120,7 @@ def _maker(name: str, job: Job, units: Sequence[Unit]) -> ChunkMaker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _ChunkCost:
     """What making one chunk took."""
 
     seconds: float
@@ -130,10 +130,10 @@ class _Made:
     num_bytes: int
     expected_bytes: int
     grown_bytes: int
-    """By which the process grew, the chunk itself not counted."""
+    """How much the process grew, without the chunk itself."""
 
 
-def _made(maker: ChunkMaker, number: int, source: Source) -> _Made:
+def _make_and_measure(maker: ChunkMaker, number: int, source: Source) -> _ChunkCost:
     pa.default_memory_pool().release_unused()
     rss = rss_bytes()
     began, began_cpu = time.monotonic(), time.thread_time()
@@ -142,7 +142,7 @@ def _made(maker: ChunkMaker, number: int, source: Source) -> _Made:
     pa.default_memory_pool().release_unused()
     grown = rss_bytes() - rss - chunk.num_bytes
     decoding_s = _decoding_s(chunk, source)
-    return _Made(
+    return _ChunkCost(
         seconds=seconds + decoding_s,
         cpu_s=cpu_s + decoding_s,
         rows=chunk.facts.num_rows,
@@ -154,7 +154,7 @@ def _made(maker: ChunkMaker, number: int, source: Source) -> _Made:
 
 
 def _decoding_s(chunk: Chunk, source: Source) -> float:
-    """What decoding all rows of a chunk would take, by a few of them; plans will ask for each once."""
+    """What decoding all rows of a chunk would take, estimated from a few; a run decodes each once."""
     rows = chunk.table_row[:_ROWS_DECODED].tolist()
     if source.decode is None or not rows:
         return 0.0
@@ -168,7 +168,7 @@ def _decoding_s(chunk: Chunk, source: Source) -> float:
     return (time.thread_time() - began) / len(rows) * chunk.facts.num_rows
 
 
-def _within(future: Future[_Made], seconds: float) -> _Made | None:
+def _wait_for(future: Future[_ChunkCost], seconds: float) -> _ChunkCost | None:
     """The result, if it comes in time."""
     try:
         return future.result(max(seconds, 0.0))
@@ -176,7 +176,7 @@ def _within(future: Future[_Made], seconds: float) -> _Made | None:
         return future.result() if future.done() else None  # done: the time-out is the source's own
 
 
-def _summed(name: str, source: Source, units: Sequence[Unit], made: Sequence[_Made]) -> Profile:
+def _mean_profile(name: str, source: Source, units: Sequence[Unit], made: Sequence[_ChunkCost]) -> Profile:
     """Means over chunks. The first may have had to open things, so it counts only where it is alone; and what was read is
     scaled to the mean chunk, as far as the list of units tells."""
     first, later = made[0], made[1:] or made

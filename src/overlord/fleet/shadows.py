@@ -1,8 +1,8 @@
-"""Shadow Loaders: loader hosts kept warm on what others hold, to take over the name of one that is lost.
+"""Shadow Loaders: hot standbys of loader hosts, which take over the name of a host that is lost.
 
-A shadow makes the chunks that its host has in its buffer or makes, so it costs the host's work once more, and memory
-within a budget. When the host does not answer, whoever asks turns to the shadow at once (see `Routes`); here the name is
-moved for good, and another shadow is made.
+A shadow makes the chunks that its host holds or makes, so it costs the host's work once more, and memory within a budget.
+When the host does not answer, callers send a hedged request to the shadow at once (see `Routes`); here the name is moved for
+good, and another shadow is started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from overlord.errors import OverlordError
 from overlord.loaders.model import Budget, chunks_per_step
 from overlord.loaders.shadowing import shadows
-from overlord.roles.loader_host import LoaderHost, Standing
+from overlord.roles.loader_host import HostStatus, LoaderHost
 from overlord.runtime import liveness
 from overlord.runtime.engine import Engine, Handle
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("overlord.scaling")
 
-_UNWANTED_LOOKS = 60  # what a loss would cost is measured, and wavers
+_UNWANTED_ROUNDS = 60  # rounds; the cost of a loss is a measurement, and noisy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class ShadowChange:
 
 
 class ShadowKeeper:
+    """Starts, stops and promotes the shadows of a fleet. One thread at a time may call it."""
+
     def __init__(self, engine: Engine, fleet: Fleet, budget: Budget, batch: Batch, prefetch: int) -> None:
         self._engine = engine
         self._fleet = fleet
@@ -57,30 +59,30 @@ class ShadowKeeper:
         self._unwanted: dict[str, int] = {}
         self._full_until_s = -math.inf
 
-    def look(
-        self, step: int, hosts: Mapping[str, Standing], observed: Observed | None, mixture: Mixture
+    def reconcile(
+        self, step: int, hosts: Mapping[str, HostStatus], observed: Observed | None, mixture: Mixture
     ) -> tuple[ShadowChange, ...]:
-        """`hosts` are those that answered just now. Gives what was changed."""
-        changes = self._taken_over(step, hosts)
+        """One round, with the hosts that have just answered; returns the changes."""
+        changes = self._take_over(step, hosts)
         if not changes:
-            self._mirror(hosts)  # else what was seen is out of date
+            self._mirror(hosts)  # after a change these statuses are out of date
         if observed is not None:
-            changes += self._chosen(observed, mixture)
+            changes += self._adjust(observed, mixture)
         for change in changes:
             _log.info("%s", change)
         return tuple(changes)
 
-    def _taken_over(self, step: int, hosts: Mapping[str, Standing]) -> list[ShadowChange]:
-        """Let shadows take over from hosts that are lost: silent, or made anew and so empty."""
+    def _take_over(self, step: int, hosts: Mapping[str, HostStatus]) -> list[ShadowChange]:
+        """Promote the shadows of hosts that are lost: silent, or restarted and so empty."""
         changes = []
         for host in list(self._fleet.table.shadows):
-            standing = hosts.get(host)
-            if standing is None:
+            status = hosts.get(host)
+            if status is None:
                 self._silent[host] = self._silent.get(host, 0) + 1
                 is_new, is_lost = False, self._silent[host] >= liveness.HOST_LOST.misses
             else:
                 self._silent[host] = 0
-                is_lost = is_new = self._instances.setdefault(host, standing.instance) != standing.instance
+                is_lost = is_new = self._instances.setdefault(host, status.instance) != status.instance
             if is_lost and (self._fleet.exchange(host) if is_new else self._fleet.promote(host)):
                 reason = "it died; made anew, it is the shadow now" if is_new else "it did not answer and was ended"
                 self._instances.pop(host, None)
@@ -88,14 +90,14 @@ class ShadowKeeper:
                 changes.append(ShadowChange(step, host, "its shadow took over", reason))
         return changes
 
-    def _mirror(self, hosts: Mapping[str, Standing]) -> None:
+    def _mirror(self, hosts: Mapping[str, HostStatus]) -> None:
         for host, shadow in self._fleet.table.shadows.items():
             if host in hosts and self._instances.setdefault(host, hosts[host].instance) == hosts[host].instance:
-                # Not waited for: making chunks takes its time, and the next look says it again.
+                # Not waited for: making chunks takes time, and the next round repeats the call.
                 Handle[LoaderHost](self._engine, shadow).ask(LoaderHost.mirror, hosts[host].holding)
 
-    def _chosen(self, observed: Observed, mixture: Mixture) -> list[ShadowChange]:
-        """Add and remove shadows, as is decided by what a loss would cost."""
+    def _adjust(self, observed: Observed, mixture: Mixture) -> list[ShadowChange]:
+        """Add and remove shadows, by what the loss of each host would cost."""
         fleet = self._fleet
         chosen = shadows(
             fleet.partition,
@@ -110,16 +112,16 @@ class ShadowKeeper:
         wanted = {names[index]: chosen.hosts[index].reason for index in chosen.shadowed if names[index]}
         reasons = {names[shadow.host]: shadow.reason for shadow in chosen.hosts if names[shadow.host]}
         self._unwanted = {host: self._unwanted.get(host, 0) + 1 for host in fleet.table.shadows if host not in wanted}
-        for host in [host for host, looks in self._unwanted.items() if looks >= _UNWANTED_LOOKS]:
+        for host in [host for host, looks in self._unwanted.items() if looks >= _UNWANTED_ROUNDS]:
             fleet.remove_shadow(host)
             changes.append(ShadowChange(observed.step, host, "shadow removed", reasons.get(host, "it holds no source now")))
         missing = [host for host in wanted if host not in fleet.table.shadows]
         if missing and observed.at_s >= self._full_until_s:
-            # One a look: starting one takes its time, in which nobody looks after the others.
-            changes.append(self._added(missing[0], wanted[missing[0]], observed))
+            # One in each round: a start takes time in which the others are not watched.
+            changes.append(self._add(missing[0], wanted[missing[0]], observed))
         return changes
 
-    def _added(self, host: str, reason: str, observed: Observed) -> ShadowChange:
+    def _add(self, host: str, reason: str, observed: Observed) -> ShadowChange:
         try:
             self._fleet.add_shadow(host)
         except OverlordError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from overlord.errors import SourceError, SpecError
-from overlord.fleet.profile import Effort, Profiled, profiled
+from overlord.fleet.profile import Effort, SourceProfiles, profile_sources
 from overlord.loaders.model import Budget, Profile, chunks_per_step
 from overlord.loaders.partition import Partitioning
 from overlord.loaders.partition import partition as partition_of
@@ -41,14 +41,14 @@ def partition(job: Job, budget: Budget, *, step_s: float, most_s: float = 10.0) 
     Makes a few chunks of each source, to see what they cost, for no longer than `most_s` seconds a source. A source that
     cannot be read, or a budget that does not suffice, is an error.
     """
-    found = profiles_of(job, Effort(seconds=most_s))
+    found = profile_job(job, Effort(seconds=most_s))
     if found.failed:
         lines = "; ".join(f"source {name!r}: {type(error).__name__}: {error}" for name, error in found.failed.items())
         raise SourceError(f"not every source can be profiled: {lines}") from next(iter(found.failed.values()))
-    return sized(job, found.profiles, budget, step_s).partitioning
+    return sizing_of(job, found.profiles, budget, step_s).partitioning
 
 
-def profiles_of(job: Job, effort: Effort | None = None, begin: Callable[[str], None] | None = None) -> Profiled:
+def profile_job(job: Job, effort: Effort | None = None, begin: Callable[[str], None] | None = None) -> SourceProfiles:
     """The profiles of a job's sources, and what is wrong with those that cannot be listed or read: all of them."""
     units: dict[str, Sequence[Unit]] = {}
     failed: dict[str, Exception] = {}
@@ -57,11 +57,11 @@ def profiles_of(job: Job, effort: Effort | None = None, begin: Callable[[str], N
             units |= list_units({name: source})
         except Exception as error:  # noqa: BLE001 - a user's source may raise anything
             failed[name] = error
-    found = profiled(job, units, effort, begin)
-    return Profiled(found.profiles, failed | dict(found.failed))
+    found = profile_sources(job, units, effort, begin)
+    return SourceProfiles(found.profiles, failed | dict(found.failed))
 
 
-def sized(job: Job, profiles: Mapping[str, Profile], budget: Budget, step_s: float) -> Sizing:
+def sizing_of(job: Job, profiles: Mapping[str, Profile], budget: Budget, step_s: float) -> Sizing:
     """The sizing of a job whose sources have these profiles. What shadows take is not given to buffers."""
     if not step_s > 0:
         raise SpecError(f"step_s is a positive number of seconds, got {step_s}")

@@ -1,8 +1,8 @@
-"""During a run: how many loaders each source should have now. One pure function, called every few seconds.
+"""During a run: how many loaders each source should have now. One pure function, which the control loop calls.
 
-Demand is the mixture's weights, now and in the schedule ahead, times the measured cost of a chunk, against the pace of the
-trainers. A source gets more at once, before it is needed; it gives back only when it has needed less for a while, and then
-only down to the most it needed in that time, so that demand that swings does not move loaders to and fro.
+Demand is the mixture's weights, now and in the schedule ahead, times the measured cost of a chunk, divided by the time of a
+step. A source gets more loaders at once, before they are needed. It loses loaders only after it has needed fewer for a
+while, and keeps the most it needed in that time, so that demand that swings does not move loaders back and forth.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from overlord.loaders.model import (
     Partition,
     Profile,
     chunks_per_step,
+    duration,
     held_bytes,
     loaders_for,
-    told_s,
     weights_ahead,
     workers_needed,
 )
-from overlord.loaders.rearranging import drained, moves, rearranged
+from overlord.loaders.rearranging import moves, rearrange, without_least_busy_host
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from overlord.declare.batch import Batch
     from overlord.declare.mixture import Mixture
 
-_BOOST = 1.5  # a source that is waited for is taken to be so much dearer
-_MOST_BOOST = 4.0  # waits that this does not end have another cause
+_BOOST = 1.5  # the cost of a source that steps wait for is multiplied by this
+_MOST_BOOST = 4.0  # waits that go on have another cause
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What is known of a run at a moment."""
+    """Measurements of a run at one moment."""
 
     step: int
     """The first step that no trainer has taken."""
@@ -50,8 +50,8 @@ class Observed:
     demand."""
     profiles: Mapping[str, Profile]
     """Of every source, as measured so far. One of which nothing was measured keeps the loaders it has."""
-    waited: Mapping[str, float] = field(default_factory=dict)
-    """The part of the time since the last look, from 0 to 1, that steps waited for a source."""
+    waited: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The part of the time since the last round, from 0 to 1, that steps waited for a source."""
 
     def __post_init__(self) -> None:
         if not 0 < self.step_s < math.inf:
@@ -98,8 +98,8 @@ class ScalingDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """What is remembered of one source."""
+class SourceHistory:
+    """What earlier rounds found out about one source."""
 
     lower_since_s: float | None = None
     """Since when it has needed fewer loaders than it has."""
@@ -112,21 +112,21 @@ class Watch:
     grown_s: float | None = None
     """When it last got a loader."""
     is_refused: bool = False
-    """Whether it was told already that it gets less than it needs."""
+    """Whether the log says already that it gets less than it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingState:
-    """What one look remembers for the next. `ScalingState()` to begin with."""
+    """What one round of the control loop passes on to the next. `ScalingState()` to begin with."""
 
-    sources: Mapping[str, Watch] = field(default_factory=dict)
+    sources: Mapping[str, SourceHistory] = field(default_factory=dict[str, SourceHistory])
     spare_since_s: float | None = None
     """Since when one host fewer would have done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What should be, and why."""
+    """The partition that should be, and why."""
 
     partition: Partition
     """Host i is host i of the partition before. One that is left without shares is empty, to be stopped, and may be filled
@@ -144,26 +144,27 @@ def decide(
     mixture: Mixture,
     batch: Batch,
     current: Partition,
+    *,
     budget: Budget,
     state: ScalingState,
     policy: ScalingPolicy | None = None,
 ) -> Scaling:
-    """What loaders there should be now, and the decisions that lead there from `current`."""
+    """The loaders that there should be now, and the decisions that lead there from `current`."""
     current.check_sources(now.profiles)
-    look = _Look.at(now, mixture, batch, current, budget, state, policy or ScalingPolicy())
-    wishes = {name: look.wish(name) for name in now.profiles}
-    granted, out_of_memory = look.within_memory(wishes)
-    refused = {name: why for name, wish in wishes.items() if (why := look.refusal(wish, name in out_of_memory))}
-    target = look.arranged(granted)
-    target, spare_since_s = look.without_spare_host(target, state.spare_since_s)
+    view = _View.at(now, mixture, batch, current, budget=budget, state=state, policy=policy or ScalingPolicy())
+    wishes = {name: view.wish(name) for name in now.profiles}
+    granted, out_of_memory = view.within_memory(wishes)
+    refused = {name: why for name, wish in wishes.items() if (why := view.refusal(wish, name in out_of_memory))}
+    target = view.arrangement(granted)
+    target, spare_since_s = view.without_spare_host(target, state.spare_since_s)
     return Scaling(
         partition=target,
-        decisions=(*look.changes(wishes, granted, refused), *look.moved(target)),
+        decisions=(*view.change_decisions(wishes, granted, refused), *view.move_decisions(target)),
         state=ScalingState(
-            {name: look.remembered(wish, granted[name], name in refused) for name, wish in wishes.items()}, spare_since_s
+            {name: view.next_history(wish, granted[name], name in refused) for name, wish in wishes.items()}, spare_since_s
         ),
-        workers=look.demand.workers,
-        num_workers=max(1, math.ceil(look.demand.together - _ROUNDING)),
+        workers=view.demand.workers,
+        num_workers=max(1, math.ceil(view.demand.together - _ROUNDING)),
     )
 
 
@@ -181,14 +182,14 @@ class _Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """One look at a run."""
+class _View:
+    """A run at one moment, with the demand ahead: everything that `decide` looks at."""
 
     now: Observed
     current: Partition
     budget: Budget
     policy: ScalingPolicy
-    watches: Mapping[str, Watch]
+    histories: Mapping[str, SourceHistory]
     demand: Demand
 
     @staticmethod
@@ -197,18 +198,23 @@ class _Look:
         mixture: Mixture,
         batch: Batch,
         current: Partition,
+        *,
         budget: Budget,
         state: ScalingState,
         policy: ScalingPolicy,
-    ) -> _Look:
-        watches = {name: _boosted(state.sources.get(name, Watch()), name, now, policy) for name in now.profiles}
-        costs = {name: _with_cost_times(p, watches[name].boost if p.num_chunks else 0.0) for name, p in now.profiles.items()}
+    ) -> _View:
+        histories = {
+            name: _updated_boost(state.sources.get(name, SourceHistory()), name, now, policy) for name in now.profiles
+        }
+        costs = {
+            name: _with_cost_times(p, histories[name].boost if p.num_chunks else 0.0) for name, p in now.profiles.items()
+        }
         last = now.step + math.ceil(policy.ahead_s / now.step_s)
-        demand = demand_ahead(costs, mixture, batch, budget, now.step, last, now.step_s)
-        return _Look(now, current, budget, policy, watches, demand)
+        demand = demand_ahead(costs, mixture, batch, budget, first=now.step, last=last, step_s=now.step_s)
+        return _View(now, current, budget, policy, histories, demand)
 
     def wish(self, name: str) -> _Wish:
-        watch, need, has = self.watches[name], self.demand.workers[name], len(self.current.hosts_of(name))
+        history, need, has = self.histories[name], self.demand.workers[name], len(self.current.hosts_of(name))
         room, most = self.budget.workers_per_host, self.now.profiles[name].most_loaders
         wants = int(min(loaders_for(need, room), most))
         if self.now.profiles[name].num_chunks == 0:
@@ -218,8 +224,8 @@ class _Look:
         keeps = int(min(loaders_for(need * (1 + self.policy.margin), room), most))
         if keeps >= has:
             return _Wish(name, has, has, has)
-        since_s = self.now.at_s if watch.lower_since_s is None else watch.lower_since_s
-        most_needed = max(watch.most_needed, keeps)
+        since_s = self.now.at_s if history.lower_since_s is None else history.lower_since_s
+        most_needed = max(history.most_needed, keeps)
         lower_s = self.now.at_s - since_s
         return _Wish(
             name,
@@ -251,17 +257,17 @@ class _Look:
                 growing.remove(name)
         return granted, frozenset(refused)
 
-    def arranged(self, loaders: Mapping[str, int]) -> Partition:
+    def arrangement(self, loaders: Mapping[str, int]) -> Partition:
         """These loaders in hosts; where memory allows no more hosts, some have more work than workers."""
         budget = self.budget
         if budget.host_bytes:
             allowed = (budget.memory_bytes - self._held_bytes(loaders)) // budget.host_bytes
             most = max(allowed, _num_used(self.current))
             budget = replace(budget, num_hosts=most if budget.num_hosts is None else min(most, budget.num_hosts))
-        return rearranged(self.current, loaders, self.demand.workers, budget)
+        return rearrange(self.current, loaders, self.demand.workers, budget)
 
     def _fits(self, loaders: Mapping[str, int]) -> bool:
-        hosts = _num_used(rearranged(self.current, loaders, self.demand.workers, self.budget))
+        hosts = _num_used(rearrange(self.current, loaders, self.demand.workers, self.budget))
         return hosts * self.budget.host_bytes + self._held_bytes(loaders) <= self.budget.memory_bytes
 
     def _held_bytes(self, loaders: Mapping[str, int]) -> int:
@@ -269,7 +275,7 @@ class _Look:
 
     def without_spare_host(self, target: Partition, since_s: float | None) -> tuple[Partition, float | None]:
         """The target with one host fewer, when that would have done for a while; and since when it would."""
-        fewer = drained(target, self.demand.workers, self.budget, self.policy.margin)
+        fewer = without_least_busy_host(target, self.demand.workers, self.budget, self.policy.margin)
         if fewer is None or target != self.current:
             return target, None
         since_s = self.now.at_s if since_s is None else since_s
@@ -289,17 +295,17 @@ class _Look:
             )
         return f"{needs}{self.demand.shortage}" if self.demand.shortage and num_wanted > wish.wants else ""
 
-    def changes(
+    def change_decisions(
         self, wishes: Mapping[str, _Wish], granted: Mapping[str, int], refused: Mapping[str, str]
     ) -> list[ScalingDecision]:
-        found = []
+        found: list[ScalingDecision] = []
         for name, wish in wishes.items():
             after, why_no_more = granted[name], refused.get(name, "")
             if after > wish.has:
                 reason = "; ".join(filter(None, [self._why_more(wish), why_no_more]))
             elif after < wish.has:
                 reason = self._why_less(wish, after)
-            elif why_no_more and not self.watches[name].is_refused:
+            elif why_no_more and not self.histories[name].is_refused:
                 reason = why_no_more
             else:
                 continue
@@ -308,27 +314,27 @@ class _Look:
 
     def _why_more(self, wish: _Wish) -> str:
         name, room = wish.source, self.budget.workers_per_host
-        step, boost = self.demand.step[name], self.watches[name].boost
+        step, boost = self.demand.step[name], self.histories[name].boost
         when = (
             "now"
             if step <= self.now.step
-            else f"from step {step:,} on, in {told_s((step - self.now.step) * self.now.step_s)},"
+            else f"from step {step:,} on, in {duration((step - self.now.step) * self.now.step_s)},"
         )
         waited = f", taken {boost:.3g} times since steps waited for it" if boost > 1 else ""
         return (
-            f"{when} {self.demand.rate[name]:.3g} chunks/s of {told_s(self.now.profiles[name].chunk_s)}{waited} need "
+            f"{when} {self.demand.rate[name]:.3g} chunks/s of {duration(self.now.profiles[name].chunk_s)}{waited} need "
             f"{self.demand.wanted[name]:.3g} workers with headroom, and {wish.has} x {room} are there"
         )
 
     def _why_less(self, wish: _Wish, after: int) -> str:
         lower_s = self.now.at_s - (wish.lower_since_s or 0.0)
         early = "" if after == wish.wants else ", and others need the memory"
-        return f"for {told_s(lower_s)} it has needed no more (now {self.demand.workers[wish.source]:.3g} workers){early}"
+        return f"for {duration(lower_s)} it has needed no more (now {self.demand.workers[wish.source]:.3g} workers){early}"
 
-    def moved(self, target: Partition) -> list[ScalingDecision]:
+    def move_decisions(self, target: Partition) -> list[ScalingDecision]:
         """The shares that only change their host."""
         num_shares, room = target.num_shares(), self.budget.workers_per_host
-        found = []
+        found: list[ScalingDecision] = []
         for share, before, after in moves(self.current, target):
             if target.hosts[before]:
                 busy = sum(self.demand.workers[other.source] / other.of for other in self.current.hosts[before])
@@ -339,26 +345,26 @@ class _Look:
             found.append(ScalingDecision(self.now.step, share.source, n, n, f"loader {share.index} to host {after}: {why}"))
         return found
 
-    def remembered(self, wish: _Wish, after: int, is_refused: bool) -> Watch:
+    def next_history(self, wish: _Wish, after: int, is_refused: bool) -> SourceHistory:
         changed = after != wish.has
         return replace(
-            self.watches[wish.source],
+            self.histories[wish.source],
             lower_since_s=None if changed else wish.lower_since_s,
             most_needed=0 if changed else wish.most_needed,
-            grown_s=self.now.at_s if after > wish.has else self.watches[wish.source].grown_s,
+            grown_s=self.now.at_s if after > wish.has else self.histories[wish.source].grown_s,
             is_refused=is_refused,
         )
 
 
-def _boosted(watch: Watch, name: str, now: Observed, policy: ScalingPolicy) -> Watch:
-    """The watch of a source after a look at how long steps waited for it. What was just changed gets time to show."""
-    recently = max((at_s for at_s in (watch.boosted_s, watch.grown_s) if at_s is not None), default=-math.inf)
+def _updated_boost(history: SourceHistory, name: str, now: Observed, policy: ScalingPolicy) -> SourceHistory:
+    """The history of a source after steps waited for it, or did not. A recent change gets time to show its effect."""
+    recently = max((at_s for at_s in (history.boosted_s, history.grown_s) if at_s is not None), default=-math.inf)
     is_waited_for = now.waited.get(name, 0.0) > policy.tolerance
     if is_waited_for and now.at_s - recently >= policy.settle_s:
-        return replace(watch, boost=min(watch.boost * _BOOST, _MOST_BOOST), boosted_s=now.at_s)
-    if not is_waited_for and watch.boost > 1 and now.at_s - recently >= policy.calm_s:
-        return replace(watch, boost=max(watch.boost / _BOOST, 1.0), boosted_s=now.at_s)
-    return watch
+        return replace(history, boost=min(history.boost * _BOOST, _MOST_BOOST), boosted_s=now.at_s)
+    if not is_waited_for and history.boost > 1 and now.at_s - recently >= policy.calm_s:
+        return replace(history, boost=max(history.boost / _BOOST, 1.0), boosted_s=now.at_s)
+    return history
 
 
 def _with_cost_times(profile: Profile, factor: float) -> Profile:
@@ -388,7 +394,14 @@ class Demand:
 
 
 def demand_ahead(
-    profiles: Mapping[str, Profile], mixture: Mixture, batch: Batch, budget: Budget, first: int, last: int, step_s: float
+    profiles: Mapping[str, Profile],
+    mixture: Mixture,
+    batch: Batch,
+    budget: Budget,
+    *,
+    first: int,
+    last: int,
+    step_s: float,
 ) -> Demand:
     """The demand from step `first` to step `last`, each taking `step_s` seconds. Costs are as in `profiles`."""
     wanted, workers, rate = (dict.fromkeys(profiles, 0.0) for _ in range(3))
@@ -398,7 +411,7 @@ def demand_ahead(
         per_step = chunks_per_step(profiles, weights, batch, mixture.unit)
         rates = {name: chunks / step_s for name, chunks in per_step.items()}
         needs = workers_needed(profiles, rates, budget.headroom)
-        allowed, lacking = _allowed(profiles, needs, budget)
+        allowed, lacking = _allowed_part(profiles, needs, budget)
         if lacking and sum(needs.values()) > most:
             most, shortage = sum(needs.values()), f"from step {step:,} on {lacking}"
         together = max(together, allowed * sum(needs.values()))
@@ -409,7 +422,7 @@ def demand_ahead(
     return Demand(wanted, workers, since, rate, together, shortage)
 
 
-def _allowed(profiles: Mapping[str, Profile], needs: Mapping[str, float], budget: Budget) -> tuple[float, str]:
+def _allowed_part(profiles: Mapping[str, Profile], needs: Mapping[str, float], budget: Budget) -> tuple[float, str]:
     """The part of the needs that the budget has processors and workers for, and what it lacks."""
     cpus = sum(need * profiles[name].cpu_share for name, need in needs.items())
     workers = sum(needs.values())

@@ -2,7 +2,7 @@
 chunks a step takes, and what loaders may use. Changes who reads a chunk, never what is in it.
 
 A *loader* is one share of one source. A *loader host* is a process that holds shares of many sources. A *worker* makes one
-chunk at a time; what a source needs is told in workers: chunks a second times the seconds that making one takes.
+chunk at a time; the need of a source is counted in workers: chunks a second times the seconds that making one takes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from overlord.declare.batch import Batch
     from overlord.declare.mixture import Mixture
 
-_REMEMBERED_CHUNKS = 16  # a profile forgets what it learned before about so many chunks
+_REMEMBERED_CHUNKS = 16  # the window of a profile's moving mean
 _WORKERS_PER_CPU = 8  # more waiting at once seldom makes storage answer sooner
-CHUNKS_AT_HAND = 2  # the one that is drawn from and the next
+CHUNKS_AT_HAND = 2  # the one that steps draw from, and the next
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,7 +65,7 @@ class Partition:
         return {share.source: share.of for host in self.hosts for share in host}
 
     def check_sources(self, sources: Collection[str]) -> None:
-        """Refuse to be the partition of a job with other sources."""
+        """Raise SpecError unless these are the sources that the partition holds."""
         held = self.num_shares()
         missing = [name for name in sources if name not in held]
         if missing:
@@ -143,8 +143,8 @@ class Profile:
             return math.inf
         return max(1, self.buffer_bytes // (CHUNKS_AT_HAND * self.chunk_bytes))
 
-    def learned(self, measured: Profile) -> Profile:
-        """This profile after a run has measured more chunks: a moving mean. What opening takes stays unless measured."""
+    def updated_with(self, measured: Profile) -> Profile:
+        """This profile after a run has measured more chunks: a moving mean. The cost of opening stays unless measured."""
         if measured.num_chunks == 0:
             return self
         known = min(self.num_chunks, _REMEMBERED_CHUNKS)
@@ -174,9 +174,9 @@ class Budget:
     workers_per_host: int = 4
     """Chunks that one host makes side by side."""
     host_bytes: int = 128 * MIB
-    """What a host's process takes before it holds anything; 0 where hosts stand in one process anyway."""
+    """What a host's process takes before it holds a chunk; 0 where all hosts are in one process."""
     headroom: float = 1.25
-    """Workers for so many times the mean demand: chunks differ, and steps do not ask evenly."""
+    """Workers for so many times the mean demand: chunks differ, and steps do not need them evenly."""
 
     @staticmethod
     def in_one_process(*, cpus: float, memory_bytes: int) -> Budget:
@@ -252,6 +252,6 @@ def weights_ahead(mixture: Mixture, first: int, last: int) -> list[tuple[int, di
     return [(step, mixture.at(step)) for step in (first, *changes, *ends)]
 
 
-def told_s(seconds: float) -> str:
-    """A duration for people."""
+def duration(seconds: float) -> str:
+    """Seconds as text: 1.5 s, 20 ms."""
     return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"

@@ -13,9 +13,9 @@ from overlord.loaders.model import (
     Partition,
     Profile,
     chunks_held,
+    duration,
     evenly,
     loaders_for,
-    told_s,
     workers_needed,
 )
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from overlord.declare.job import Job
+    from overlord.declare.source import Source
 
 _NAMED_AT_MOST = 5  # sources in a message
 _ROUNDING = 1e-9
@@ -64,7 +65,7 @@ class Partitioning:
     def applied_to(self, job: Job) -> Job:
         """The job with the loaders and buffers that its sources get, and a host's workers. The stream stays the same."""
         self.partition.check_sources(job.sources)
-        sources = {}
+        sources: dict[str, Source] = {}
         for name, source in job.sources.items():
             given = self.sources[name]
             # A copy, not a new one: a user's source may be made in its own way.
@@ -106,16 +107,16 @@ def partition(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, flo
     """
     if not profiles or not phases:
         raise SpecError("a partition needs the profile of at least one source, and what at least one step asks of it")
-    cpus = _checked_cpus(profiles, phases, budget)
+    cpus = _check_cpus(profiles, phases, budget)
     busy = [workers_needed(profiles, rates, budget.headroom) for rates in phases]
-    needs = {}
+    needs: dict[str, _Need] = {}
     for name, profile in profiles.items():
         workers = max(in_phase[name] for in_phase in busy)
         rate = max(rates.get(name, 0.0) for rates in phases)
         needs[name] = _Need(profile, rate, workers, loaders_for(workers, budget.workers_per_host))
         _check_buffer(needs[name])
-    layout, fullest = _hosted(needs, busy, budget)
-    needed_bytes = _checked_memory(needs, len(layout.hosts), budget)
+    layout, fullest = _fewest_hosts(needs, busy, budget)
+    needed_bytes = _check_memory(needs, len(layout.hosts), budget)
     chunks = sum(need.chunk_bytes for need in needs.values())
     factor = 1 + (budget.memory_bytes - needed_bytes) / chunks if chunks else 1.0  # what is left goes to the buffers
     allotments = {name: _allotment(need, factor, layout, budget) for name, need in needs.items()}
@@ -130,7 +131,7 @@ def partition(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, flo
     )
 
 
-def _checked_cpus(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, float]], budget: Budget) -> float:
+def _check_cpus(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, float]], budget: Budget) -> float:
     """Processors that are busy where the schedule asks most."""
     used = [{name: rates.get(name, 0.0) * profile.cpu_s for name, profile in profiles.items()} for rates in phases]
     most = max(used, key=lambda by_source: sum(by_source.values()))
@@ -154,7 +155,9 @@ def _check_buffer(need: _Need) -> None:
         )
 
 
-def _hosted(needs: Mapping[str, _Need], busy: Sequence[Mapping[str, float]], budget: Budget) -> tuple[Partition, float]:
+def _fewest_hosts(
+    needs: Mapping[str, _Need], busy: Sequence[Mapping[str, float]], budget: Budget
+) -> tuple[Partition, float]:
     """The fewest hosts whose workers suffice in every phase, and the workers that are busy in the fullest."""
     loaders = {name: need.loaders for name, need in needs.items()}
     workers = {name: need.workers for name, need in needs.items()}
@@ -179,7 +182,7 @@ def _hosted(needs: Mapping[str, _Need], busy: Sequence[Mapping[str, float]], bud
         num_hosts += 1
 
 
-def _checked_memory(needs: Mapping[str, _Need], num_hosts: int, budget: Budget) -> int:
+def _check_memory(needs: Mapping[str, _Need], num_hosts: int, budget: Budget) -> int:
     """The memory that is needed."""
     processes = num_hosts * budget.host_bytes
     needed = {name: need.chunk_bytes + need.open_bytes for name, need in needs.items()}
@@ -221,8 +224,8 @@ def _reason(need: _Need, layout: Partition, budget: Budget) -> str:
     if need.workers == 0:
         return "no step asks for it: it is only held open"
     asked = (
-        f"{need.rate:.3g} chunks/s of {told_s(profile.chunk_s)} each ({told_s(profile.cpu_s)} CPU, {told_s(profile.wait_s)} "
-        f"waiting) need {need.workers:.3g} workers with headroom {budget.headroom:g}"
+        f"{need.rate:.3g} chunks/s of {duration(profile.chunk_s)} each ({duration(profile.cpu_s)} CPU, "
+        f"{duration(profile.wait_s)} waiting) need {need.workers:.3g} workers with headroom {budget.headroom:g}"
     )
     if need.loaders > 1:
         return (

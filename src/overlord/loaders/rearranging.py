@@ -1,4 +1,4 @@
-"""From one partition to the next: as few shares as possible change their host, since whoever takes one over starts cold."""
+"""From one partition to the next: as few shares as possible change their host, since a new host starts without buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-9
 
 
-def rearranged(current: Partition, loaders: Mapping[str, int], workers: Mapping[str, float], budget: Budget) -> Partition:
+def rearrange(current: Partition, loaders: Mapping[str, int], workers: Mapping[str, float], budget: Budget) -> Partition:
     """`current` with other numbers of loaders of its sources, no host with more work than it has workers, if that can be.
 
     Host i stays host i; one that is left without shares is empty, and may be filled again. `workers` are what each source
@@ -28,7 +28,9 @@ def rearranged(current: Partition, loaders: Mapping[str, int], workers: Mapping[
     return hosts.partition()
 
 
-def drained(current: Partition, workers: Mapping[str, float], budget: Budget, margin: float) -> Partition | None:
+def without_least_busy_host(
+    current: Partition, workers: Mapping[str, float], budget: Budget, margin: float
+) -> Partition | None:
     """`current` with the host that has least to do emptied into others, which keep `margin` of their workers free. None when
     they have no room for it."""
     hosts = _Hosts(current, current.num_shares(), workers, budget)

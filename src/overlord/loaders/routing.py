@@ -1,14 +1,14 @@
-"""Which loader host is asked for which chunk: a table that is never changed, only replaced by a newer one.
+"""Which loader host serves which chunk: an immutable table, which newer ones replace.
 
 A chunk is a function of its number, so any host can make any chunk: a table that is out of date is right, only slower. A
-source that is dealt to other hosts keeps the old ones for the chunks that they hold or make already, so that nothing is
-made twice; they are let go of when no step can name those chunks any more.
+source that moves to other hosts keeps the old ones for the chunks that they hold or make already, so that nothing is made
+twice; old hosts leave the table when no step can name those chunks any more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from overlord.errors import SpecError
 
@@ -36,8 +36,8 @@ class RoutingTable:
     (one for each host unless given); and which hosts have a shadow, by name."""
 
     stretches: Mapping[str, tuple[Stretch, ...]]
-    ahead: Mapping[str, int] = field(default_factory=dict)
-    shadows: Mapping[str, str] = field(default_factory=dict)
+    ahead: Mapping[str, int] = field(default_factory=dict[str, int])
+    shadows: Mapping[str, str] = field(default_factory=dict[str, str])
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -70,8 +70,8 @@ class RoutingTable:
     def num_ahead(self, source: str) -> int:
         return max(self.ahead.get(source, 1), len(self.stretches[source][-1].hosts))
 
-    def dealt(self, source: str, hosts: Sequence[str], first: int, ahead: int = 1) -> RoutingTable:
-        """With the chunks of a source from `first` on in other hosts."""
+    def with_hosts(self, source: str, hosts: Sequence[str], first: int, ahead: int = 1) -> RoutingTable:
+        """A table in which the chunks of a source from `first` on belong to these hosts."""
         before = tuple(stretch for stretch in self.stretches[source] if stretch.first < first)
         if not before or before[-1].hosts != tuple(hosts):
             before = (*before, Stretch(first if before else 0, tuple(hosts)))
@@ -85,13 +85,13 @@ class RoutingTable:
             kept[source] = (replace(stretches[at], first=0), *stretches[at + 1 :])
         return self if kept == dict(self.stretches) else self._newer(stretches=kept)
 
-    def shadowed(self, host: str, shadow: str | None) -> RoutingTable:
-        """With a shadow for a host, or without."""
+    def with_shadow(self, host: str, shadow: str | None) -> RoutingTable:
+        """A table with this shadow for a host; None: without one."""
         others = {name: found for name, found in self.shadows.items() if name != host}
         return self._newer(shadows=others if shadow is None else {**others, host: shadow})
 
-    def exchanged(self, host: str) -> RoutingTable:
-        """With a host and its shadow in each other's place."""
+    def with_shadow_in_place_of(self, host: str) -> RoutingTable:
+        """A table in which a host and its shadow have swapped places."""
         shadow = self.shadows[host]
 
         def other(stretch: Stretch) -> Stretch:
@@ -101,5 +101,17 @@ class RoutingTable:
         stretches = {source: tuple(map(other, found)) for source, found in self.stretches.items()}
         return self._newer(stretches=stretches, shadows=shadows)
 
-    def _newer(self, **changed: Any) -> RoutingTable:
-        return replace(self, version=self.version + 1, **changed)
+    def _newer(
+        self,
+        *,
+        stretches: Mapping[str, tuple[Stretch, ...]] | None = None,
+        ahead: Mapping[str, int] | None = None,
+        shadows: Mapping[str, str] | None = None,
+    ) -> RoutingTable:
+        """A copy with the next version, and with what is given in place of what was."""
+        return RoutingTable(
+            stretches=self.stretches if stretches is None else stretches,
+            ahead=self.ahead if ahead is None else ahead,
+            shadows=self.shadows if shadows is None else shadows,
+            version=self.version + 1,
+        )

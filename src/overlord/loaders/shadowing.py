@@ -16,7 +16,7 @@ from overlord.loaders.model import (
     Partition,
     Profile,
     Share,
-    told_s,
+    duration,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def shadows(
         )
     partition.check_sources(profiles)
     slack_s = prefetch * step_s
-    wanted = [_Wanted.of(host, profiles, per_step, step_s, start_s, spare) for host in partition.hosts]
+    wanted = [_Wanted.of(host, profiles, per_step, step_s=step_s, start_s=start_s, budget=spare) for host in partition.hosts]
     found: dict[int, Shadow] = {}
     left_bytes, left_cpus = spare.memory_bytes, spare.cpus
     for at in sorted(range(len(wanted)), key=lambda at: (-wanted[at].refill_s, at)):
@@ -92,7 +92,7 @@ def shadows(
         is_kept, why = False, "the steps that are ready outlast that"
         if want.refill_s > slack_s:
             is_kept = want.memory_bytes <= left_bytes and want.cpus <= left_cpus * (1 + _ROUNDING)
-            why = f"trainers would wait {told_s(want.refill_s - slack_s)}" + (
+            why = f"trainers would wait {duration(want.refill_s - slack_s)}" + (
                 ""
                 if is_kept
                 else f"; a shadow takes {want.memory_bytes:,} bytes and {want.cpus:.3g} CPUs, and only {left_bytes:,} bytes "
@@ -100,7 +100,7 @@ def shadows(
             )
         if is_kept:
             left_bytes, left_cpus = left_bytes - want.memory_bytes, left_cpus - want.cpus
-        reason = f"{want.refilling}, {prefetch} steps of {told_s(step_s)} are ready: {why}"
+        reason = f"{want.refilling}, {prefetch} steps of {duration(step_s)} are ready: {why}"
         found[at] = Shadow(at, is_kept, want.refill_s, slack_s, want.memory_bytes, want.cpus, reason)
     return Shadowing(tuple(found[at] for at in range(len(wanted))), partition)
 
@@ -119,6 +119,7 @@ class _Wanted:
         host: Sequence[Share],
         profiles: Mapping[str, Profile],
         per_step: Mapping[str, float],
+        *,
         step_s: float,
         start_s: float,
         budget: Budget,
@@ -134,7 +135,8 @@ class _Wanted:
         making_s = max(work_s / min(budget.workers_per_host, sum(chunks)), longest_s)
         return _Wanted(
             refill_s=start_s + open_s + making_s,
-            refilling=f"starting takes {told_s(start_s)}, opening {told_s(open_s)}, {sum(chunks)} chunks {told_s(making_s)}",
+            refilling=f"starting takes {duration(start_s)}, opening {duration(open_s)}, "
+            f"{sum(chunks)} chunks {duration(making_s)}",
             memory_bytes=budget.host_bytes
             + sum(p.open_bytes + n * p.chunk_bytes for n, (p, _) in zip(chunks, read, strict=True)),
             cpus=sum(per_step[profile.source] / share.of * profile.cpu_s / step_s for profile, share in read),

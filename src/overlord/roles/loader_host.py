@@ -51,7 +51,7 @@ class OpenSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class HostStatus:
     """What a host holds and has done."""
 
     instance: str
@@ -154,13 +154,13 @@ class LoaderHost:
         past = {name: rows for name, (_, rows) in self._past.items()}
         return {name: now.get(name, frozenset()) | past.get(name, frozenset()) for name in {**now, **past}}
 
-    def standing(self) -> Standing:
+    def status(self) -> HostStatus:
         now = self._now()
         work = {name: held.loader.work() for name, held in now.items()}
         for name, (before, _) in self._past.items():
             work[name] = work.get(name, Work()).plus(before)
         holding = {name: held.loader.chunks_held() for name, held in now.items()}
-        return Standing(self._instance, os.getpid(), holding, work)
+        return HostStatus(self._instance, os.getpid(), holding, work)
 
     def mirror(self, holding: Mapping[str, Sequence[int]]) -> None:
         """Hold the chunks that another host holds, as far as there is room: this one is its shadow."""

@@ -19,7 +19,7 @@ from overlord.declare.arguments import seconds_or_none, seconds_to_wait, whole
 from overlord.declare.mesh import Mesh
 from overlord.declare.policies import Log
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
-from overlord.fleet.control_loop import Loaders, Upkeep
+from overlord.fleet.control_loop import LoaderControlLoop, Loaders
 from overlord.messages import Decision, Delivery, Later, State, StepReport, WeightChange
 from overlord.planlog.plan_log import Era, starting_point, steered_on_return
 from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner
@@ -98,7 +98,7 @@ def start(  # noqa: PLR0913 - all but the job by name
     if log is not None and not isinstance(log, Log):
         log = Log(log)
     progress, steered, era = starting_point(job, fingerprint, resume, log, accept_changes)
-    loaders = Loaders.given(partition, autoscale, shadows)
+    loaders = Loaders.of(partition, autoscale, shadows)
     return Loader(
         job,
         engine or Embedded(),
@@ -149,24 +149,32 @@ class Loader:
         self._serving: OneServer | ServerPerGroup | None = None
         engine.open(WorkplaceSize(job.num_workers, job.num_processes))
         try:
-            self._spawn(units, progress, (loaders or Loaders()).on(engine, job))
+            self._spawn(units, progress, (loaders or Loaders()).for_engine(engine, job))
         except BaseException:
             engine.close()
             raise
         atexit.register(self.close)
-        self._upkeep.start()
+        self._control_loop.start()
 
     def _spawn(self, units: Mapping[str, Sequence[Unit]], progress: Progress, loaders: Loaders) -> None:
         job, engine = self.job, self._engine
         partition = make_partition(job, units, engine.num_hosts, loaders.partition)
-        self._fleet = loaders.fleet(engine, job, units, partition)
+        self._fleet = loaders.start_fleet(engine, job, units, partition)
         self._routes = Routes(engine, tuple(job.sources))
         self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(job, progress, self._era))
         self._constructors: list[Handle[ServingConstructor]] = [
             self._spawn_constructor(job, group) for group in range(job.mesh.dp)
         ]
         engine.started()
-        self._upkeep = Upkeep(engine, job, units, self._fleet, loaders, self._planner, self._constructors)
+        self._control_loop = LoaderControlLoop(
+            engine,
+            job,
+            units,
+            fleet=self._fleet,
+            loaders=loaders,
+            planner=self._planner,
+            constructors=self._constructors,
+        )
 
     def _spawn_constructor(self, job: Job, group: int) -> Handle[ServingConstructor]:
         make = partial(make_serving_constructor, job, group, self._planner, self._routes)
@@ -297,7 +305,7 @@ class Loader:
     def scaling(self) -> tuple[ScalingDecision | ShadowChange, ...]:
         """Returns what the autoscaler decided, and which shadows came, left and took over, with reasons, the newest
         last."""
-        return tuple(self._upkeep.history)
+        return tuple(self._control_loop.history)
 
     def set_weights(self, weights: Mapping[str, float] | None, *, from_step: int | None = None) -> int:
         """Draw by other weights, whatever the job's schedule says, from a step on (by default the first that is not drawn
@@ -429,7 +437,7 @@ class Loader:
             self._closed = True
             clients = list(self._clients)
         atexit.unregister(self.close)
-        self._upkeep.close()
+        self._control_loop.close()
         if self._serving is not None:
             self._serving.close()
         for client in clients:
