@@ -12,7 +12,7 @@ from PIL import Image
 
 import overlord as ol
 from overlord.chunks.transforms import Context
-from overlord.chunks.transforms.invoke import TransformCall
+from overlord.chunks.transforms.apply import TransformCall
 
 GRID = ol.vision.PatchGrid(patch=10, merge=2)
 DECODE = ol.vision.DecodeImage("pictures", size=None)

@@ -24,7 +24,7 @@ from overlord.chunks.transforms import (
     Tokenize,
     tokenize,
 )
-from overlord.chunks.transforms.invoke import TransformCall
+from overlord.chunks.transforms.apply import TransformCall
 from overlord.chunks.workers.pool import ProcessPool
 
 tiktoken = pytest.importorskip("tiktoken")

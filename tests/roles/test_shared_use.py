@@ -83,7 +83,7 @@ def test_no_step_is_handed_to_two_threads(served):
         taken: list[int] = []
         reader = threading.Thread(target=lambda: taken.append(next(client).number), name="reader")
         reader.start()
-        while client._turn._user != "reader":
+        while client._turn.user != reader.ident:
             pass
         for call in (lambda: next(client), lambda: iter(client), client.rejoin):
             with pytest.raises(

@@ -48,6 +48,8 @@ from overlord.stream.packing import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree
     from overlord.declare.batch import Batch
 
@@ -159,17 +161,18 @@ class DGraph:
         if self.arrangement is not None:
             raise SpecError("pack puts samples into rows before they are assigned: call it before deal or balance")
         tokens = self.batch.sequence_length if tokens is None else tokens
+        num_rows = 1 if self.batch.tokens is None else self.batch.tokens // tokens
         if method is None and self.batch.layout == "padded":
             rows = PackedRows(np.arange(len(self.samples)), len(self.samples), tokens)
             return self.with_stage(_pack_stage("one sample a row", rows), rows=rows)
         if method is None and self.reference_rows is not None and tokens == self.batch.sequence_length:
-            rows = PackedRows(self.reference_rows, self.batch.num_rows or 1, tokens)
+            rows = PackedRows(self.reference_rows, num_rows, tokens)
             return self.with_stage(_pack_stage("as drawn", rows), rows=rows)
         is_known = tokens == self.batch.sequence_length and self.batch.document_multiple == 1 and self.extra is None
         if method is None and is_known and self.in_rows is not None:
             samples, row = self.in_rows
             costs = None if self.cost_function is None else costs_of(self.cost_function, samples)
-            rows = PackedRows(row, self.batch.num_rows or 1, tokens)
+            rows = PackedRows(row, num_rows, tokens)
             return self.with_stage(_pack_stage("concat and split", rows), samples=samples, costs=costs, rows=rows)
         if method is None:
             method = concat_and_split if self.batch.cut_documents else best_fit
@@ -182,7 +185,8 @@ class DGraph:
         `group_size` joins that many neighbours into one group. The stage records what groups would cost if samples were
         dealt round-robin, as a baseline for `explain`.
         """
-        num_groups = self.place.num_groups(axis, group_size)
+        is_plain = axis == "dp" and group_size == 1
+        num_groups = self.place.mesh.dp if is_plain else self.place.num_groups(axis, group_size)
         costs = None
         if self.costs is not None:
             blind = np.arange(len(self.samples)) if self.reference_rows is None else self.reference_rows
@@ -362,6 +366,14 @@ class DGraph:
     def _slowness(self) -> Floats | None:
         is_learned = isinstance(self.declared_cost, LearnedCost) and self.axis == "dp"
         return slowness(self.in_force, self.num_groups) if is_learned else None
+
+
+def deal_rows(graph: DGraph, broadcast: Collection[str] = ()) -> Plan:
+    """The default strategy: rows of `sequence_length`, dealt round-robin to data-parallel groups; see `strategies.plain`."""
+    if graph.batch.tokens is not None or graph.batch.layout == "padded":
+        graph = graph.pack()
+    graph = graph.distribute("dp").deal()
+    return (graph.broadcast_at(*broadcast) if broadcast else graph).plan()
 
 
 def _pack_stage(how: str, rows: PackedRows) -> PlanStage:

@@ -13,6 +13,7 @@ import numpy as np
 
 from overlord.arrange.balancing import Balancer, greedy
 from overlord.arrange.cost import CostFunction, costs_of
+from overlord.arrange.graph import DGraph, deal_rows
 from overlord.arrange.hdp.splitting import split
 from overlord.arrange.pipelines.ordering import level, order, timing
 from overlord.arrange.vision.encoding import encode
@@ -21,7 +22,6 @@ from overlord.arrange.vision.images import ImageCost, PatchGrid, fuse, images_of
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
-    from overlord.arrange.graph import DGraph
     from overlord.arrange.hdp.offload import Offload
     from overlord.arrange.hdp.spread import Mode
     from overlord.arrange.pipelines.simulator import Pipeline
@@ -59,12 +59,9 @@ def plain(*, cost: CostFunction | None = None, broadcast: tuple[Axis, ...] = ())
     def strategy(graph: DGraph) -> Plan:
         if cost is not None:
             graph = graph.cost(cost)
-        if graph.batch.tokens is not None or graph.batch.layout == "padded":
-            graph = graph.pack()
-        graph = graph.distribute("dp").deal()
-        return (graph.broadcast_at(*broadcast) if broadcast else graph).plan()
+        return deal_rows(graph, broadcast)
 
-    return strategy
+    return deal_rows if cost is None and not broadcast else strategy
 
 
 def long_short(

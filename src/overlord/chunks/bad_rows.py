@@ -32,6 +32,8 @@ class BadRowLog:
     def __init__(self, source_name: str, policy: BadRows) -> None:
         self._source = source_name
         self._policy = policy
+        self.fails = policy.policy == "fail"
+        """The policy is to stop at the first bad row."""
         self._lock = threading.Lock()
         self._seen: dict[BadRow, int] = {}  # the number of rows dropped up to and including this one
         self._listed: set[BadRow] = set()
@@ -40,11 +42,6 @@ class BadRowLog:
         if policy.policy == "quarantine":
             assert policy.path is not None  # BadRows checks it
             self._listed = self._read_back(os.fspath(policy.path))
-
-    @property
-    def fails(self) -> bool:
-        """The policy is to stop at the first bad row."""
-        return self._policy.policy == "fail"
 
     @property
     def num_dropped(self) -> int:

@@ -297,7 +297,8 @@ class ChunkMaker:
         """A column of lists of numbers, without a copy: integers for tokens; integers, booleans or floats for masks."""
         if name not in table.column_names:
             raise SchemaError(self._missing_text(name, table, option))
-        array: Any = combine_chunks(table.column(name))  # any kind of list array
+        column = table.column(name)
+        array: Any = column.chunk(0) if column.num_chunks == 1 else combine_chunks(column)  # any kind of list array
         if array.type == _PLAIN:
             return _list_parts(array, name)
         kind = array.type

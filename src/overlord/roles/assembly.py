@@ -6,8 +6,8 @@ from collections import Counter
 from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
+from overlord.arrange.graph import deal_rows
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.arrange.strategies import plain
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
 from overlord.errors import SourceError, SpecError
@@ -160,7 +160,7 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
         start,
         job.batch,
         job.mix,
-        strategy=job.strategy or plain(),
+        strategy=job.strategy or deal_rows,
         place=place,
         extents=[Extent(chunks_per_epoch(num_units[name], s.window), s.num_epochs) for name, s in job.sources.items()],
         routes=routes,

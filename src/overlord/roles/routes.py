@@ -60,7 +60,11 @@ class Routes:
         """The facts of a chunk if that takes no waiting: only a loader in this process can be peeked at."""
         if not self._engine.is_in_process:
             return None
-        return self._call(source, chunk, LoaderHost.peek, self._names[source], chunk, keep_from)
+        try:
+            host = self._lookup().host(source, chunk)
+            return self._engine.ask(host, LoaderHost.peek, self._names[source], chunk, keep_from).result()
+        except ClosedError:
+            return None
 
     def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> LossCount:
         return self._call(source, chunk, LoaderHost.count_loss, self._names[source], chunk, row, start, stop)

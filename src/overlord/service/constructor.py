@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from overlord.declare.job import Job
-    from overlord.messages import Delivery, Later
     from overlord.roles.data_constructor import HandedOut, Pace
     from overlord.roles.planner import Planner
     from overlord.roles.routes import Routes
@@ -47,6 +46,7 @@ class ServingConstructor:
 
     def __init__(self, constructor: DataConstructor, tree: ClientPlaceTree, group: int) -> None:
         self._constructor = constructor
+        self.fetch = constructor.fetch
         self._tree = tree
         self._group = group
         self._serving = threading.Lock()
@@ -113,9 +113,6 @@ class ServingConstructor:
 
     def generation(self) -> int:
         return self._constructor.generation
-
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
-        return self._constructor.fetch(step, rank, wait_s)
 
     def leave(self, rank: int) -> None:
         self._constructor.rank_left(rank)

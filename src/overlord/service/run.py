@@ -33,6 +33,7 @@ from overlord.runtime.long_waits import waiting
 from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.resizing import freeze_at, thaw_all
+from overlord.service.run_api import StepSource
 from overlord.steering.decisions import Steered
 from overlord.stream.outliers import Delay
 
@@ -131,6 +132,7 @@ class Loader:
     ) -> None:
         self.job = job
         self.tree = ClientPlaceTree(job.mesh)
+        self._group_of: dict[int, int] = {}  # rank to its data-parallel group in this mesh
         self._engine = engine
         self._num_units = {name: len(listed) for name, listed in units.items()}
         self._fingerprint = fingerprint
@@ -470,7 +472,10 @@ class Loader:
             return min(here or ended or [self._start.step])
 
     def _constructor_of(self, rank: int) -> Handle[ServingConstructor]:
-        return self._constructors[self.tree.coordinates(rank).dp]
+        group = self._group_of.get(rank)
+        if group is None:
+            group = self._group_of[rank] = self.tree.coordinates(rank).dp
+        return self._constructors[group]
 
     def _ranks_of(self, plan: Plan, group: int) -> list[int]:
         """The ranks that train on the samples of a group of a plan."""
@@ -519,6 +524,7 @@ class Loader:
             kept = [self._spawn_constructor(job, group) for group in range(min(old, new))]
             engine.started()
             self.job, self.tree, self._start, self._era = job, ClientPlaceTree(job.mesh), progress, era
+            self._group_of = {}
             self._constructors[:] = kept + added
             self._expect_trainers()
 
@@ -544,7 +550,7 @@ class LocalChannel:
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
         generation = self.run.generation
         try:
-            return self._constructor_of(rank).ask(ServingConstructor.fetch, step, rank, wait_s).result()
+            return self._constructor_of(rank).ask(StepSource.fetch, step, rank, wait_s).result()
         except ClosedError:
             if generation == self.run.generation:
                 raise

@@ -23,6 +23,7 @@ from overlord.sources.ipc_blocks import (
     is_compressed,
     stream_blocks,
 )
+from overlord.sources.reading import validate
 from overlord.sources.storage import (
     FileBytes,
     MappedFile,
@@ -34,7 +35,6 @@ from overlord.sources.storage import (
     open_local,
     read_into,
 )
-from overlord.sources.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

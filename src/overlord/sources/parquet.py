@@ -22,6 +22,7 @@ from overlord.sources.parquet_lists import (
     list_columns,
     read_lists,
 )
+from overlord.sources.reading import validate
 from overlord.sources.storage import (
     SparseFile,
     Storage,
@@ -32,7 +33,6 @@ from overlord.sources.storage import (
     open_arrow,
     source_errors,
 )
-from overlord.sources.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -114,6 +114,7 @@ class ParquetReader:
     def __init__(self, source: Parquet, *, release_gil: bool = False) -> None:
         self._source = source
         self._storage = source.storage
+        self._most_unit_bytes = source.most_unit_bytes
         self._release_gil = release_gil
         self._last_file = _LastFile()
         self._not_flat: set[str] = set()  # columns of lists that turned out to be for Arrow to read
@@ -126,10 +127,10 @@ class ParquetReader:
 
     def _decode(self, unit: Unit) -> pa.Table:
         source = self._source
-        if unit.num_bytes > source.most_unit_bytes:
+        if unit.num_bytes > self._most_unit_bytes:
             raise BufferTooSmallError(
                 f"row group {unit.index} of {unit.path} has {unit.num_bytes:,} bytes decompressed, and a unit may take "
-                f"{source.most_unit_bytes:,}; raise buffer_bytes, which is {source.buffer_bytes:,}, read fewer columns with "
+                f"{self._most_unit_bytes:,}; raise buffer_bytes, which is {source.buffer_bytes:,}, read fewer columns with "
                 "columns=, or write smaller row groups"
             )
         remote = is_remote(unit.path)

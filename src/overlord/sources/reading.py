@@ -1,22 +1,27 @@
-"""Reading units: the reader that a chunk maker opens and closes, and the result of reading one unit.
+"""Reading units: the reader that a chunk maker opens and closes, the result of reading one unit, and its validation.
 
 A source is a value: it may be compared, pickled and shared by several jobs. Whatever reading leaves open between two units
 belongs to a reader.
+
+`validate` checks what Arrow skips for speed: offsets, dictionary indices, buffer sizes and UTF-8. Without these checks a
+damaged file would yield wrong documents, an error in some transform, or a segmentation fault. Values cannot be checked
+without a checksum.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
-from overlord.errors import BadRowError
+from overlord.errors import BadRowError, SourceError
+from overlord.sources.views import take_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from overlord.declare.source import Source, Unit
@@ -94,3 +99,88 @@ def good_rows(num_rows: int, bad: Sequence[BadRow]) -> NDArray[np.int64]:
     keep = np.ones(num_rows, bool)
     keep[[row.row for row in bad]] = False
     return np.flatnonzero(keep).astype(np.int64)
+
+
+def validate(table: pa.Table, where: str | Sequence[str], mapped: tuple[MappedFile, ...] = ()) -> ReadResult:
+    """The rows whose text is UTF-8; the others are bad rows. Raises SourceError where a whole column is damaged.
+
+    `where` names the part of the file that was read, for the whole table or for each chunk of its columns. Offsets, indices
+    and text are checked, numbers and binary values are not.
+    """
+    bad: dict[int, BadRow] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        first = 0
+        for i, chunk in enumerate(column.chunks):
+            try:
+                chunk.validate(full=True)
+            except pa.ArrowException:
+                place = where if isinstance(where, str) else where[i]
+                for row, error in _rows_at_fault(chunk, place, name).items():
+                    text = f"column {name!r} is not UTF-8 text: {error}"
+                    bad.setdefault(first + row, BadRow(first + row, text, place))
+            first += len(chunk)
+    if not bad:
+        return ReadResult(table, mapped=mapped)
+    reports = tuple(bad[row] for row in sorted(bad))
+    kept = good_rows(table.num_rows, reports)
+    return ReadResult(take_rows(table, kept), kept, reports, mapped)
+
+
+def _rows_at_fault(array: pa.Array, where: str, name: str) -> dict[int, str]:
+    try:
+        return _rows_without_utf8(array)
+    except pa.ArrowException as error:
+        raise SourceError(
+            f"{where} is damaged in column {name!r}: {_one_line(error)}; copy or write the file again"
+        ) from error
+
+
+def _rows_without_utf8(array: Any) -> dict[int, str]:
+    """The rows whose text is not UTF-8, with Arrow's error for each. Raises Arrow's error where there is other damage."""
+    array.validate()  # the code below reads offsets, whose buffers must be long enough
+    try:
+        array.validate(full=True)
+    except pa.ArrowException as error:
+        if pa.types.is_dictionary(array.type):
+            raise  # dropping the rows that use the bad entry would leave the entry in the column
+        found = _rows_of_children(array)
+        if found is None:
+            found = _rows_of_text(array)
+        if not found:
+            raise error
+        return found
+    return {}
+
+
+def _rows_of_children(array: Any) -> dict[int, str] | None:
+    """The bad rows of nested arrays, from their children; None for an array without children."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        found: dict[int, str] = {}
+        for i in range(kind.num_fields):
+            found |= _rows_without_utf8(array.field(i))
+        return found
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        offsets = array.offsets.to_numpy()
+        if offsets[0] < 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(array.values):
+            return {}
+        values = _rows_without_utf8(array.values)
+        rows = np.searchsorted(offsets, list(values), side="right") - 1
+        return {row: error for row, error in zip(rows.tolist(), values.values(), strict=True) if 0 <= row < len(array)}
+    return None
+
+
+def _rows_of_text(array: pa.Array) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for row in range(len(array)):  # only columns that are known to be bad
+        try:
+            array.slice(row, 1).validate(full=True)
+        except pa.ArrowException as error:
+            if "UTF8" not in str(error):
+                raise
+            found[row] = _one_line(error)
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -100,7 +100,7 @@ class StepDrawer:
     @property
     def is_ready(self) -> bool:
         """True when the next step can be drawn from known facts, without waiting for a loader."""
-        if self._schedule.at(self._number) is not self._weights:
+        if self._schedule.constant is not self._weights and self._schedule.at(self._number) is not self._weights:
             return False
         if self._drawn:
             return True
@@ -110,7 +110,8 @@ class StepDrawer:
 
     def next_step(self) -> DrawnStep | None:
         """Draw the next step. None when the run has ended; once ended it stays so."""
-        weights = self._schedule.at(self._number)
+        constant = self._schedule.constant
+        weights = self._schedule.at(self._number) if constant is None else constant
         if weights is not self._weights:
             progress = self._here()
             self._drawn.clear()  # these steps were drawn by the old weights

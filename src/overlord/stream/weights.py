@@ -29,11 +29,14 @@ class WeightSchedule:
         self._held: dict[int, Floats] = {}
         self._changed_at: list[int] = []
         self._changed_to: list[Floats | None] = []
+        self.constant: Floats | None = self.at(0) if len(self._starts) == 1 else None
+        """The weights of every step, as long as they never change."""
 
     def change(self, step: int, weights: Mapping[str, float] | None) -> None:
         """Set the weights from a step on, which must not have been drawn yet; None restores the mixture's. Of two changes
         for one step the later one counts."""
         at = bisect_right(self._changed_at, step)
+        self.constant = None
         self._changed_at.insert(at, step)
         self._changed_to.insert(at, None if weights is None else self._to_array(weights))
 

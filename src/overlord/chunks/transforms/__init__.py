@@ -5,7 +5,7 @@ randomness comes from `context.rng(row)`. It may drop rows or make many out of o
 must treat rows independently of each other, since it may be run again on part of a table to find a bad row.
 """
 
-from overlord.chunks.transforms.invoke import InProcesses
+from overlord.chunks.transforms.apply import InProcesses
 from overlord.chunks.transforms.outcome import Context
 from overlord.chunks.transforms.per_row import per_row
 from overlord.chunks.transforms.pick import Pick

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import cloudpickle
 
-from overlord.chunks.transforms.invoke import name_of
+from overlord.chunks.transforms.apply import name_of
 from overlord.chunks.transforms.outcome import (
     Context,
     OnBadRow,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from overlord.chunks.transforms.invoke import InProcesses
+    from overlord.chunks.transforms.apply import InProcesses
     from overlord.stream.facts import Ints
 
 

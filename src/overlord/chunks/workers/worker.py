@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from overlord.chunks.transforms.invoke import TransformCall
+from overlord.chunks.transforms.apply import TransformCall
 from overlord.chunks.transforms.outcome import Context, RowError, one_line
 from overlord.chunks.workers.process import receive, send
 from overlord.runtime.liveness import WORKER_PARENT
