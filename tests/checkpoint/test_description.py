@@ -539,6 +539,50 @@ def test_an_identity_is_all_that_counts_of_an_object_and_an_address_in_it_is_sai
     assert "names an address in memory" in unseen(Addressed(1))[0]
 
 
+def _of_overlord(monkeypatch: pytest.MonkeyPatch, module: str) -> list[Any]:
+    """Values that refer to classes and functions of ours, as if these were defined in a module."""
+    for moved in (ol.vision.DecodeImage, type(ol.per_row(dict)), ol.Pick, ol.per_row):
+        monkeypatch.setattr(moved, "__module__", module)
+    return [
+        ol.vision.DecodeImage("image", size=(8, 8)),
+        ol.vision.DecodeImage,
+        ol.per_row(dict),
+        ol.Pick,
+        ol.per_row,
+        type("Mine", (ol.vision.DecodeImage,), {}),
+        list[ol.vision.DecodeImage],
+    ]
+
+
+@pytest.mark.parametrize("module", ["overlord.chunks.elsewhere", "overlord.other_room.deeper.file", "overlord"])
+def test_a_class_or_function_of_ours_counts_without_the_path_of_its_file(monkeypatch, module):
+    before = [described(value) for value in _of_overlord(monkeypatch, "overlord.media.images")]
+    assert [described(value) for value in _of_overlord(monkeypatch, module)] == before
+
+
+def test_no_path_of_ours_is_in_a_description():
+    values = (ol.vision.DecodeImage("image", size=(8, 8)), ol.per_row, ol.vision, sys.modules["overlord.media.images"])
+    texts = [Describer().text(value, "x") for value in values]
+    assert [re.findall(r"overlord[.\w]*", text) for text in texts] == [
+        ["overlord.DecodeImage"],
+        ["overlord.per_row"],
+        ["overlord.vision"],
+        ["overlord.images"],
+    ]
+
+
+def test_a_class_of_another_package_counts_with_its_module(monkeypatch):
+    ours = described(ol.vision.DecodeImage)
+    DecodeImage = type("DecodeImage", (), {})
+    assert described(DecodeImage) != ours  # a class of the user's own, by its code
+    found = set()
+    for module in ("numpy.one", "numpy.other", "overlord_extras.media", "decimal"):
+        monkeypatch.setattr(DecodeImage, "__module__", module)
+        found.add(described(DecodeImage))
+    assert len(found) == 4
+    assert ours not in found
+
+
 def test_the_version_of_a_package_that_code_uses_is_noted(tmp_path):
     describer = Describer()
     describer.digest(module_of(tmp_path, CODE).f, "x")

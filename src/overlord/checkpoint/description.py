@@ -11,7 +11,7 @@ that differ in anything that is seen have different ones. What is seen of
     a function of the user's                            its code without comments, docstrings, annotations and formatting;
                                                         defaults, closure, and the globals it refers to, and so on
     a function of an installed package                  its name, code, defaults and closure, and the package's version
-    a function of Python or Overlord                    its name
+    a function of Python or Overlord                    its name; Overlord's without the path of its module
     a class                                             likewise: its methods and attributes, or its name
     an object                                           `identity()` where it has that; else its class and attributes
     an object of compiled code                          what it would be pickled as
@@ -64,6 +64,7 @@ _MOST_FILE_BYTES = 1 << 30
 _MOST_NAMES = 1000  # entries of a container that are looked at as names of files
 _FEW = 64  # entries of a container that are looked at again rather than remembered
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
+_OVERLORD_PATH = re.compile(r"(?<![\w.])overlord\.(?:[a-z_]\w*\.)*")
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _BY_REPR = (
@@ -192,18 +193,23 @@ class Describer:
             return type(value).__qualname__
         if isinstance(value, logging.Logger):
             return f"logger {value.name}"
-        if f"{_module_name(type(value))}.".startswith(tuple(f"{name}." for name in _ONLOOKERS)):
+        return self._leaf_of_package(value, path)
+
+    def _leaf_of_package(self, value: Any, path: str) -> str | None:
+        """Progress bars, Arrow data, tensors and tokenizers, which are recognised by their package or methods."""
+        module = _module_name(type(value))
+        if f"{module}.".startswith(tuple(f"{name}." for name in _ONLOOKERS)):
             return type(value).__qualname__
-        module = _module_name(type(value)).partition(".")[0]
-        if module == "pyarrow":
+        top = module.partition(".")[0]
+        if top == "pyarrow":
             return arrow_text(value)
-        if module == "torch":
+        if top == "torch":
             return torch_text(value)
         if _is_hugging_face(value):
             return self._hugging_face(value, path)
         to_str = getattr(value, "to_str", None)
         if callable(to_str) and not isinstance(value, type) and _is_compiled(type(value)):  # a tokenizer, whole
-            self._note_package(_module_name(type(value)))
+            self._note_package(module)
             return f"{type(value).__qualname__} {digest_of(str(to_str()))}"
         return None
 
@@ -215,6 +221,12 @@ class Describer:
         identity = getattr(value, "identity", None)
         if callable(identity):
             return self._identity(value, identity, path)
+        for describe in (self._callable, self._container):
+            if (found := describe(value, path)) is not None:
+                return found
+        return self._object(value, path)
+
+    def _callable(self, value: Any, path: str) -> str | None:
         if isinstance(value, types.MethodType):
             return self._method(value, path)
         if isinstance(value, FunctionType):
@@ -227,7 +239,12 @@ class Describer:
         wrapped = getattr(value, "__wrapped__", None)
         if wrapped is not None and type(value).__module__ == "functools":  # lru_cache: what it has kept does not count
             return f"{type(value).__qualname__}({self._any(wrapped, path)})"
-        if isinstance(value, types.MappingProxyType):
+        return None
+
+    # Containers
+
+    def _container(self, value: Any, path: str) -> str | None:
+        if isinstance(value, types.MappingProxyType) or type(value) is dict:
             return self._mapping(value, path)
         if isinstance(value, np.ndarray):  # of Python objects
             return f"array {value.dtype} {value.shape} {self._list_text(value.ravel().tolist(), path)}"
@@ -235,11 +252,7 @@ class Describer:
             return f"{type(value).__name__}[{self._list_text(value, path)}]"
         if type(value) in (set, frozenset):
             return f"{type(value).__name__}{{{', '.join(self._sorted_texts(value, path))}}}"
-        if type(value) is dict:
-            return self._mapping(value, path)
-        return self._object(value, path)
-
-    # Containers
+        return None
 
     def _list_text(self, values: Iterable[Any], path: str) -> str:
         return ", ".join(self._any(entry, f"{path}[{i}]") for i, entry in enumerate(values))
@@ -312,7 +325,7 @@ class Describer:
             used = self._code.parts(value.__code__).get(name)
             text.append(f"{name} is {'kept' if kept else self._cell(cell, used, f'{path}.{name}')}")
         if home == "python":
-            return f"function {value.__module__}.{value.__qualname__}({', '.join(text)})"
+            return f"function {_stable_name(value.__module__, value.__qualname__)}({', '.join(text)})"
         text.append(self._code.body(value.__code__))
         if home == "installed":
             self._note_package(value.__module__)
@@ -366,7 +379,8 @@ class Describer:
     def _module(self, module: ModuleType) -> str:
         if _home(module.__name__, getattr(module, "__file__", None)) == "installed":
             self._note_package(module.__name__)
-        return f"module {module.__name__}"
+        package, _, name = module.__name__.rpartition(".")
+        return f"module {_stable_name(package, name) if _is_ours(package) else module.__name__}"
 
     def _import_text(self, name: str) -> str:
         """A module that a function imports when it runs; of the user's, the code of its file."""
@@ -401,15 +415,15 @@ class Describer:
             module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", "")
             if _home(module or "builtins", None) == "installed":
                 self._note_package(module)
-            return f"builtin {module}.{name}"
+            return f"builtin {_stable_name(module, name)}"
         return f"builtin {value.__name__} of {self._any(owner, f'{path}.__self__')}"
 
     def _class(self, value: Any, path: str) -> str:
         if isinstance(value, types.GenericAlias):
-            return f"class {value!r}"
+            return f"class {_OVERLORD_PATH.sub('overlord.', repr(value))}"
         module = _module_name(value)
         home = _home(module, getattr(sys.modules.get(module), "__file__", None))
-        name = f"{module}.{value.__qualname__}"
+        name = _stable_name(module, value.__qualname__)
         if home != "user":
             if home == "installed":
                 self._note_package(module)
@@ -508,7 +522,7 @@ class Describer:
         return f"{type(value).__qualname__} {digest_of(json.dumps(rules, sort_keys=True))} {', '.join(options)}"
 
     def _opaque(self, value: Any, path: str, why: str) -> str:
-        name = f"{_module_name(type(value))}.{type(value).__qualname__}"
+        name = _stable_name(_module_name(type(value)), type(value).__qualname__)
         self._note_unseen(path, f"is a {name}, {why}")
         return f"opaque {name}"
 
@@ -586,7 +600,7 @@ _DEFAULT = _Missing()
 def _as_declared(owner: Any, name: str, attribute: Any, describer: Describer) -> Any:
     """An attribute as its owner understands it."""
     kind = type(owner)
-    if kind.__module__.partition(".")[0] != "overlord" or not is_dataclass(owner):
+    if not _is_ours(kind.__module__) or not is_dataclass(owner):
         return attribute
     if kind.__name__ == "Tokenize" and name == "encoding" and isinstance(attribute, (str, pathlib.PurePath)):
         is_file = str(attribute).endswith(".json") or os.sep in str(attribute)
@@ -601,7 +615,7 @@ def _as_declared(owner: Any, name: str, attribute: Any, describer: Describer) ->
 def _home(module: str | None, file: str | None) -> str:
     """Whose a module is: "python" (Overlord too), "installed" or "user"."""
     top = (module or "").partition(".")[0]
-    if top == "overlord" or (top in sys.stdlib_module_names and top != "__main__"):
+    if _is_ours(top) or (top in sys.stdlib_module_names and top != "__main__"):
         return "python"
     if file is None:
         file = getattr(sys.modules.get(module or ""), "__file__", None) or getattr(sys.modules.get(top), "__file__", None)
@@ -630,6 +644,16 @@ def _is_own(kind: type, name: str, member: Any) -> bool:
     if isinstance(member, FunctionType) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return member.__module__ == kind.__module__ and member.__code__.co_filename != "<string>"
     return type(member).__name__ != "_tuplegetter"
+
+
+def _stable_name(module: str | None, name: str) -> str:
+    """A name with its module's path. Of Overlord's own modules the path is left out: a file of ours that moves to another
+    folder must not make saved states be refused. No two of our classes share a name, so none is mistaken for another."""
+    return f"{'overlord' if _is_ours(module) else module}.{name}"
+
+
+def _is_ours(module: str | None) -> bool:
+    return (module or "").partition(".")[0] == "overlord"
 
 
 def _module_name(kind: type) -> str:

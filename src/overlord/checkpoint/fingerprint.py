@@ -99,23 +99,36 @@ class Fingerprint:
     def differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
         """What differs from a saved fingerprint: {name to accept it by: what to tell the user}."""
         check_fingerprint(saved)
-        is_first, described = "format" not in saved, dict[int, str]()
+        is_first = "format" not in saved
         found = {}
         if saved["seed"] != self.seed:
             found["seed"] = f"seed was {saved['seed']}, is {self.seed}"
-        for key, value in self.batch.items():
-            if is_first and key not in saved["batch"]:
-                continue  # the first release did not count it
-            old = _with_lists(saved["batch"][key]) if key in saved["batch"] else _default_option(key)
-            if old != value:
-                found[f"batch.{key}"] = f"batch.{key} was {old!r}, is {value!r}"
+        found |= self._changed_options(saved["batch"], is_first)
         for name, version in saved.get("packages", {}).items():
             if self.packages.get(name, version) != version:
                 found[f"packages.{name}"] = f"{name} {version} was installed, is {self.packages[name]}; transforms use it"
+        found |= self._changed_sources(saved["sources"], is_first)
+        changed = self._changed_files(saved, found)
+        if changed:
+            found["files"] = "\n  - ".join(changed)
+        return found
+
+    def _changed_options(self, saved: Mapping[str, Any], is_first: bool) -> dict[str, str]:
+        found = {}
+        for key, value in self.batch.items():
+            if is_first and key not in saved:
+                continue  # the first release did not count it
+            old = _with_lists(saved[key]) if key in saved else _default_option(key)
+            if old != value:
+                found[f"batch.{key}"] = f"batch.{key} was {old!r}, is {value!r}"
+        return found
+
+    def _changed_sources(self, saved: Mapping[str, Any], is_first: bool) -> dict[str, str]:
+        found, described = {}, dict[int, str]()
         for name, (declaration, units, num_units) in self.sources.items():
-            if name not in saved["sources"]:
+            if name not in saved:
                 continue
-            old_declaration, old_units, old_num_units = saved["sources"][name]
+            old_declaration, old_units, old_num_units = saved[name]
             if is_first:
                 declaration = first_declaration_digest(self.declared[name], described)
             if old_declaration != declaration:
@@ -126,9 +139,6 @@ class Fingerprint:
                     f"source {name!r} lists other data: {old_num_units} units then, {num_units} now"
                     + (", with other names or sizes" if old_num_units == num_units else "")
                 )
-        changed = self._changed_files(saved, found)
-        if changed:
-            found["files"] = "\n  - ".join(changed)
         return found
 
     def _changed_files(self, saved: Mapping[str, Any], told: Collection[str]) -> list[str]:

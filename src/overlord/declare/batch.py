@@ -61,7 +61,7 @@ class Batch:
     """A length curriculum, {step: tokens}: from that step on documents are cut into parts of at most so many tokens, all of
     which are in the step."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901 - a flat list of checks
         if self.sequence_length < 1:
             raise SpecError(f"sequence_length must be positive, got {self.sequence_length}")
         if (self.tokens is None) == (self.samples is None):

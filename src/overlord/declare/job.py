@@ -55,6 +55,17 @@ class Job:
                 raise SpecError(f"source {name!r} must be an overlord.Source, got {type(source).__name__}")
         if self.mixture is None:
             object.__setattr__(self, "mixture", Mixture({name: 1.0 for name in self.sources}))
+        self._check_mixture()
+        if self.prefetch < 0:
+            raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
+        if self.mix.feedback is not None and self.mix.feedback.lag <= self.prefetch:
+            raise SpecError(f"feedback needs a lag of more than prefetch={self.prefetch} steps, got {self.mix.feedback.lag}")
+        if self.num_workers is not None and self.num_workers < 0:
+            raise SpecError(f"num_workers must be at least 0, got {self.num_workers}")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise SpecError(f"num_processes must be at least 1, got {self.num_processes}")
+
+    def _check_mixture(self) -> None:
         unknown = [name for name in self.mix.names if name not in self.sources]
         if unknown:
             raise SpecError(
@@ -71,14 +82,6 @@ class Job:
             without = [name for name, source in self.sources.items() if source.tokens is None]
             if without:
                 raise SpecError(f"steps are counted in tokens, but {_join_names(without)} have tokens=None; use samples=...")
-        if self.prefetch < 0:
-            raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
-        if self.mix.feedback is not None and self.mix.feedback.lag <= self.prefetch:
-            raise SpecError(f"feedback needs a lag of more than prefetch={self.prefetch} steps, got {self.mix.feedback.lag}")
-        if self.num_workers is not None and self.num_workers < 0:
-            raise SpecError(f"num_workers must be at least 0, got {self.num_workers}")
-        if self.num_processes is not None and self.num_processes < 1:
-            raise SpecError(f"num_processes must be at least 1, got {self.num_processes}")
 
     @property
     def mix(self) -> Mixture:

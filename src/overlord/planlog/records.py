@@ -182,6 +182,21 @@ def _progress(snapshot: Record, key: str) -> Progress:
     return Progress.from_plain(with_keys(snapshot[key], key, needed=("step", "sources", "carried")))
 
 
+def _progress_behind(snapshot: Record, progress: Progress) -> Progress:
+    behind = _progress(snapshot, "behind")
+    if behind.step >= progress.step or behind.names != progress.names:
+        raise DamagedError(
+            f"behind must be of an earlier step than {progress.step} and of the same sources, it is of step "
+            f"{behind.step} and of {', '.join(map(repr, behind.names))}"
+        )
+    return behind
+
+
+def _withdraw(decisions: list[Decision], record: Record) -> None:
+    at = [i for i, d in enumerate(decisions) if (d.step, d.name) == (record["step"], record["name"])]
+    del decisions[at[-1]]
+
+
 def _replay(records: Sequence[Record], keep: int) -> Recovered:
     snapshot = records[0]
     progress = _progress(snapshot, "progress")
@@ -192,12 +207,7 @@ def _replay(records: Sequence[Record], keep: int) -> Recovered:
     before = {progress.step: progress}
     readers = _groups(snapshot.get("readers", []), "readers")  # release 0.1 wrote none
     if "behind" in snapshot:
-        behind = _progress(snapshot, "behind")
-        if behind.step >= progress.step or behind.names != progress.names:
-            raise DamagedError(
-                f"behind must be of an earlier step than {progress.step} and of the same sources, it is of step "
-                f"{behind.step} and of {', '.join(map(repr, behind.names))}"
-            )
+        behind = _progress_behind(snapshot, progress)
         before[behind.step], needed = behind, behind.step
     for record in records[1:]:
         match as_mapping(record, "a record")["kind"]:
@@ -219,8 +229,7 @@ def _replay(records: Sequence[Record], keep: int) -> Recovered:
                 if record["name"] == WEIGHTS:
                     heard.forget_before(record["value"].get("until", 0))
             case "withdrawn":
-                at = [i for i, d in enumerate(decisions) if (d.step, d.name) == (record["step"], record["name"])]
-                del decisions[at[-1]]
+                _withdraw(decisions, record)
             case "report":
                 step, rank = whole(record["step"], "step"), whole(record["rank"], "rank")
                 heard.add(step, rank, sums_from_plain(record["sums"]))

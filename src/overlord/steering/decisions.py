@@ -107,43 +107,45 @@ def decision_from_plain(plain: Any, at: str) -> Decision:
     """Raises DamagedError for what no run decides."""
     step, name, value = as_list(plain, at, length=3)
     whole(step, f"{at}[0] (step)")
-    if text(name, f"{at}[1] (name)") in (WEIGHTS, COSTS, MESH):
-        _check_decided(name, as_mapping(value, f"{at}[2]"), f"{at}[2]")
+    check = {WEIGHTS: _check_weights, COSTS: _check_costs, MESH: _check_mesh}.get(text(name, f"{at}[1] (name)"))
+    if check is not None:
+        check(as_mapping(value, f"{at}[2]"), f"{at}[2]")
     return Decision(step, name, value)
 
 
-def _check_decided(name: str, value: Mapping[str, Any], at: str) -> None:
-    if name == WEIGHTS:
-        with_keys(value, at, needed=("weights", "of"), allowed=value)
-        weights = value["weights"]
-        if weights is not None:
-            shares = [number(w, f"{at}.weights.{n}", least=0) for n, w in as_mapping(weights, f"{at}.weights").items()]
-            if abs(math.fsum(shares) - 1) > 1e-6:
-                raise DamagedError(f"{at}.weights must sum to 1, they sum to {math.fsum(shares):g}")
-        for key in ("until", "reports"):
-            whole(value.get(key, 0), f"{at}.{key}")
-        for source, loss in as_mapping(value.get("losses", {}), f"{at}.losses").items():
-            number(loss, f"{at}.losses.{source}")
-        texts = ("of", "by", "id", "note")
-    elif name == COSTS:
-        with_keys(value, at, needed=("of", "modules", "slow", "mesh"), allowed=value)
-        for module, coefficients in as_mapping(value["modules"], f"{at}.modules").items():
-            for coefficient in as_list(coefficients, f"{at}.modules.{module}"):
-                number(coefficient, f"{at}.modules.{module}")
-        for group, factor in as_mapping(value["slow"], f"{at}.slow").items():
-            if not group.isdecimal() or number(factor, f"{at}.slow.{group}", least=0) == 0:
-                raise DamagedError(f"{at}.slow is a factor for each group, it has {group!r}: {short_repr(factor)}")
-        as_list(value["mesh"], f"{at}.mesh", length=8)
-        texts = ("of",)
-    else:
-        with_keys(value, at, needed=(*_AXES, "order"))
-        for axis in _AXES:
-            whole(value[axis], f"{at}.{axis}", least=1)
-        if sorted(text(axis, f"{at}.order") for axis in as_list(value["order"], f"{at}.order")) != sorted(_AXES):
-            raise DamagedError(f"{at}.order must name {', '.join(_AXES)} once each")
-        texts = ()
-    for key in texts:
+def _check_weights(value: Mapping[str, Any], at: str) -> None:
+    with_keys(value, at, needed=("weights", "of"), allowed=value)
+    weights = value["weights"]
+    if weights is not None:
+        shares = [number(w, f"{at}.weights.{n}", least=0) for n, w in as_mapping(weights, f"{at}.weights").items()]
+        if abs(math.fsum(shares) - 1) > 1e-6:
+            raise DamagedError(f"{at}.weights must sum to 1, they sum to {math.fsum(shares):g}")
+    for key in ("until", "reports"):
+        whole(value.get(key, 0), f"{at}.{key}")
+    for source, loss in as_mapping(value.get("losses", {}), f"{at}.losses").items():
+        number(loss, f"{at}.losses.{source}")
+    for key in ("of", "by", "id", "note"):
         text(value.get(key, ""), f"{at}.{key}")
+
+
+def _check_costs(value: Mapping[str, Any], at: str) -> None:
+    with_keys(value, at, needed=("of", "modules", "slow", "mesh"), allowed=value)
+    for module, coefficients in as_mapping(value["modules"], f"{at}.modules").items():
+        for coefficient in as_list(coefficients, f"{at}.modules.{module}"):
+            number(coefficient, f"{at}.modules.{module}")
+    for group, factor in as_mapping(value["slow"], f"{at}.slow").items():
+        if not group.isdecimal() or number(factor, f"{at}.slow.{group}", least=0) == 0:
+            raise DamagedError(f"{at}.slow is a factor for each group, it has {group!r}: {short_repr(factor)}")
+    as_list(value["mesh"], f"{at}.mesh", length=8)
+    text(value["of"], f"{at}.of")
+
+
+def _check_mesh(value: Mapping[str, Any], at: str) -> None:
+    with_keys(value, at, needed=(*_AXES, "order"))
+    for axis in _AXES:
+        whole(value[axis], f"{at}.{axis}", least=1)
+    if sorted(text(axis, f"{at}.order") for axis in as_list(value["order"], f"{at}.order")) != sorted(_AXES):
+        raise DamagedError(f"{at}.order must name {', '.join(_AXES)} once each")
 
 
 def mesh_decision(step: int, mesh: Mesh) -> Decision:
