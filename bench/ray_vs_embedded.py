@@ -28,7 +28,7 @@ from bench.telling import parser_of, tell
 from overlord.messages import Delivery
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Planner
-from overlord.service.constructor import ServingConstructor
+from overlord.service.run_api import StepSource
 
 ROW_TOKENS = 8192
 SMALL_STEP = 65_536
@@ -127,13 +127,13 @@ def costs_of(loader: ol.Loader) -> Costs:
     constructor, planner, host = loader._constructors[0], loader._planner, loader._fleet.hosts[0]
 
     def fetch() -> None:
-        delivered = constructor.ask(ServingConstructor.fetch, step.number, 0, 10.0).result()
+        delivered = constructor.call(StepSource.fetch, step.number, 0, 10.0).result()
         assert isinstance(delivered, Delivery)
 
     fields = [field for micro in step for field in micro.values()]
     return Costs(
-        empty_ask=_median_ms(lambda: host.ask(LoaderHost.status_lines).result()),
-        plan=_median_ms(lambda: planner.ask(Planner.plan, step.number, 0).result()),
+        empty_ask=_median_ms(lambda: host.call(LoaderHost.status_lines).result()),
+        plan=_median_ms(lambda: planner.call(Planner.plan, step.number, 0).result()),
         payload=_median_ms(lambda: list(loader._routes.fetch_each(samples))),
         ready_step=_median_ms(fetch),
         step_bytes=sum(field.nbytes for field in fields if isinstance(field, np.ndarray)),

@@ -117,14 +117,14 @@ class _Trainer:
 
 
 def status_of(loader: ol.Loader, host: str) -> HostStatus:
-    return Handle[LoaderHost](loader._engine, host).ask(LoaderHost.status).result(WARM_S)
+    return Handle[LoaderHost](loader._engine, host).call(LoaderHost.status).result(WARM_S)
 
 
 def is_warm(loader: ol.Loader) -> bool:
     """Whether a shadow holds what its host holds, and makes nothing."""
     for host, shadow in loader.report().shadows.items():
         held, mirrored = (status_of(loader, name).holding.get("slow", []) for name in (host, shadow))
-        use = Handle[LoaderHost](loader._engine, shadow).ask(LoaderHost.buffer_use, ("slow",)).result(WARM_S)["slow"]
+        use = Handle[LoaderHost](loader._engine, shadow).call(LoaderHost.buffer_use, ("slow",)).result(WARM_S)["slow"]
         return bool(held) and set(held) <= set(mirrored) and use.num_chunks == len(mirrored)
     return False
 

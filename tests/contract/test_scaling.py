@@ -20,12 +20,12 @@ MANY = ((Share("web", 0, 3), Share("code")), (Share("web", 1, 3), Share("chat"))
 
 
 def repartition(loader: ol.Loader, hosts: tuple[tuple[Share, ...], ...], **ahead: int) -> None:
-    cursors = loader._planner.ask(Planner.cursors).result()
+    cursors = loader._planner.call(Planner.cursors).result()
     loader._fleet.repartition(Partition(hosts), cursors, ahead)
 
 
 def status_of(loader: ol.Loader, host: str) -> HostStatus:
-    return Handle[LoaderHost](loader._engine, host).ask(LoaderHost.status).result(60)
+    return Handle[LoaderHost](loader._engine, host).call(LoaderHost.status).result(60)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_run_whose_loaders_change_is_the_same_on_every_engine_and_gives_hosts_
         found += _stream(clients, 4)
         repartition(loader, (*ONE, (), ()))
         found += _stream(clients, 54)
-        loader._fleet.tidy(loader._planner.ask(Planner.cursors).result())
+        loader._fleet.tidy(loader._planner.call(Planner.cursors).result())
         assert [host.name for host in loader._fleet.hosts] == ["loaders/0"]
         assert loader.report().loaders == {"web": 1, "code": 1, "chat": 1}
         assert found == expected

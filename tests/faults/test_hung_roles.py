@@ -51,11 +51,11 @@ def engine(request: pytest.FixtureRequest) -> Iterator[ol.Ray]:
 @pytest.mark.second_try(reason="an actor that Ray starts slowly seems to hang for longer than a second")
 def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, caplog: pytest.LogCaptureFixture):
     counter = engine.spawn("counter", partial(make_counter, 5))
-    stopped = counter.ask(Counter.pid).result()
+    stopped = counter.call(Counter.pid).result()
     with caplog.at_level(logging.WARNING, "overlord.runtime.engine"):
         os.kill(stopped, signal.SIGSTOP)
-        assert counter.ask(Counter.add, 2).result(60) == 7
-    assert counter.ask(Counter.pid).result() != stopped
+        assert counter.call(Counter.add, 2).result(60) == 7
+    assert counter.call(Counter.pid).result() != stopped
     told = rf"role 'counter' has not answered for 1\.\d s, though its process {stopped} on node \w+ lives"
     assert re.search(told, caplog.text)
     assert "the process is killed and the role is started again" in caplog.text
@@ -64,9 +64,9 @@ def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, capl
 @pytest.mark.second_try(reason="an actor that Ray starts slowly seems to hang for longer than a second")
 def test_a_role_whose_own_locks_are_in_a_knot_is_replaced(engine: ol.Ray):
     role = engine.spawn("knotted", make_knotted)
-    knotted = role.ask(Knotted.knot).result()
-    assert role.ask(Knotted.status_lines).result(60) == ["counting"]
-    assert role.ask(Knotted.pid).result() != knotted
+    knotted = role.call(Knotted.knot).result()
+    assert role.call(Knotted.status_lines).result(60) == ["counting"]
+    assert role.call(Knotted.pid).result() != knotted
 
 
 @pytest.mark.second_try(reason="a starved actor seems to hang")
@@ -78,9 +78,9 @@ def test_neither_a_busy_role_nor_one_that_takes_long_to_make_is_taken_for_hung(e
 
     slow = engine.spawn("slow", make)
     counter = engine.spawn("counter", partial(make_counter, 0))
-    before = counter.ask(Counter.pid).result()
-    busy = [counter.ask(Counter.hang) for _ in range(4)]  # as many as it answers side by side
+    before = counter.call(Counter.pid).result()
+    busy = [counter.call(Counter.hang) for _ in range(4)]  # as many as it answers side by side
     with pytest.raises(ol.errors.WaitTimeoutError):
         busy[0].result(2 * PATIENT_S)
     assert os.path.exists(f"/proc/{before}"), "nobody has killed it"
-    assert slow.ask(Counter.add, 0).result(60) == 1
+    assert slow.call(Counter.add, 0).result(60) == 1

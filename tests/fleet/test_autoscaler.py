@@ -52,7 +52,7 @@ def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(cap
         client = loader.client(0, timeout_s=60)
         found = [bytes_of(step) for step in islice(client, 10)]
         loader._control_loop.reconcile()  # no step draws from the far source yet: one chunk is made, to measure it
-        loader._fleet.hosts[0].ask(LoaderHost.describe, "far", 0).result()  # waits until that is done
+        loader._fleet.hosts[0].call(LoaderHost.describe, "far", 0).result()  # waits until that is done
         loader._control_loop.reconcile()
         had = hosts_of(loader, "far")
         assert len(had) == loader.report().loaders["far"] > 1
@@ -136,7 +136,7 @@ def test_work_is_counted_where_it_is_done():
         client = loader.client(0, timeout_s=60)
         for _ in range(40):
             next(client)
-        work = loader._fleet.hosts[0].ask(LoaderHost.status).result().work["far"]
+        work = loader._fleet.hosts[0].call(LoaderHost.status).result().work["far"]
     assert work.num_chunks >= 3
     assert work.wait_s >= 0.02 * work.num_chunks * 0.9
     assert work.rows == 5 * work.num_chunks

@@ -47,7 +47,7 @@ def expected() -> list:
 
 
 def cursors_of(loader: ol.Loader) -> dict[str, Cursor]:
-    return loader._planner.ask(Planner.cursors).result()
+    return loader._planner.call(Planner.cursors).result()
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ def happen(event: Deal | To | str, loader: ol.Loader, engine: Mortal) -> None:
         if event.what == "lose":
             engine.lose(host)
         elif event.what == "close":  # the way memory is taken back, here from a host that is still asked
-            Handle[LoaderHost](engine, host).ask(LoaderHost.keep, ())
+            Handle[LoaderHost](engine, host).call(LoaderHost.keep, ())
         elif event.what == "shadow" and host not in fleet.table.shadows:
             fleet.add_shadow(host)
         elif event.what == "mirror" and host in fleet.table.shadows:
-            holding = Handle[LoaderHost](engine, host).ask(LoaderHost.status).result().holding
-            Handle[LoaderHost](engine, fleet.table.shadows[host]).ask(LoaderHost.mirror, holding)
+            holding = Handle[LoaderHost](engine, host).call(LoaderHost.status).result().holding
+            Handle[LoaderHost](engine, fleet.table.shadows[host]).call(LoaderHost.mirror, holding)
         elif event.what == "promote":
             fleet.promote(host)
         elif event.what == "exchange":
@@ -117,8 +117,8 @@ def test_the_stream_is_the_same_under_any_history_of_its_loaders(expected, event
             if event == "read" and len(found) < STEPS:
                 found += steps_of(loader, clients, 1)
             for host in loader._fleet.hosts:
-                sources = tuple(host.ask(LoaderHost.status).result().holding)
-                for use in host.ask(LoaderHost.buffer_use, sources).result().values():
+                sources = tuple(host.call(LoaderHost.status).result().holding)
+                for use in host.call(LoaderHost.buffer_use, sources).result().values():
                     assert use.peak_bytes <= use.limit_bytes
         found += steps_of(loader, clients, STEPS - len(found))
         assert found == expected
@@ -175,10 +175,10 @@ class Silent(Mortal):
         super().__init__()
         self.silent: set[str] = set()
 
-    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate:
+    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate:
         if name in self.silent:
             return _Never()
-        return super().ask(name, method, *args, **kwargs)
+        return super().call(name, method, *args, **kwargs)
 
 
 class _Never(Immediate):

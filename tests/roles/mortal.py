@@ -45,7 +45,7 @@ class Mortal(Embedded):
             _silence(self._roles[name])
             self._roles[name] = self._makes[name](self._workplace)
 
-    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate:
+    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate:
         if name == "planner":
             self.num_asks += 1
             if self.num_asks in self.losses:
@@ -55,7 +55,7 @@ class Mortal(Embedded):
             # What a role would have answered that was lost meanwhile nobody hears: an engine asks the new one.
             with self._changing if name == "planner" else nullcontext():
                 lost = self.num_lost
-            answer = super().ask(name, method, *args, **kwargs)
+            answer = super().call(name, method, *args, **kwargs)
         if isinstance(answer.result(), GroupPlan):
             self.plans.append(answer.result())
         return answer

@@ -244,12 +244,12 @@ class Failing(Mortal):
         self.failures = failures
         self.num_described = 0
 
-    def ask(self, name, method, /, *args, **kwargs):
+    def call(self, name, method, /, *args, **kwargs):
         if method.__name__ == "describe":
             self.num_described += 1
             if self.num_described in self.failures:
                 raise StorageError("storage did not answer")
-        return super().ask(name, method, *args, **kwargs)
+        return super().call(name, method, *args, **kwargs)
 
 
 # What a planner keeps
@@ -282,11 +282,11 @@ class Leaving(Mortal):
 
     leave_during_plan: Callable[[], None] | None = None
 
-    def ask(self, name, method, /, *args, **kwargs):
+    def call(self, name, method, /, *args, **kwargs):
         if method.__name__ == "plan" and self.leave_during_plan is not None:
             leave, self.leave_during_plan = self.leave_during_plan, None
             leave()
-        return super().ask(name, method, *args, **kwargs)
+        return super().call(name, method, *args, **kwargs)
 
 
 def test_status_says_how_far_the_planner_and_its_log_are(tmp_path):

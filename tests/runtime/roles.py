@@ -37,10 +37,10 @@ class Asker:
         self._other = other
 
     def add(self, amount: int) -> int:
-        return self._other.ask(Counter.add, amount).result()
+        return self._other.call(Counter.add, amount).result()
 
     def fail(self, error: Exception) -> None:
-        self._other.ask(Counter.fail, error).result()
+        self._other.call(Counter.fail, error).result()
 
 
 def make_counter(start: int, workplace: Workplace) -> Counter:

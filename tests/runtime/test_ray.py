@@ -48,12 +48,12 @@ def engine() -> Iterator[ol.Ray]:
 @pytest.mark.second_try(reason="Ray must replace a killed actor within 20 s")
 def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Ray):
     counter = engine.spawn("counter", partial(make_counter, 5))
-    assert counter.ask(Counter.add, 2).result() == 7
-    pid = counter.ask(Counter.pid).result()
-    hanging = counter.ask(Counter.hang)
+    assert counter.call(Counter.add, 2).result() == 7
+    pid = counter.call(Counter.pid).result()
+    hanging = counter.call(Counter.hang)
     os.kill(pid, signal.SIGKILL)
-    assert counter.ask(Counter.add, 1).result() == 6
-    assert counter.ask(Counter.pid).result() != pid
+    assert counter.call(Counter.add, 1).result() == 6
+    assert counter.call(Counter.pid).result() != pid
     with pytest.raises(ol.errors.WaitTimeoutError, match=r"role 'counter' did not answer 'hang' within 0\.5 s"):
         hanging.result(0.5)  # it was asked again, of the new one
 
@@ -62,15 +62,15 @@ def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Ray):
 def test_a_name_can_mean_another_role_also_for_handles_inside_actors_and_for_asks_under_way(engine: ol.Ray):
     counter = engine.spawn("counter", partial(make_counter, 0))
     asker = engine.spawn("asker", partial(make_asker, counter))
-    assert asker.ask(Asker.add, 1).result() == 1
-    stopped = counter.ask(Counter.pid).result()
+    assert asker.call(Asker.add, 1).result() == 1
+    stopped = counter.call(Counter.pid).result()
     os.kill(stopped, signal.SIGSTOP)
     try:
-        waiting = asker.ask(Asker.add, 1)
+        waiting = asker.call(Asker.add, 1)
         engine.spawn("counter/shadow", partial(make_counter, 100))
         engine.rebind("counter", "counter/shadow")
         assert waiting.result(20) == 101
-        assert counter.ask(Counter.add, 1).result(20) == 102
+        assert counter.call(Counter.add, 1).result(20) == 102
     finally:
         send(stopped, signal.SIGCONT)
 
@@ -81,7 +81,7 @@ def test_a_role_that_dies_whenever_it_is_asked_is_named_when_patience_ends(ray_c
     try:
         counter = engine.spawn("counter", partial(make_counter, 0))
         with pytest.raises(ol.errors.WorkerDiedError, match="role 'counter' died and did not come back"):
-            counter.ask(Counter.die).result(30)
+            counter.call(Counter.die).result(30)
     finally:
         engine.close()
 
@@ -92,7 +92,7 @@ def test_errors_come_home_as_themselves_with_notes_and_where_they_were_raised(en
     error = KeyError("gone")
     error.add_note("while looking for it")
     with pytest.raises(KeyError) as caught:
-        asker.ask(Asker.fail, error).result()
+        asker.call(Asker.fail, error).result()
     assert caught.value.args == ("gone",)
     notes = caught.value.__notes__
     assert notes[0] == "while looking for it"
@@ -110,14 +110,14 @@ def test_an_error_that_does_not_pickle_is_told_in_words(engine: ol.Ray):
         return Odd()
 
     with pytest.raises(ol.OverlordError, match="TwoPartError: this and that"):
-        engine.spawn("odd", make).ask(Counter.add, 1).result()
+        engine.spawn("odd", make).call(Counter.add, 1).result()
 
 
 def test_an_error_in_making_a_role_is_raised_when_roles_have_started(engine: ol.Ray):
     engine.spawn("counter", partial(make_counter, 0))
     engine.spawn("nothing", make_nothing)
     with pytest.raises(FileNotFoundError, match="no such folder"):
-        engine.started()
+        engine.wait_until_started()
 
 
 def test_a_role_that_no_node_has_room_for_is_named_with_what_it_needs(ray_cluster: None):
@@ -133,15 +133,15 @@ def test_large_arguments_of_several_roles_are_stored_once_and_found_again_after_
     large, own = bytes(3 << 20), bytes(2 << 20)
     counters = [engine.spawn(f"length/{i}", partial(make_length, large, {"own": own, "small": "abc"})) for i in range(2)]
     assert engine._calls.num_stored == 2 + len(counters)
-    assert [counter.ask(Counter.add, 0).result() for counter in counters] == [(5 << 20) + 3] * 2
-    os.kill(counters[0].ask(Counter.pid).result(), signal.SIGKILL)
-    assert counters[0].ask(Counter.add, 0).result() == (5 << 20) + 3
+    assert [counter.call(Counter.add, 0).result() for counter in counters] == [(5 << 20) + 3] * 2
+    os.kill(counters[0].call(Counter.pid).result(), signal.SIGKILL)
+    assert counters[0].call(Counter.add, 0).result() == (5 << 20) + 3
 
 
 def test_closing_wakes_an_ask_that_waits(engine: ol.Ray):
     counter = engine.spawn("counter", partial(make_counter, 0))
-    engine.started()
-    hanging = counter.ask(Counter.hang)
+    engine.wait_until_started()
+    hanging = counter.call(Counter.hang)
     raised: list[Exception] = []
 
     def wait() -> None:
@@ -156,7 +156,7 @@ def test_closing_wakes_an_ask_that_waits(engine: ol.Ray):
     waiting.join(20)
     assert len(raised) == 1
     with pytest.raises(ol.errors.ClosedError):
-        counter.ask(Counter.pid).result()
+        counter.call(Counter.pid).result()
 
 
 def test_many_small_sources_share_a_few_loader_hosts(ray_cluster: None):

@@ -134,10 +134,10 @@ class LoaderControlLoop:
     def reconcile(self) -> None:
         """One round: measure the run, and change loaders and shadows accordingly."""
         hosts = self._fleet.statuses()
-        asked = [constructor.ask(Paced.pace) for constructor in list(self._constructors)]
-        status = self._planner.ask(Planner.status).result(_ANSWER_S)
-        cursors = self._planner.ask(Planner.cursors).result(_ANSWER_S)
-        decided = self._planner.ask(Planner.decisions).result(_ANSWER_S)
+        asked = [constructor.call(Paced.pace) for constructor in list(self._constructors)]
+        status = self._planner.call(Planner.status).result(_ANSWER_S)
+        cursors = self._planner.call(Planner.cursors).result(_ANSWER_S)
+        decided = self._planner.call(Planner.decisions).result(_ANSWER_S)
         mixture = mixture_in_force(self._mixture, [(d.step, d.value["weights"]) for d in decided if d.name == WEIGHTS])
         observed = self._meter.observe(status.taken_to, hosts, [pace.result(_ANSWER_S) for pace in asked])
         if self._shadows is not None:

@@ -21,7 +21,7 @@ from overlord.roles.assembly import make_loader_host, publish_units
 from overlord.roles.loader_host import HostStatus, LoaderHost
 from overlord.roles.routes import TABLE
 from overlord.runtime import liveness
-from overlord.runtime.engine import Answer, Engine, Handle
+from overlord.runtime.engine import Engine, Handle, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -141,7 +141,7 @@ class Fleet:
             for host in table.hosts:
                 kept = [name for name in table.sources_of(host) if active is None or name in active]
                 # Not waited for: a host that does not answer keeps its memory until it is restarted.
-                Handle[LoaderHost](self._engine, host).ask(LoaderHost.keep, kept)
+                Handle[LoaderHost](self._engine, host).call(LoaderHost.keep, kept)
             return sorted(unused)
 
     def warm(self, source: str, cursor: Cursor) -> None:
@@ -149,7 +149,7 @@ class Fleet:
         table = self._table
         last = cursor.next + table.num_ahead(source)
         for chunk in range(cursor.next, last if cursor.end is None else min(last, cursor.end)):
-            Handle[LoaderHost](self._engine, table.host_of(source, chunk)).ask(LoaderHost.prefetch, source, [chunk])
+            Handle[LoaderHost](self._engine, table.host_of(source, chunk)).call(LoaderHost.prefetch, source, [chunk])
 
     def add_shadow(self, host: str) -> str:
         """Start a shadow for a host; returns its name."""
@@ -190,13 +190,15 @@ class Fleet:
 
     def statuses(self) -> dict[str, HostStatus]:
         """The status of each host that answers in time."""
-        return _collect_in_time({host.name: host.ask(LoaderHost.status) for host in self.hosts})
+        return _collect_in_time({host.name: host.call(LoaderHost.status) for host in self.hosts})
 
     def buffer_use(self) -> dict[str, BufferUse]:
         """The buffers of each source over all its loaders, without shadows and without hosts that do not answer."""
         found: dict[str, BufferUse] = {}
         table = self._table
-        asked = {h: Handle[LoaderHost](self._engine, h).ask(LoaderHost.buffer_use, table.sources_of(h)) for h in table.hosts}
+        asked = {
+            h: Handle[LoaderHost](self._engine, h).call(LoaderHost.buffer_use, table.sources_of(h)) for h in table.hosts
+        }
         for uses in _collect_in_time(asked).values():
             for name, use in uses.items():
                 found[name] = found[name].plus(use) if name in found else use
@@ -205,7 +207,7 @@ class Fleet:
     def num_bad_rows(self) -> dict[str, int]:
         """How many rows of each source were dropped; a row that several hosts dropped counts once."""
         found = {name: set(self._past_bad_rows.get(name, ())) for name in self._job.sources}
-        for dropped in _collect_in_time({host.name: host.ask(LoaderHost.bad_rows) for host in self.hosts}).values():
+        for dropped in _collect_in_time({host.name: host.call(LoaderHost.bad_rows) for host in self.hosts}).values():
             for name, rows in dropped.items():
                 found[name] |= rows
         return {name: len(rows) for name, rows in found.items()}
@@ -220,7 +222,7 @@ class Fleet:
     def _wait_until_started(self, names: Sequence[str]) -> None:
         began = time.monotonic()
         try:
-            self._engine.started(names, self._longest_start_s)
+            self._engine.wait_until_started(names, self._longest_start_s)
         except OverlordError:
             for name in names:
                 del self._hosts[name]
@@ -234,14 +236,14 @@ class Fleet:
         self._engine.publish(TABLE, table)
 
     def _stop(self, name: str) -> None:
-        asked = {name: Handle[LoaderHost](self._engine, name).ask(LoaderHost.bad_rows)}
+        asked = {name: Handle[LoaderHost](self._engine, name).call(LoaderHost.bad_rows)}
         for source, rows in _collect_in_time(asked).get(name, {}).items():
             self._past_bad_rows[source] = self._past_bad_rows.get(source, frozenset()) | rows
         del self._hosts[name]
         self._engine.stop(name)
 
 
-def _collect_in_time(asked: Mapping[str, Answer[T]]) -> dict[str, T]:
+def _collect_in_time(asked: Mapping[str, Reply[T]]) -> dict[str, T]:
     """The answers that come within one deadline for all of them."""
     deadline = time.monotonic() + _ANSWER_S
     found = {}

@@ -98,7 +98,7 @@ def make_loader_host(
     def open_source(name: str) -> OpenSource:
         source = job.sources[name]
         bad_rows = BadRowLog(name, source.bad_rows)
-        units: Sequence[Unit] = engine.published(f"units/{name}")
+        units: Sequence[Unit] = engine.look_up(f"units/{name}")
         maker = ChunkMaker(
             name,
             source,

@@ -185,7 +185,7 @@ class DataConstructor:
             self._expected |= set(ranks) - self._at.keys()
             is_late = bool(self._expected)
         if is_late:
-            self._planner.ask(Planner.expect, self._group).result()
+            self._planner.call(Planner.expect, self._group).result()
 
     def late(self) -> frozenset[int]:
         """The ranks that are expected and have neither asked for a step nor left."""
@@ -203,7 +203,7 @@ class DataConstructor:
             if nobody_reads:
                 self._drop_all()
         if nobody_reads:
-            self._planner.ask(Planner.group_left, self._group, is_late).result()
+            self._planner.call(Planner.group_left, self._group, is_late).result()
 
     def freeze(self) -> HandedOut:
         """Deliver no step that no rank has yet."""
@@ -313,11 +313,11 @@ class DataConstructor:
             oldest, is_late = min(self._at.values(), default=None), bool(self._expected)
         if oldest is None:
             return Later(f"nobody reads data-parallel group {self._group}")
-        plan = self._planner.ask(Planner.plan, step, self._group, oldest, is_late).result()
+        plan = self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
         with self._lock:
             nobody_reads, is_late = not self._at, bool(self._expected)
         if nobody_reads:  # the last rank left meanwhile: the planner must not wait for this group again
-            self._planner.ask(Planner.group_left, self._group, is_late).result()
+            self._planner.call(Planner.group_left, self._group, is_late).result()
         return plan
 
 

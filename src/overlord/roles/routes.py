@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from overlord.loaders.routing import RoutingTable
-    from overlord.runtime.engine import Answer, Engine
+    from overlord.runtime.engine import Engine, Reply
 
 TABLE = "routing"
 """The key under which the table is published."""
@@ -62,7 +62,7 @@ class Routes:
             return None
         try:
             host = self._lookup().host(source, chunk)
-            return self._engine.ask(host, LoaderHost.peek, self._names[source], chunk, keep_from).result()
+            return self._engine.call(host, LoaderHost.peek, self._names[source], chunk, keep_from).result()
         except ClosedError:
             return None
 
@@ -153,7 +153,7 @@ class Routes:
         shadow = lookup.table.shadows.get(host)
         if shadow is None:
             try:
-                return self._engine.ask(host, method, *args).result
+                return self._engine.call(host, method, *args).result
             except ClosedError as error:
                 return _Gone(error).result
         first, second = (shadow, host) if self._is_suspect(host) else (host, shadow)
@@ -161,7 +161,7 @@ class Routes:
         return lambda: self._first_result(host, sent, first, second, method, *args)
 
     def _first_result(
-        self, host: str, sent: Answer[Any], first: str, second: str, method: Callable[..., Any], *args: Any
+        self, host: str, sent: Reply[Any], first: str, second: str, method: Callable[..., Any], *args: Any
     ) -> Any:
         try:
             return sent.result(_SILENT_S)
@@ -184,9 +184,9 @@ class Routes:
                     self._suspects[host] = time.monotonic()
                 return result
 
-    def _send_to(self, host: str, method: Callable[..., Any], *args: Any) -> Answer[Any]:
+    def _send_to(self, host: str, method: Callable[..., Any], *args: Any) -> Reply[Any]:
         try:
-            return self._engine.ask(host, method, *args)
+            return self._engine.call(host, method, *args)
         except ClosedError as error:
             return _Gone(error)
 
@@ -201,7 +201,7 @@ class Routes:
 
     def _look(self) -> _Lookup:
         """The newest table; ClosedError when the run is closed."""
-        table: RoutingTable = self._engine.published(TABLE)
+        table: RoutingTable = self._engine.look_up(TABLE)
         known = self._known
         lookup = known[1] if known is not None and known[1].table.version == table.version else _Lookup(table, self._names)
         self._known = time.monotonic(), lookup

@@ -61,13 +61,13 @@ class Embedded:
     def num_hosts(self) -> int | None:
         return None
 
-    def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
+    def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         """Return at once: `spawn` has made every role before it returned."""
 
     def publish(self, key: str, value: object) -> None:
         self._values[key] = value
 
-    def published(self, key: str) -> Any:
+    def look_up(self, key: str) -> Any:
         if self._closed or key not in self._values:
             raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
         return self._values[key]
@@ -75,7 +75,7 @@ class Embedded:
     def store_use(self) -> None:
         return None
 
-    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate[Any]:
+    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate[Any]:
         role = self._roles.get(name)
         if role is None:
             raise ClosedError(f"no role named {name!r} is running; the loader was closed")

@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
 
 
-class Answer(Protocol[T_co]):
+class Reply(Protocol[T_co]):
     """The result of a call, to come; `result` waits for it and raises what the role raised."""
 
     def result(self, timeout: float | None = None) -> T_co: ...
@@ -65,12 +65,12 @@ class Engine(Protocol):
         role has to be restarted."""
         ...
 
-    def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
+    def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         """Wait until these roles (every one spawned so far unless given) are made; raises what making one raised."""
         ...
 
-    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Answer[Any]:
-        """Call a method of the role bound to a name. Use `Handle.ask`, which is typed."""
+    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reply[Any]:
+        """Call a method of the role bound to a name. Use `Handle.call`, which is typed."""
         ...
 
     def rebind(self, name: str, to: str) -> None:
@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Publish a value for every role to look up, in place of the old one. It must pickle, and nobody may change it."""
         ...
 
-    def published(self, key: str) -> Any:
+    def look_up(self, key: str) -> Any:
         """The value published last under a key; ClosedError once the engine is closed."""
         ...
 
@@ -96,19 +96,19 @@ class Engine(Protocol):
         ...
 
 
-class _Ask(Protocol[R_co]):
-    def __call__(self, method: Callable[Concatenate[R_co, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Answer[T]: ...
+class _Call(Protocol[R_co]):
+    def __call__(self, method: Callable[Concatenate[R_co, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Reply[T]: ...
 
 
 class Handle(Generic[R]):
-    """A typed name: `loader.ask(SourceLoader.describe, chunk)`."""
+    """A typed name: `loader.call(SourceLoader.describe, chunk)`."""
 
-    __slots__ = ("ask", "engine", "name")
+    __slots__ = ("call", "engine", "name")
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
-        self.ask: _Ask[R] = partial(engine.ask, name)
+        self.call: _Call[R] = partial(engine.call, name)
         """Calls a method of the role that the name is bound to."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from overlord.roles.data_constructor import HandedOut
-    from overlord.runtime.engine import Answer, Handle
+    from overlord.runtime.engine import Handle, Reply
 
 _PAUSE_S = 0.02
 
@@ -32,7 +32,7 @@ def freeze_at(
     `readers` returns the ranks that are known to read, with the next step of each, whether they have asked for it or not.
     Every step before `taken_to` is known to be taken; a constructor that was made again may not know it.
     """
-    found = _wait_all([constructor.ask(ServingConstructor.freeze) for constructor in constructors])
+    found = _wait_all([constructor.call(ServingConstructor.freeze) for constructor in constructors])
     at_step = _next_steps(readers(), found)
     untaken = max([taken_to, *at_step.values(), *(handed.untaken for handed in found)])
     at = untaken if at is None else at
@@ -51,17 +51,17 @@ def freeze_at(
                 "them read on or close their clients, or give at=... to hand steps out again"
             )
         time.sleep(_PAUSE_S)
-        found = _wait_all([constructor.ask(ServingConstructor.thaw, at) for constructor in constructors])
+        found = _wait_all([constructor.call(ServingConstructor.thaw, at) for constructor in constructors])
         at_step = _next_steps(readers(), found)
     return at
 
 
 def thaw_all(constructors: Sequence[Handle[ServingConstructor]]) -> None:
     """Hand out steps as before."""
-    _wait_all([constructor.ask(ServingConstructor.thaw) for constructor in constructors])
+    _wait_all([constructor.call(ServingConstructor.thaw) for constructor in constructors])
 
 
-def _wait_all(calls: Sequence[Answer[HandedOut]]) -> list[HandedOut]:
+def _wait_all(calls: Sequence[Reply[HandedOut]]) -> list[HandedOut]:
     return [answer.result() for answer in calls]
 
 

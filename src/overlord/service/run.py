@@ -26,7 +26,7 @@ from overlord.roles.assembly import are_decisions_safe, list_units, make_partiti
 from overlord.roles.planner import Mix, Planner, PlannerStatus
 from overlord.roles.routes import Routes
 from overlord.runtime.embedded import Embedded
-from overlord.runtime.engine import Answer, Engine, Handle, StoreUse, WorkplaceSize
+from overlord.runtime.engine import Engine, Handle, Reply, StoreUse, WorkplaceSize
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import RANK_SILENT, ROLE_BUSY, ROLE_REPORT
 from overlord.runtime.long_waits import waiting
@@ -167,7 +167,7 @@ class Loader:
         self._constructors: list[Handle[ServingConstructor]] = [
             self._spawn_constructor(job, group) for group in range(job.mesh.dp)
         ]
-        engine.started()
+        engine.wait_until_started()
         self._control_loop = LoaderControlLoop(
             engine,
             job,
@@ -252,7 +252,7 @@ class Loader:
         are drawn, up to a million, while readers are served."""
         self._home.check()
         number = whole(step, "step")
-        return self._wait(f"the plan of step {number}", lambda: self._planner.ask(Planner.whole_plan, number))
+        return self._wait(f"the plan of step {number}", lambda: self._planner.call(Planner.whole_plan, number))
 
     def documents(self, step: int) -> list[StepDocument] | None:
         """Returns every document of a step, by rank and microbatch, for inspection; None when the run ends before it. Chunks
@@ -288,15 +288,15 @@ class Loader:
         at once, whatever the run waits for; a step that was not drawn yet is drawn, as for `plan`."""
         self._home.check()
         if step is None:
-            at, mix = self._planner.ask(Planner.known_mix, self._slowest()).result(_STATUS_WAIT_S)
+            at, mix = self._planner.call(Planner.known_mix, self._slowest()).result(_STATUS_WAIT_S)
         else:
             at = whole(step, "step")
-            mix = self._wait(f"the mix before step {at}", lambda: self._planner.ask(Planner.mix, at))
+            mix = self._wait(f"the mix before step {at}", lambda: self._planner.call(Planner.mix, at))
         table = self._fleet.table
         return Report(
             step=at,
             mix=mix,
-            documents=self._planner.ask(Planner.counts).result(_STATUS_WAIT_S),
+            documents=self._planner.call(Planner.counts).result(_STATUS_WAIT_S),
             bad_rows=self._fleet.num_bad_rows(),
             buffers=self._fleet.buffer_use(),
             loaders={name: len(table.stretches[name][-1].hosts) for name in self.job.sources},
@@ -321,24 +321,24 @@ class Loader:
         """Apply a change once, however often the call is repeated. Use `set_weights`."""
         change.check(tuple(self.job.sources))
         with self._move_lock:
-            reached = [constructor.ask(ServingConstructor.reached) for constructor in self._constructors]
+            reached = [constructor.call(ServingConstructor.reached) for constructor in self._constructors]
             first = max(self._start.step, *(answer.result() for answer in reached))
-            return self._planner.ask(Planner.change_weights, change, first).result()
+            return self._planner.call(Planner.change_weights, change, first).result()
 
     def decisions(self) -> tuple[Decision, ...]:
         """Returns what was decided while the run ran: by `set_weights`, by reported losses and by reported times."""
-        return self._planner.ask(Planner.decisions).result()
+        return self._planner.call(Planner.decisions).result()
 
     def feedback(self, report: StepReport, generation: int) -> list[str]:
         """Count a rank's report of a step; returns what was not counted, and why. Use `Client.feedback`."""
         if generation != self._generation:
             return ["the run was moved to another state since"]
-        return self._planner.ask(Planner.report, report).result()
+        return self._planner.call(Planner.report, report).result()
 
     def status(self) -> PlannerStatus:
         """Returns how far the planner is, and the state of its log."""
         self._home.check()
-        return self._planner.ask(Planner.status).result(_STATUS_WAIT_S)
+        return self._planner.call(Planner.status).result(_STATUS_WAIT_S)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move the run to a state, with all of its clients in this process. Trainers in other processes must load it
@@ -357,7 +357,7 @@ class Loader:
             self._has_saved = True
             warn_of_unseen(self._fingerprint)
         asked = f"the state before step {number}"
-        progress, steered = self._wait(asked, lambda: self._planner.ask(Planner.checkpoint, number))
+        progress, steered = self._wait(asked, lambda: self._planner.call(Planner.checkpoint, number))
         return to_state(progress, self.job.mix.unit, self._saved_fingerprint, steered)
 
     def load_state(self, state: Mapping[str, Any], generation: int) -> int:
@@ -369,14 +369,14 @@ class Loader:
         with self._move_lock, self._lock:
             follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
             if not follows:
-                known = self._planner.ask(Planner.decisions).result()
+                known = self._planner.call(Planner.decisions).result()
                 self._start, self._steered = progress, steered_on_return(state, self.job, known, progress.step)
                 self._generation += 1
                 self._era = None if self._era is None else self._era.next_era(progress.step, self.job.mesh)
                 self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))
                 self._engine.rebind("planner", "planner/new")
                 for constructor in self._constructors:
-                    constructor.ask(ServingConstructor.restart, self._generation).result()
+                    constructor.call(ServingConstructor.restart, self._generation).result()
                 self._expect_trainers()
             return self._generation
 
@@ -395,7 +395,7 @@ class Loader:
         at = None if at is None else whole(at, "at", least=None)
         with self._move_lock:
             try:
-                taken_to = self._planner.ask(Planner.status).result().taken_to
+                taken_to = self._planner.call(Planner.status).result().taken_to
                 step = freeze_at(
                     at,
                     self._constructors,
@@ -404,7 +404,7 @@ class Loader:
                     taken_to=taken_to,
                     timeout_s=timeout_s,
                 )
-                progress, self._steered = self._planner.ask(Planner.checkpoint, step).result()
+                progress, self._steered = self._planner.call(Planner.checkpoint, step).result()
                 self._move_to_mesh(replace(self.job, mesh=mesh), progress)
             except BaseException:
                 thaw_all(self._constructors)
@@ -424,7 +424,7 @@ class Loader:
     def status_lines(self) -> list[str]:
         """Returns what the planner and the loaders are busy with, to explain a wait."""
         try:
-            planner = self._planner.ask(Planner.status_lines).result(_STATUS_LINES_S)
+            planner = self._planner.call(Planner.status_lines).result(_STATUS_LINES_S)
         except (WaitTimeoutError, WorkerDiedError):
             planner = ["the planner does not answer"]
         return [*planner, *self._routes.status_lines()]
@@ -452,14 +452,14 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, what: str, ask: Callable[[], Answer[T]]) -> T:
+    def _wait(self, what: str, call: Callable[[], Reply[T]]) -> T:
         """Wait for a call that may have to draw steps first, with a warning where that takes long."""
 
         def describe() -> str:
             return what + "".join(f"\n  - {line}" for line in self.status_lines())
 
         with waiting(describe):
-            return ask().result()
+            return call().result()
 
     def _slowest(self) -> int:
         reading, last = ({}, {}) if self._serving is None else (self._serving.reading(), self._serving.last())
@@ -510,7 +510,7 @@ class Loader:
         try:
             engine.spawn("planner/new", self._planner_from(job, progress, era))
             added = [self._spawn_constructor(job, group) for group in range(old, new)]
-            engine.started()
+            engine.wait_until_started()
         except BaseException:  # nothing has changed yet
             for name in ("planner/new", *(constructor.name for constructor in added)):
                 engine.stop(name)
@@ -522,7 +522,7 @@ class Loader:
             for constructor in self._constructors:
                 engine.stop(constructor.name)
             kept = [self._spawn_constructor(job, group) for group in range(min(old, new))]
-            engine.started()
+            engine.wait_until_started()
             self.job, self.tree, self._start, self._era = job, ClientPlaceTree(job.mesh), progress, era
             self._group_of = {}
             self._constructors[:] = kept + added
@@ -550,7 +550,7 @@ class LocalChannel:
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
         generation = self.run.generation
         try:
-            return self._constructor_of(rank).ask(StepSource.fetch, step, rank, wait_s).result()
+            return self._constructor_of(rank).call(StepSource.fetch, step, rank, wait_s).result()
         except ClosedError:
             if generation == self.run.generation:
                 raise
@@ -561,7 +561,7 @@ class LocalChannel:
         # as this rank.
         if generation in (None, self.run.generation):
             try:
-                self._constructor_of(rank).ask(ServingConstructor.leave, rank).result(_LEAVE_S)
+                self._constructor_of(rank).call(ServingConstructor.leave, rank).result(_LEAVE_S)
             except (ClosedError, SpecError, WaitTimeoutError, WorkerDiedError) as error:
                 _log.info("rank %d left without saying so: %s", rank, error)  # nobody is there to tell, so nobody waits
 

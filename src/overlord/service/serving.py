@@ -104,7 +104,7 @@ class ServerPerGroup:
             # Called each time: a constructor that died comes back without a server, and on another node.
             constructor = constructors[tree().coordinates(rank).dp]
             generation = channel.generation()
-            return constructor.ask(ServingConstructor.serve, job, instance, behind, generation, leave_after_s).result()
+            return constructor.call(ServingConstructor.serve, job, instance, behind, generation, leave_after_s).result()
 
         self._front = Service(job, listen, instance=instance, run=channel, locate=locate, leave_after_s=leave_after_s)
         self.address = self._front.address
@@ -127,11 +127,11 @@ class ServerPerGroup:
         return self._collect(ServingConstructor.last)
 
     def drain(self, timeout_s: float) -> bool:
-        last = max(answer.result() for answer in [c.ask(ServingConstructor.halt) for c in self._constructors])
+        last = max(answer.result() for answer in [c.call(ServingConstructor.halt) for c in self._constructors])
 
         # In parallel: on an engine whose calls are synchronous, one would use up the time of the next.
         def drain_one(constructor: Handle[ServingConstructor]) -> bool:
-            return constructor.ask(ServingConstructor.drain, last, timeout_s).result()
+            return constructor.call(ServingConstructor.drain, last, timeout_s).result()
 
         with ThreadPoolExecutor(min(len(self._constructors), _MOST_AT_ONCE)) as threads:
             return all(list(threads.map(drain_one, self._constructors)))
@@ -141,29 +141,29 @@ class ServerPerGroup:
         for group, constructor in enumerate(self._constructors):
             own = [rank for rank in ranks if tree.coordinates(rank).dp == group]
             left_s = max(deadline - time.monotonic(), 0.0)
-            if own and not constructor.ask(ServingConstructor.wait_for_leave, own, left_s).result():
+            if own and not constructor.call(ServingConstructor.wait_for_leave, own, left_s).result():
                 return False
         return True
 
     def close(self) -> None:
         self._front.close()
-        for answer in [c.ask(ServingConstructor.stop_serving) for c in self._constructors]:
+        for answer in [c.call(ServingConstructor.stop_serving) for c in self._constructors]:
             answer.result()
 
     def _collect(self, method: Callable[[ServingConstructor], dict[int, int]]) -> dict[int, int]:
         found: dict[int, int] = {}
-        for answer in [constructor.ask(method) for constructor in self._constructors]:
+        for answer in [constructor.call(method) for constructor in self._constructors]:
             found |= answer.result(_WAIT_S)
         return found
 
 
 def _expect(tree: ClientPlaceTree, constructors: Sequence[Handle[ServingConstructor]]) -> None:
-    for answer in [c.ask(ServingConstructor.expect, tree.ranks_of(group)) for group, c in enumerate(constructors)]:
+    for answer in [c.call(ServingConstructor.expect, tree.ranks_of(group)) for group, c in enumerate(constructors)]:
         answer.result()
 
 
 def _late(constructors: Sequence[Handle[ServingConstructor]]) -> frozenset[int]:
-    answers = [constructor.ask(ServingConstructor.late) for constructor in constructors]
+    answers = [constructor.call(ServingConstructor.late) for constructor in constructors]
     return frozenset(rank for answer in answers for rank in answer.result(_WAIT_S))
 
 

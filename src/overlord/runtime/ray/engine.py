@@ -20,7 +20,7 @@ from overlord.runtime.ray.cluster import Cluster
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from overlord.runtime.ray.names import Names, RayAnswer
+    from overlord.runtime.ray.names import Names, RayReply
     from overlord.runtime.ray.stored_calls import CallStore
     from overlord.runtime.ray.watch import HangWatch
 
@@ -195,7 +195,7 @@ class Ray:
             self._names.bind(name, actor_name)
         return Handle(self, name)
 
-    def started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
+    def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         import ray
         from ray import exceptions as ray_errors
 
@@ -218,8 +218,8 @@ class Ray:
             if failed is not None:
                 raise failed.open()
 
-    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayAnswer:
-        return self._names.ask(name, method, *args, **kwargs)
+    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayReply:
+        return self._names.call(name, method, *args, **kwargs)
 
     def rebind(self, name: str, to: str) -> None:
         with self._lock:
@@ -239,8 +239,8 @@ class Ray:
     def publish(self, key: str, value: object) -> None:
         self._names.publish(key, value)
 
-    def published(self, key: str) -> Any:
-        return self._names.published(key)
+    def look_up(self, key: str) -> Any:
+        return self._names.look_up(key)
 
     def store_use(self) -> StoreUse | None:
         import ray

@@ -56,8 +56,8 @@ class Names:
     def __reduce__(self) -> tuple[Any, ...]:
         return Names, (self.namespace, self.patience_s)
 
-    def ask(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayAnswer:
-        return RayAnswer(self, name, method.__name__, args, kwargs)
+    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayReply:
+        return RayReply(self, name, method.__name__, args, kwargs)
 
     def bind(self, name: str, actor: str) -> None:
         self.table.put(f"role/{name}", actor.encode())
@@ -68,7 +68,7 @@ class Names:
     def publish(self, key: str, value: object) -> None:
         self.table.put(f"value/{key}", cloudpickle.dumps(value))
 
-    def published(self, key: str) -> Any:
+    def look_up(self, key: str) -> Any:
         found = None if self.closed.is_set() else self.table.get(f"value/{key}")
         if found is None:
             raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
@@ -114,7 +114,7 @@ class Names:
                 self._changed.notify_all()
 
 
-class RayAnswer(Generic[T]):
+class RayReply(Generic[T]):
     """The future of a call, which is sent when the future is made and sent again when its role dies or moves."""
 
     __slots__ = ("_actor", "_call", "_lost_at", "_name", "_names", "_pauses", "_ref")
