@@ -60,8 +60,11 @@ class Routes:
         """The facts of a chunk if that takes no waiting: only a loader in this process can be peeked at."""
         if not self._engine.is_in_process:
             return None
+        lookup = self._lookup()
+        host = lookup.host(source, chunk)
+        if host in lookup.table.shadows:
+            return self._call(source, chunk, LoaderHost.peek, self._names[source], chunk, keep_from)
         try:
-            host = self._lookup().host(source, chunk)
             return self._engine.call(host, LoaderHost.peek, self._names[source], chunk, keep_from).result()
         except ClosedError:
             return None
