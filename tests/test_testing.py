@@ -38,7 +38,7 @@ class Liar(Numbered):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [(Moody(unit_rows=20), "gave two results"), (Liar(), "promised 5 rows and gave 4")]
+    ("source", "message"), [(Moody(unit_rows=20), "returned two different tables"), (Liar(), "promised 5 rows and has 4")]
 )
 def test_a_source_that_breaks_its_promises_is_caught(source, message):
     with pytest.raises(AssertionError, match=message):

@@ -1,7 +1,7 @@
-"""Everything Overlord raises on purpose.
+"""The exceptions that Overlord raises on purpose.
 
     OverlordError
-    ├── SpecError (ValueError)        a job, mixture, batch, mesh or source is declared wrongly
+    ├── SpecError (ValueError)        a declaration (job, mixture, batch, mesh, source) or an argument is invalid
     ├── StateError (ValueError)       a saved state belongs to another job, or is damaged
     ├── DataError                     the data is not what was declared
     │   ├── SourceError               a file or object is missing, empty, truncated or unreadable
@@ -9,27 +9,27 @@
     │   └── BadRowError               a row is bad and the policy is to fail, or the budget is spent
     ├── StorageError (OSError)        storage did not answer after all retries
     ├── BufferTooSmallError           one chunk alone is larger than the buffer that must hold it
-    ├── WaitTimeoutError (TimeoutError)   a batch did not come in time; says what was waited for
+    ├── WaitTimeoutError (TimeoutError)   a step did not arrive in time; the message says what it waited for
     ├── WorkerDiedError               a worker process died and could not be replaced
     ├── SharedUseError (RuntimeError)    a client or loader is used by two threads at once, or in a forked process
     ├── ServiceError (ConnectionError)    a service cannot be reached, or refuses the request
     └── ClosedError                   the loader or client was closed
 
-Every message says the rule, the value given and the way out. Where it happened (source, file, row, step, rank)
-is in the message or added as a note on the way up.
+Every message has the rule, the value given and the way out. The place (source, file, row, step, rank) is in the message, or
+in a note that a caller adds.
 """
 
 
 class OverlordError(Exception):
-    """Anything Overlord raises on purpose."""
+    """The base class of all exceptions that Overlord raises on purpose."""
 
 
 class SpecError(OverlordError, ValueError):
-    """Something is declared wrongly."""
+    """A declaration or an argument is invalid."""
 
 
 class StateError(OverlordError, ValueError):
-    """A saved state cannot continue this job."""
+    """A saved state belongs to another job, or is damaged."""
 
 
 class DataError(OverlordError):
@@ -45,7 +45,7 @@ class SchemaError(DataError):
 
 
 class BadRowError(DataError):
-    """A row is bad and the policy says fail, or too many rows were bad."""
+    """A row is bad and the policy is to fail, or the budget of bad rows is spent."""
 
 
 class StorageError(OverlordError, OSError):
@@ -57,7 +57,7 @@ class BufferTooSmallError(OverlordError):
 
 
 class WaitTimeoutError(OverlordError, TimeoutError):
-    """A batch did not come in time."""
+    """A step, or an answer, did not arrive within its timeout."""
 
 
 class WorkerDiedError(OverlordError):
@@ -65,7 +65,7 @@ class WorkerDiedError(OverlordError):
 
 
 class SharedUseError(OverlordError, RuntimeError):
-    """A client or a loader is used by two threads at once, or in a process that was forked from its own."""
+    """A client or a loader is used by two threads at once, or in a forked process."""
 
 
 class ServiceError(OverlordError, ConnectionError):

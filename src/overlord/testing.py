@@ -1,5 +1,7 @@
-"""For your own tests: does your source keep its promises, does your strategy arrange and nothing else, does your job go on
-exactly where it stopped? Each check raises AssertionError that says what differs and where."""
+"""Checks for your own tests: of a source's contract, of a strategy that must lose no token, and of resuming a job exactly.
+
+Each check raises an AssertionError that says what differs and where.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +33,30 @@ __all__ = ["assert_resumes_exactly", "assert_same_stream", "assert_source_keeps_
 
 
 def assert_source_keeps_its_promises(source: Source, most_units: int = 8) -> None:
-    """Units are listed the same twice and pickle; reading one twice, also after pickling, gives the same rows."""
+    """Check that units are listed the same twice and pickle, and that reading one twice, also after pickling, returns equal
+    tables."""
     first, second = list(source.units()), list(source.units())
     assert first, "units() lists nothing"
     named = [[(unit.path, unit.index, unit.num_rows, unit.num_bytes) for unit in units] for units in (first, second)]
-    assert named[0] == named[1], "units() gave two different lists; list in a stable order (sorted, for files)"
+    assert named[0] == named[1], "units() returned two different lists; list in a stable order (sorted, for files)"
     assert len(set(named[0])) == len(named[0]), "two units have the same path, index and sizes; number them with index="
     again = pickle.loads(pickle.dumps(source))
     for unit in first[:most_units]:
         table = source.read(unit)
         assert isinstance(table, pa.Table), f"read({unit}) returned {type(table).__name__}, not a pyarrow.Table"
-        assert table.equals(source.read(unit)), f"reading {unit} twice gave two results"
+        assert table.equals(source.read(unit)), f"reading {unit} twice returned two different tables"
         assert table.equals(again.read(pickle.loads(pickle.dumps(unit)))), f"{unit} reads differently in another process"
         promised = unit.num_rows
-        assert promised is None or table.num_rows == promised, f"{unit} promised {promised} rows and gave {table.num_rows}"
+        assert promised is None or table.num_rows == promised, f"{unit} promised {promised} rows and has {table.num_rows}"
 
 
 def assert_strategy_conserves(strategy: Strategy, lengths: Sequence[int], batch: Batch, mesh: Mesh) -> Plan:
-    """Every token of the step is in the plan exactly once, and asking twice gives the same plan, which is returned."""
+    """Check that every token of the step is in the plan exactly once, and that two calls return equal plans. Returns one."""
     samples = Samples.of_lengths(np.asarray(lengths, np.int64))
     rows = None
     if batch.num_rows is not None and not batch.cut_documents:
         rows = best_fit(samples.tokens, batch.num_rows, batch.sequence_length)
-        assert (rows >= 0).all(), f"these lengths do not fit {batch.num_rows} rows of {batch.sequence_length}: give fewer"
+        assert (rows >= 0).all(), f"these lengths do not fit {batch.num_rows} rows of {batch.sequence_length}: pass fewer"
     graph = DGraph(samples, batch, ClientPlaceTree(mesh), rows)
     plan, again = strategy(graph), strategy(graph)
     assert plan.order.tolist() == again.order.tolist(), "the strategy arranged the same step in two ways"
@@ -74,13 +77,13 @@ def assert_strategy_conserves(strategy: Strategy, lengths: Sequence[int], batch:
 
 
 def assert_same_stream(left: Job, right: Job, steps: int) -> None:
-    """Each of the first steps holds the same samples in both jobs, however the jobs arrange them."""
+    """Check that each of the first steps holds the same samples in both jobs, whatever their arrangement."""
     _assert_equal_steps(_members(left, steps), _members(right, steps), "the two jobs")
 
 
 def assert_resumes_exactly(job: Job, steps: int, stop_before: int, mesh: Mesh | None = None) -> None:
-    """A run stopped before a step and resumed, on another mesh where given, holds the same samples as one never stopped,
-    and hands every one of them to its ranks."""
+    """Check that a run that is stopped before a step and resumed, on another mesh if one is given, holds the same samples as
+    a run that is never stopped, and delivers all of them to its ranks."""
     whole = _members(job, steps)
     first = _members(job, min(stop_before, steps))
     with start(job) as loader:
@@ -91,7 +94,7 @@ def assert_resumes_exactly(job: Job, steps: int, stop_before: int, mesh: Mesh | 
 
 
 def _members(job: Job, steps: int, resume: Mapping[str, Any] | None = None) -> list[list[tuple[int, ...]]]:
-    """The samples of each step as sorted (source, chunk, row, start, stop), from batches that ranks really received."""
+    """The samples of each step as sorted (source, chunk, row, start, stop), of batches that ranks received."""
     found = []
     with start(job, resume=resume) as loader:
         for number, _ in zip(range(loader.start_step, loader.start_step + steps), _read(loader), strict=False):

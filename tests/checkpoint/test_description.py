@@ -498,11 +498,11 @@ def test_an_object_that_raises_when_it_is_looked_at_stops_no_job():
             raise RuntimeError("no")
 
     assert described(Angry()) == described(Angry())
-    assert "which cannot be looked into: RuntimeError('no')" in unseen(Angry())[0]
+    assert "which cannot be inspected: RuntimeError('no')" in unseen(Angry())[0]
     deep: list = []
     for _ in range(100_000):
         deep = [deep]
-    assert "which cannot be looked into: RecursionError" in unseen(deep)[0]
+    assert "which cannot be inspected: RecursionError" in unseen(deep)[0]
 
 
 def test_files_and_folders_count_by_what_is_in_them(tmp_path):

@@ -21,7 +21,7 @@ from overlord.service.gate import (
     STRANGER_BYTES,
     STRANGER_S,
     Gate,
-    parsed_peer,
+    parse_peer,
 )
 from overlord.service.link import Link
 from overlord.service.steps import SCHEMA
@@ -196,11 +196,11 @@ def test_a_stranger_has_only_so_much_time(listener):
 
 
 def test_peers_are_read_as_grpc_writes_them():
-    assert parsed_peer("ipv4:10.0.0.1:5000") == ("10.0.0.1", 5000)
-    assert parsed_peer("ipv6:%5B::1%5D:5000") == ("::1", 5000)
-    assert parsed_peer("ipv6:%5B::ffff:10.0.0.1%5D:5000") == ("10.0.0.1", 5000)
-    assert parsed_peer("unix:/tmp/socket") is None
-    assert parsed_peer("") is None
+    assert parse_peer("ipv4:10.0.0.1:5000") == ("10.0.0.1", 5000)
+    assert parse_peer("ipv6:%5B::1%5D:5000") == ("::1", 5000)
+    assert parse_peer("ipv6:%5B::ffff:10.0.0.1%5D:5000") == ("10.0.0.1", 5000)
+    assert parse_peer("unix:/tmp/socket") is None
+    assert parse_peer("") is None
 
 
 # Servers that are none of Overlord's, or mean harm

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from overlord.arrange.balancing import bin_sums, greedy, max_over_mean, with_slowness
 from overlord.steering.cost_fit import (
     CostFit,
-    Fitted,
+    FittedCosts,
     fit_times,
     summed_features,
 )
@@ -25,7 +25,7 @@ def documents(rng: np.random.Generator) -> Floats:
     return np.column_stack([lengths, lengths**2, np.ones(len(lengths))]).astype(np.float64)
 
 
-def trained(known: Floats, steps: int, seed: int, slow: dict[int, float] | None = None, noise: float = 0.03) -> Fitted:
+def trained(known: Floats, steps: int, seed: int, slow: dict[int, float] | None = None, noise: float = 0.03) -> FittedCosts:
     """A run that begins with some coefficients, arranges each step by those it has, and refits every ten steps. One time in
     twenty is nonsense."""
     rng = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
-"""Describes values for the fingerprint of a state: what they are and hold, never where they lie in memory.
+"""Describes values for the fingerprint of a state, by their types and contents, never by their addresses.
 
-A description is a short text. Two values that behave alike have the same one in every process, whatever the hash seed; two
-that differ in anything that is seen have different ones. What is seen of
+A description is a short text. Two values that behave alike have the same description in every process, whatever the hash
+seed. Two values that differ in anything listed here have different ones:
 
     a number, text, bytes, enum, date, pattern, dtype   its value
     a list, tuple, dict, set                            its entries; dicts and sets without their order
@@ -13,15 +13,15 @@ that differ in anything that is seen have different ones. What is seen of
     a function of an installed package                  its name, code, defaults and closure, and the package's version
     a function of Python or Overlord                    its name; Overlord's without the path of its module
     a class                                             likewise: its methods and attributes, or its name
-    an object                                           `identity()` where it has that; else its class and attributes
-    an object of compiled code                          what it would be pickled as
+    an object                                           its `identity()` if it has one, else its class and attributes
+    an object of compiled code                          its pickle
     options (argparse, a dataclass) of which code only
     takes attributes                                    these attributes
     a lock, thread, pool, logger or progress bar        its type or name
 
-What a function or a `__call__` keeps for itself while it runs does not count: a global, attribute or closure variable that
-begins empty (None, {}, 0, {"seen": 0}, ...) and that only the running code writes. It is a cache or a counter. Whatever else
-cannot be seen is listed in `unseen`.
+The working state of a function or a `__call__` is left out: a global, attribute or closure variable that starts empty
+(None, {}, 0, {"seen": 0}, ...) and that only the running code writes. It is a cache or a counter. Any other value whose
+contents cannot be inspected is listed in `unseen`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 _LONGEST = 120  # a longer description is replaced by its digest
 _MOST_FILE_BYTES = 1 << 30
-_MOST_NAMES = 1000  # entries of a container that are looked at as names of files
-_FEW = 64  # entries of a container that are looked at again rather than remembered
+_MOST_NAMES = 1000  # a larger container, or folder, is not checked for names of files
+_FEW = 64  # descriptions of smaller containers are not cached
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 _OVERLORD_PATH = re.compile(r"(?<![\w.])overlord\.(?:[a-z_]\w*\.)*")
 
@@ -95,7 +95,7 @@ _STATELESS = (
     weakref.WeakValueDictionary,
     weakref.WeakSet,
 )
-_ONLOOKERS = ("tqdm", "rich.progress", "wandb", "torch.utils.tensorboard")  # packages that show or record what runs
+_ONLOOKERS = ("tqdm", "rich.progress", "wandb", "torch.utils.tensorboard")  # packages that show or record progress
 _BUILTIN_METHODS = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -117,10 +117,10 @@ _MADE_BY_DATACLASS = frozenset(
 
 
 class Describer:
-    """Describes the values of one job. What they share is looked at once.
+    """Describes the values of one job. Values that they share are described once.
 
-    `unseen` has a line for each value whose contents count for nothing, `packages` the versions of the installed packages
-    that the described code belongs to or refers to.
+    `unseen` has a line for each value whose contents are left out of its description. `packages` has the versions of the
+    installed packages that the described code belongs to or refers to.
     """
 
     def __init__(self) -> None:
@@ -130,11 +130,11 @@ class Describer:
         self._leaves: dict[int, str] = {}
         self._numbers: dict[int, int] = {}
         self._files: dict[str, str] = {}
-        self._kept: list[Any] = []  # described by id, so they must not go
+        self._kept: list[Any] = []  # keeps described values alive, since the caches are keyed by id
         self._code = CodeTexts()
 
     def digest(self, value: Any, path: str) -> str:
-        """The digest of a value. `path` says where it stands in the job, for `unseen`."""
+        """The digest of a value's description. `path` is the value's place in the job, for `unseen`."""
         return digest_of(self.text(value, path))
 
     def text(self, value: Any, path: str) -> str:
@@ -144,8 +144,8 @@ class Describer:
             self._numbers = {}
             try:
                 self._roots[id(value)] = self._any(value, path)
-            except Exception as error:  # noqa: BLE001 - whatever a foreign object raises, it must not keep a job from starting
-                self._roots[id(value)] = self._opaque(value, path, f"which cannot be looked into: {error!r:.200}")
+            except Exception as error:  # noqa: BLE001 - an error in a foreign object must not keep a job from starting
+                self._roots[id(value)] = self._opaque(value, path, f"which cannot be inspected: {error!r:.200}")
             self._kept.append(value)
         return self._roots[id(value)]
 
@@ -167,14 +167,14 @@ class Describer:
             self._leaves[id(value)] = _short(leaf)
             self._kept.append(value)
             return self._leaves[id(value)]
-        if id(value) in self._numbers:  # met before, or still being described: a cycle
+        if id(value) in self._numbers:  # described before, or a cycle
             return f"#{self._numbers[id(value)]}"
         self._numbers[id(value)] = len(self._numbers)
         self._kept.append(value)
         return _short(self._composite(value, path))
 
     def _leaf(self, value: Any, path: str) -> str | None:
-        """Of what holds no other values, or is digested as a whole."""
+        """Describes a value that holds no others, or is digested as a whole; None for any other value."""
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}={self._any(value.value, path)}"
         if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
@@ -237,7 +237,7 @@ class Describer:
             parts = (value.func, value.args, value.keywords)
             return f"partial({self._list_text(parts, path)})"
         wrapped = getattr(value, "__wrapped__", None)
-        if wrapped is not None and type(value).__module__ == "functools":  # lru_cache: what it has kept does not count
+        if wrapped is not None and type(value).__module__ == "functools":  # lru_cache, without the results that it holds
             return f"{type(value).__qualname__}({self._any(wrapped, path)})"
         return None
 
@@ -258,7 +258,7 @@ class Describer:
         return ", ".join(self._any(entry, f"{path}[{i}]") for i, entry in enumerate(values))
 
     def _sorted_texts(self, values: Iterable[Any], path: str) -> list[str]:
-        """Each for itself: the order of a set is that of addresses, so no entry may depend on those before it."""
+        """Independent descriptions: the order of a set is arbitrary, so no entry may depend on those before it."""
         found = []
         for entry in values:
             outer, self._numbers = self._numbers, dict(self._numbers)
@@ -284,13 +284,13 @@ class Describer:
             return f"file {self._file(here, path)}"
         if here.is_dir():
             return self._folder(here, path)
-        return f"path {str(value)!r}"  # to be written, or not there yet
+        return f"path {str(value)!r}"  # does not exist, perhaps a file to be written
 
     def _folder(self, folder: pathlib.Path, path: str) -> str:
         inside = sorted(entry for entry in itertools.islice(folder.rglob("*"), _MOST_NAMES + 1) if entry.is_file())
         num_bytes = sum(entry.stat().st_size for entry in inside)
         if len(inside) > _MOST_NAMES or num_bytes > _MOST_FILE_BYTES:
-            self._note_unseen(path, "is a folder with too many files to be read: of its contents nothing counts")
+            self._note_unseen(path, "is a folder with too many files to be read: its contents do not count")
             return f"path {str(folder)!r}"
         return "folder " + digest_of(repr([(str(f.relative_to(folder)), self._file(f, path)) for f in inside]))
 
@@ -310,7 +310,7 @@ class Describer:
     def _function(self, value: FunctionType, path: str) -> str:
         registry = getattr(value, "registry", None)
         if isinstance(registry, types.MappingProxyType) and value.__code__.co_filename == functools.__file__:
-            return f"singledispatch({self._mapping(registry, path)})"  # which implementations it has found does not count
+            return f"singledispatch({self._mapping(registry, path)})"  # without its cache of implementations
         home = _home(value.__module__, value.__code__.co_filename)
         cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         written = self._code.written(value.__code__, value.__globals__)
@@ -340,8 +340,8 @@ class Describer:
             return "empty"
 
     def _used_text(self, value: Any, used: frozenset[str] | None, path: str) -> str:
-        """A value that code refers to. Of options that it only takes attributes of, these alone: a script's `args` also say
-        where to resume from."""
+        """Describes a value that code refers to. Of options only the attributes that the code takes count: a script's `args`
+        also say where to resume from."""
         if used is None or not used <= _option_names(value):
             return self._any(value, path)
         found = (f"{name}={self._any(getattr(value, name), f'{path}.{name}')}" for name in sorted(used))
@@ -351,7 +351,7 @@ class Describer:
         found = []
         for name, attributes in sorted(self._code.names(function.__code__)):
             if name not in function.__globals__:
-                continue  # a builtin, whose name is in the code, or a name that is not there yet
+                continue  # a builtin, whose name is in the code, or a name that is not defined yet
             value = function.__globals__[name]
             label = ".".join((name, *attributes))
             if name in written.kept_globals:
@@ -366,7 +366,7 @@ class Describer:
         return found
 
     def _of_module(self, module: ModuleType, attributes: tuple[str, ...], path: str) -> str:
-        """What code uses of a module: of one of the user's, the value."""
+        """Describes an attribute of a module that code uses; for a module of the user's, the value of the attribute."""
         value: Any = module
         for name in attributes:
             if not isinstance(value, ModuleType) or _home(value.__name__, getattr(value, "__file__", None)) != "user":
@@ -383,7 +383,7 @@ class Describer:
         return f"module {_stable_name(package, name) if _is_ours(package) else module.__name__}"
 
     def _import_text(self, name: str) -> str:
-        """A module that a function imports when it runs; of the user's, the code of its file."""
+        """Describes a module that a function imports when it runs; for a module of the user's, the code of its file."""
         top = name.partition(".")[0]
         if _home(top, None) == "python":
             return ""
@@ -487,19 +487,19 @@ class Describer:
         return f"object {'; '.join(text)}"
 
     def _kept_attributes(self, value: Any) -> frozenset[str]:
-        """Attributes that `__call__` keeps for itself."""
+        """The attributes that are working state of `__call__`."""
         kind = type(value)
-        if not isinstance(getattr(kind, "__call__", None), FunctionType):  # noqa: B004 - it is looked at, not asked for
+        if not isinstance(getattr(kind, "__call__", None), FunctionType):  # noqa: B004 - its type matters, not whether it is callable
             return frozenset()
         if _home(kind.__module__, getattr(sys.modules.get(kind.__module__), "__file__", None)) == "python":
             return frozenset()
         return self._code.kept_attributes(kind)
 
     def _pickle_text(self, value: Any, path: str) -> str:
-        """What an object of compiled code would be pickled as."""
+        """Describes an object of compiled code by its pickle."""
         try:
             parts = value.__reduce_ex__(4)
-        except Exception:  # noqa: BLE001 - whatever a foreign object raises, it does not let itself be seen
+        except Exception:  # noqa: BLE001 - a foreign object may raise anything
             return self._opaque(value, path, "whose contents cannot be seen")
         if isinstance(parts, str):
             return f"object {type(value).__qualname__} {parts}"
@@ -511,7 +511,7 @@ class Describer:
         return f"object {type(value).__qualname__}({'; '.join(described)})"
 
     def _hugging_face(self, value: Any, path: str) -> str:
-        """A tokenizer of transformers. How it pads and truncates is set by each call, and kept in its backend."""
+        """Describes a tokenizer of transformers, without padding and truncation: each call sets these in the backend."""
         import json
 
         rules = json.loads(value.backend_tokenizer.to_str())
@@ -535,7 +535,7 @@ class Describer:
             self.packages[top] = _version(top)
 
     def note_used(self, package: str) -> None:
-        """Count the version of a package that is not imported yet."""
+        """Note the version of a package that is not imported yet."""
         if package not in self.packages and (version := _version(package)):
             self.packages[package] = version
 
@@ -555,7 +555,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _option_names(value: Any) -> set[str]:
-    """The names of a script's options, parsed or in a dataclass; none where a value is anything else."""
+    """The names of a script's options, parsed or in a dataclass. Empty for any other value."""
     kind = type(value)
     if kind in (argparse.Namespace, types.SimpleNamespace):
         return set(vars(value))
@@ -568,7 +568,7 @@ def _option_names(value: Any) -> set[str]:
 
 
 def declared_options(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that do not have their defaults: an option that a later release adds changes nothing."""
+    """The fields of a dataclass that differ from their defaults: an option that a later release adds changes nothing."""
     found = {}
     for each in fields(value):
         option = getattr(value, each.name)
@@ -583,12 +583,12 @@ def declared_options(value: Any) -> dict[str, Any]:
 def _is_equal(one: Any, other: Any) -> bool:
     try:
         return one is other or (type(one) is type(other) and bool(one == other))
-    except ValueError:  # arrays do not say whether they are equal
+    except ValueError:  # arrays: the truth of == is ambiguous
         return False
 
 
 class _Missing:
-    """Stands for an option that has its default."""
+    """Placeholder for an option that has its default."""
 
     def identity(self) -> str:
         return "default"
@@ -598,7 +598,7 @@ _DEFAULT = _Missing()
 
 
 def _as_declared(owner: Any, name: str, attribute: Any, describer: Describer) -> Any:
-    """An attribute as its owner understands it."""
+    """An attribute as its owner interprets it: a name of a tokenizer file as a path, a default as `_DEFAULT`."""
     kind = type(owner)
     if not _is_ours(kind.__module__) or not is_dataclass(owner):
         return attribute
@@ -609,11 +609,11 @@ def _as_declared(owner: Any, name: str, attribute: Any, describer: Describer) ->
     return attribute if name in declared_options(owner) else _DEFAULT
 
 
-# What values are
+# Kinds of values
 
 
 def _home(module: str | None, file: str | None) -> str:
-    """Whose a module is: "python" (Overlord too), "installed" or "user"."""
+    """Where a module comes from: "python" (Overlord too), "installed" or "user"."""
     top = (module or "").partition(".")[0]
     if _is_ours(top) or (top in sys.stdlib_module_names and top != "__main__"):
         return "python"
@@ -625,7 +625,7 @@ def _home(module: str | None, file: str | None) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _version(package: str) -> str:
-    """Major and minor: a release that only mends does not change the stream."""
+    """The major and minor version: a patch release does not change the stream."""
     version = getattr(sys.modules.get(package), "__version__", None)
     if not isinstance(version, str):
         try:
@@ -636,7 +636,7 @@ def _version(package: str) -> str:
 
 
 def _is_own(kind: type, name: str, member: Any) -> bool:
-    """Whether a class was given a member, rather than having it made."""
+    """Whether a member was written in the class, rather than generated (by dataclass, say)."""
     if name in _OF_CLASSES:
         return False
     if is_dataclass(kind) and name in _MADE_BY_DATACLASS and isinstance(member, FunctionType):
@@ -657,12 +657,12 @@ def _is_ours(module: str | None) -> bool:
 
 
 def _module_name(kind: type) -> str:
-    """Types of compiled code may have anything for a module."""
+    """The module of a class. For types of compiled code `__module__` may be anything."""
     return kind.__module__ if isinstance(kind.__module__, str) else ""
 
 
 def _is_compiled(kind: type) -> bool:
-    """Whether objects of a class hold something beside attributes and the contents of builtin containers."""
+    """Whether objects of a class may hold more than attributes and the contents of builtin containers."""
     known = (object, dict, list, tuple, set, frozenset, *_PLAIN)
     for base in kind.__mro__:
         if base in known or _module_name(base) in ("typing", "abc", "collections.abc"):
@@ -687,7 +687,7 @@ def _own_getstate(kind: type) -> Callable[[Any], Any] | None:
 
 
 def _plain_entries(value: Any) -> str | None:
-    """A container of plain values, as large as it may be; None where some entry needs a closer look."""
+    """Describes a container of plain values; None where an entry is another kind of value, or names a file."""
     entries = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     if not all(type(entry) in _PLAIN for entry in entries):
         return None

@@ -1,7 +1,7 @@
-"""Reads the code that runs: its source without comments and formatting, the names that it refers to, and what it changes.
+"""Reads code objects: their source without comments and formatting, the names they refer to, and the variables they change.
 
-Source is found by the file and line of a code object. It counts only if the file still compiles to what runs; else the
-bytecode does, which is as exact but belongs to one version of Python.
+Source is found by the file and line of a code object. It is used only if the file still compiles to that code object.
+Otherwise the bytecode is used, which is as exact but differs between versions of Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def digest_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What code keeps for itself."""
+    """The variables that are working state of a function: they start empty, and only the function writes them."""
 
     kept_globals: frozenset[str] = frozenset()
     kept_cells: frozenset[str] = frozenset()
@@ -37,14 +37,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of source code: its tree, and the code objects that it compiles to."""
+    """A file of source code: its syntax tree, and the code objects that it compiles to."""
 
     tree: ast.Module
     codes: frozenset[CodeType]
 
 
 class CodeTexts:
-    """Finds the source of code objects, once each."""
+    """Finds the source of code objects, and caches it."""
 
     def __init__(self) -> None:
         self._files: dict[str, _File | None] = {}
@@ -57,7 +57,7 @@ class CodeTexts:
         self._kept_attributes: dict[type, frozenset[str]] = {}
 
     def body(self, code: CodeType) -> str:
-        """The code of a function: its source where that is at hand, and still what runs, else its bytecode."""
+        """The digest of a function's source if that is available and unchanged, else of its bytecode."""
         if code not in self._bodies:
             node = self._node(code)
             self._bodies[code] = digest_of(_code_text(code) if node is None else _function_text(node))
@@ -68,13 +68,13 @@ class CodeTexts:
         return "unreadable" if found is None else digest_of(_tree_text(found.tree))
 
     def names(self, code: CodeType) -> set[tuple[str, tuple[str, ...]]]:
-        """The globals that code refers to, with the attributes that it takes of each at once: ("np", ("where",))."""
+        """The globals that code refers to, each with the attributes taken from it: ("np", ("where",))."""
         if code not in self._names:
             self._names[code] = _names(code)
         return self._names[code]
 
     def parts(self, code: CodeType) -> dict[str, frozenset[str]]:
-        """The globals and closure variables that code uses for their attributes alone, with these: {"args": {"length"}}."""
+        """The globals and closure variables of which code uses only attributes, with these: {"args": {"length"}}."""
         if code not in self._parts:
             self._parts[code] = _parts(code)
         return self._parts[code]
@@ -85,7 +85,7 @@ class CodeTexts:
         return self._imports[code]
 
     def written(self, code: CodeType, scope: Mapping[str, Any]) -> Written:
-        """The globals and closure variables that a function keeps for itself."""
+        """The globals and closure variables that are working state of a function."""
         if code not in self._written:
             self._written[code] = self._find_written(code, scope)
         return self._written[code]
@@ -101,7 +101,7 @@ class CodeTexts:
         )
 
     def _changed_by(self, code: CodeType, scope: Mapping[str, Any]) -> set[str]:
-        """The globals that a function changes, or one of its file that it calls."""
+        """The globals that are changed by a function, or by a function of the same file that it calls."""
         reached: set[CodeType] = set()
         changed: set[str] = set()
         todo = [code]
@@ -117,7 +117,7 @@ class CodeTexts:
         return changed
 
     def kept_attributes(self, kind: type) -> frozenset[str]:
-        """The attributes that begin empty and that `__call__`, or a method that it calls, writes."""
+        """The attributes that start empty and are written by `__call__`, or by a method that it calls."""
         if kind not in self._kept_attributes:
             self._kept_attributes[kind] = self._find_kept_attributes(kind)
         return self._kept_attributes[kind]
@@ -147,7 +147,7 @@ class CodeTexts:
         if is_dataclass(kind):
             empty = {each.name for each in fields(kind) if _is_private(each) and _has_empty_default(each)}
         else:
-            empty |= self._members_that_begin_empty(kind)  # the running code may have filled them by now
+            empty |= self._members_that_begin_empty(kind)  # the running code may have filled them since
         for name in ("__init__", "__post_init__"):
             if name in nodes:
                 empty |= _attributes_that_begin_empty(nodes[name])
@@ -200,12 +200,12 @@ def _node_of(tree: ast.Module, code: CodeType) -> ast.AST | None:
                 found.append((0, (node.lineno, node.col_offset), node))
     if not found:
         return None
-    # Of lambdas in one line, the one that all positions are in; of nested ones, the innermost.
+    # Of several lambdas in one line, the one that contains all positions; of nested ones, the innermost.
     return max(found, key=lambda entry: (entry[0], entry[1]))[2]
 
 
 def _function_text(node: ast.AST) -> str:
-    """A function without its name, decorators and defaults: these are seen as values."""
+    """A function without its name, decorators and defaults, which are described as values."""
     if isinstance(node, ast.Lambda):
         return f"{_arguments(node.args)}: return {_tree_text(node.body)}"
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
@@ -227,8 +227,8 @@ _NOT_CODE = frozenset({"ctx", "annotation", "returns", "type_comment", "type_par
 
 
 def _tree_text(node: Any) -> str:
-    """A syntax tree as text that does not change with the version of Python. Empty parts are left out: later versions add
-    parts, which are empty in older code."""
+    """A syntax tree as text that is the same in every version of Python. Empty fields are left out, because newer versions
+    add fields, which are empty for older code."""
     if isinstance(node, list):
         return f"[{' '.join(_tree_text(entry) for entry in node)}]"
     if not isinstance(node, ast.AST):
@@ -242,7 +242,7 @@ def _tree_text(node: Any) -> str:
             continue
         if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
             part = _without_docstring(node.body)
-        if isinstance(node, ast.JoinedStr):  # some versions of Python end a format with an empty text
+        if isinstance(node, ast.JoinedStr):  # some versions of Python end an f-string with an empty constant
             part = [each for each in node.values if not (isinstance(each, ast.Constant) and each.value == "")]
         parts.append(f"{name}={_tree_text(part)}")
     return f"{type(node).__name__}({' '.join(parts)})"
@@ -255,7 +255,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _code_text(code: CodeType) -> str:
-    """Bytecode, for code without source: as exact, but of one version of Python."""
+    """Bytecode as text, for code without source. It differs between versions of Python."""
     constants = []
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -314,7 +314,7 @@ def _all_codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _changed_names(node: ast.AST) -> set[str]:
-    """Names whose value code changes: assigned under `global` or `nonlocal`, or changed in place."""
+    """The names whose values code changes: assigned under `global` or `nonlocal`, or changed in place."""
     outer = {name for each in ast.walk(node) if isinstance(each, (ast.Global, ast.Nonlocal)) for name in each.names}
     found = set()
     for each in ast.walk(node):
@@ -331,7 +331,7 @@ def _root_names(place: ast.AST | None) -> set[str]:
 
 
 def _changed_place(node: ast.AST) -> ast.AST | None:
-    """What a statement or call changes in place: `x[k] = v`, `x.a = v`, `x.append(v)`."""
+    """The expression that a statement or call changes in place: `x` in `x[k] = v`, `x.a = v`, `x.append(v)`."""
     if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
         return node.value
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING | _TAKING:
@@ -360,7 +360,7 @@ def _attributes_of_self(node: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def _begin_empty(body: Iterable[ast.AST]) -> set[str]:
-    """The names that are assigned something empty in a body, and nothing else there."""
+    """The names to which a body assigns empty values only."""
     nodes = list(_outside_functions(body))
     empty, full = set(), set()
     for targets, value in _assignments(nodes):
@@ -377,7 +377,7 @@ def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _cells_that_begin_empty(tree: ast.Module, inner: ast.AST) -> set[str]:
-    """The variables of the functions around a function that begin empty."""
+    """The variables of enclosing functions that start empty."""
     place = range(getattr(inner, "lineno", 0), (getattr(inner, "end_lineno", 0) or 0) + 1)
     around = [
         each

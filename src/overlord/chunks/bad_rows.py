@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MOST_ERROR_CHARS = 2000
 
-BadRow = tuple[str, int | str]
-"""A file, and the row in it; the error message where the row is unknown."""
+BadRowKey = tuple[str, int | str]
+"""Identifies a bad row: its file, and its number in the file, or the error message where the number is unknown."""
 
 
 class BadRowLog:
@@ -35,8 +35,8 @@ class BadRowLog:
         self.fails = policy.policy == "fail"
         """The policy is to stop at the first bad row."""
         self._lock = threading.Lock()
-        self._seen: dict[BadRow, int] = {}  # the number of rows dropped up to and including this one
-        self._listed: set[BadRow] = set()
+        self._seen: dict[BadRowKey, int] = {}  # the number of rows dropped up to and including this one
+        self._listed: set[BadRowKey] = set()
         self._num_dropped = 0
         self._last_error: str | None = None
         if policy.policy == "quarantine":
@@ -48,7 +48,7 @@ class BadRowLog:
         return self._num_dropped
 
     @property
-    def dropped(self) -> frozenset[BadRow]:
+    def dropped(self) -> frozenset[BadRowKey]:
         with self._lock:
             return frozenset(self._seen)
 
@@ -102,7 +102,7 @@ class BadRowLog:
         if written != len(line):
             raise StorageError(f"the quarantine file {path} took {written} of {len(line)} bytes; is its disk full?")
 
-    def _read_back(self, path: str) -> set[BadRow]:
+    def _read_back(self, path: str) -> set[BadRowKey]:
         """The rows of this source that the file lists already. Raises SpecError where the file cannot be written."""
         try:
             file = os.open(path, _APPEND, 0o644)
@@ -121,7 +121,7 @@ class BadRowLog:
             ) from error
         if content and not content.endswith(b"\n"):
             self._write(path, b"\n")  # a line cut short by a crash must not spoil the next one
-        entries: set[BadRow] = set()
+        entries: set[BadRowKey] = set()
         odd: list[int] = []
         for number, line in enumerate(content.splitlines(), 1):
             try:

@@ -26,7 +26,7 @@ from overlord.runtime.engine import Engine, Handle, Reply
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from overlord.chunks.bad_rows import BadRow
+    from overlord.chunks.bad_rows import BadRowKey
     from overlord.declare.job import Job
     from overlord.declare.source import Unit
     from overlord.loaders.model import Partition, Share
@@ -71,7 +71,7 @@ class Fleet:
         self._lock = threading.RLock()
         self._num_spawned = 0
         self._hosts: dict[str, _Host] = {}
-        self._past_bad_rows: dict[str, frozenset[BadRow]] = {}
+        self._past_bad_rows: dict[str, frozenset[BadRowKey]] = {}
         publish_units(engine, units)
         self._partition = partition
         self._names: list[str] = [self._spawn_host(_Host(shares, num_threads)) for shares in partition.hosts]

@@ -1,16 +1,16 @@
 """A checksummed append-only log in segments, on any filesystem or object store.
 
-Each segment begins with records that stand for all before it, so the newest one that can be read is enough, and older
-ones are deleted (all but one). A record is a marker, its length, a checksum, and its bytes.
+Each segment begins with records that replace all earlier ones. So the newest readable segment is enough to recover, and
+older ones are deleted (all but one). A record is a marker, its length, a checksum, and its bytes.
 
-What it promises: `begin` and `append` never raise for storage that fails and never wait for storage that is slow. What
-cannot be written is kept, at most for one segment, and tried again with the next record; `error` says why. `sync` waits
-until everything is safe, and raises when it cannot be. Files are written at once, so a process that is killed loses
-nothing; what a crash of the machine may lose (or, on object stores, a kill) is what came after the last sync in the
-background, one every `sync_s` seconds.
+Promises: `begin` and `append` never raise when storage fails, and never wait for slow storage. Records that cannot be
+written are buffered, for at most one segment, and retried with the next record; `error` has the reason. `sync` waits until
+all records are durable, and raises if that fails. Files are written immediately, so a killed process loses nothing. A crash
+of the machine (on object stores also a kill) may lose the records since the last sync; one runs in the background every
+`sync_s` seconds.
 
-A writer never appends to a segment that it did not create. When somebody else has created the segment that comes next,
-this writer was replaced: it stops for good.
+A writer never appends to a segment that it did not create. If another writer has created the next segment, this writer was
+replaced: it stops writing for good.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SegmentContents:
     good_bytes: int
     """Where the first damaged record begins; the whole size when none is."""
     num_after_damage: int
-    """Good records after a damaged one. 0: only the end is torn, as by a crash in the middle of a write."""
+    """Good records after a damaged one. 0 means a torn end, as after a crash in the middle of a write."""
 
 
 def read_frames(data: bytes) -> SegmentContents:
@@ -65,39 +65,39 @@ def read_frames(data: bytes) -> SegmentContents:
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """How far a log has come."""
+    """How far a log is written."""
 
     segment: str
     num_bytes: int
-    """Handed to storage, in this segment."""
+    """Bytes of this segment that were handed to storage."""
     num_waiting: int
-    """Bytes that storage has not taken yet."""
+    """Bytes that are still buffered."""
     error: str | None
 
 
 @dataclass(slots=True)
-class _Open:
-    """The segment that records go to. It is created when the first of them is written."""
+class _OpenSegment:
+    """The segment that is being written. It is created on storage with its first write."""
 
     number: int
     waiting: bytearray
     segment: Segment | None = None
     num_bytes: int = 0
     was_touched: bool = False
-    is_safe: bool = True
+    is_durable: bool = True
 
 
 class AppendLog:
-    """Writes a log. One thread at a time may call it; storage is also used from a thread in the background."""
+    """Writes a log. One thread at a time may call it; a background thread uses the storage too."""
 
     def __init__(self, segments: Segments, follows: int | None = None, sync_s: float = 1.0) -> None:
-        """`follows` is the segment that was recovered from: it stays until one more after the next is safe."""
+        """`follows` is the segment that was recovered from. It stays until the second segment after it is durable."""
         self._segments = segments
         self._sync_s = sync_s
         self._kept = follows
-        self._open = _Open(max(segments.numbers(), default=-1), bytearray(), was_touched=True)
-        self._retired: list[_Open] = []
-        # Taken in this order. The first is held while storage is slow, so nobody who appends may need it.
+        self._open = _OpenSegment(max(segments.numbers(), default=-1), bytearray(), was_touched=True)
+        self._retired: list[_OpenSegment] = []
+        # Acquired in this order. The first is held during slow storage calls, so `append` must not need it.
         self._sync_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class AppendLog:
 
     @property
     def error(self) -> str | None:
-        """Why something is not written; None when all is well."""
+        """Why the last write failed; None if it succeeded."""
         return self._error
 
     @property
@@ -120,45 +120,45 @@ class AppendLog:
             return LogPosition(name, current.num_bytes, len(current.waiting), self._error)
 
     def begin(self, bodies: Sequence[bytes]) -> None:
-        """Begin a segment with records that stand for all before it."""
+        """Begin a segment with records that replace all before it."""
         waiting = bytearray(b"".join(frame(body) for body in bodies))
         with self._lock:
             old = self._open
             if old.was_touched:
                 self._retired.append(old)
-                self._open = _Open(old.number + 1, waiting)
-            else:  # never created, since storage failed: what waited is stood for now
+                self._open = _OpenSegment(old.number + 1, waiting)
+            else:  # never created, because storage failed: the new records replace the buffered ones
                 old.waiting = waiting
-        self._go_on()
+        self._write_or_schedule()
 
     def append(self, body: bytes) -> None:
         with self._lock:
             self._open.waiting += frame(body)
-        self._go_on()
+        self._write_or_schedule()
 
     def sync(self) -> None:
-        """Wait until everything is safe; StorageError when it cannot be."""
-        self._attempt(self._make_safe)
+        """Wait until all records are durable. Raises StorageError if that fails."""
+        self._attempt(self._make_durable)
         if self._error is not None:
             raise StorageError(f"the log at {self._segments.location} cannot be written: {self._error}")
 
     def close(self) -> None:
-        """Write what is left, once, and stop."""
+        """Try once to write the buffered records, and stop."""
         with self._lock:
             self._closed = True
             if self._timer is not None:
                 self._timer.cancel()
-        self._attempt(self._make_safe)
+        self._attempt(self._make_durable)
         with self._sync_lock:
             self._retired.append(self._open)
             self._close_retired()
 
-    def _go_on(self) -> None:
+    def _write_or_schedule(self) -> None:
         if self._segments.writes_at_once:
             self._attempt(self._write)
         with self._lock:
             if self._timer is None and not self._closed and not self._replaced:
-                # One shot, so that a log that nobody writes to or closes leaves no thread behind.
+                # One shot, so that an idle log that is never closed leaves no thread behind.
                 self._timer = threading.Timer(self._sync_s, self._sync_in_background)
                 self._timer.daemon = True
                 self._timer.start()
@@ -168,7 +168,7 @@ class AppendLog:
             self._timer = None
             if self._closed:
                 return
-        self._attempt(self._make_safe)
+        self._attempt(self._make_durable)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         if self._replaced:
@@ -184,7 +184,7 @@ class AppendLog:
             self._error = None
 
     def _write(self) -> None:
-        """Hand to storage what waits."""
+        """Hand the buffered records to storage."""
         with self._write_lock:
             with self._lock:
                 current = self._open
@@ -202,20 +202,20 @@ class AppendLog:
             with self._lock:
                 del current.waiting[: len(data)]
                 current.num_bytes += len(data)
-                current.is_safe = False
+                current.is_durable = False
 
-    def _make_safe(self) -> None:
+    def _make_durable(self) -> None:
         with self._sync_lock:
             self._write()
             self._close_retired()
             current = self._open
-            if current.segment is None or current.is_safe:
+            if current.segment is None or current.is_durable:
                 return
-            current.is_safe = True  # what is appended from here on is not
+            current.is_durable = True  # set before the sync: an append during it clears the flag again
             try:
                 current.segment.sync()
             except OSError:
-                current.is_safe = False
+                current.is_durable = False
                 raise
             self._delete_older(current.number)
 
@@ -228,7 +228,7 @@ class AppendLog:
                 old.segment = None
 
     def _delete_older(self, newest: int) -> None:
-        """Once a new segment is safe, only it and the one before it are needed."""
+        """Once a new segment is durable, only it and the one before it are needed."""
         if self._pruned_to == newest:
             return
         for number in self._segments.numbers():

@@ -1,6 +1,6 @@
-"""Where the numbered segments of a log lie: files in a local folder, or objects under a URL.
+"""Storage for the numbered segments of a log: files in a local folder, or objects under a URL.
 
-A segment has one writer, who alone can create it. Appending is all or nothing, so a full disk leaves no half record.
+Creating a segment is exclusive, so each has one writer. An append is all or nothing: a full disk leaves no partial record.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _RETRY = Retry(deadline_s=LOG_STORAGE.after_s, request_timeout_s=LOG_STORAGE.aft
 
 
 class Segment(Protocol):
-    """A segment being written."""
+    """A segment that is being written."""
 
     def append(self, data: bytes) -> None:
-        """Add bytes, all or none. FileExistsError when another writer has created the segment."""
+        """Add all of these bytes or none. Raises FileExistsError if another writer has created the segment."""
         ...
 
     def sync(self) -> None:
-        """Return when what was appended outlives a crash of the machine."""
+        """Return when the appended bytes survive a crash of the machine."""
         ...
 
     def close(self) -> None: ...
@@ -42,27 +42,27 @@ class Segments(Protocol):
 
     location: str
     writes_at_once: bool
-    """Whether an append takes microseconds, so that it need not wait for others."""
+    """True if an append takes microseconds. Otherwise appends are batched."""
 
     def numbers(self) -> list[int]:
-        """Those that exist, in order."""
+        """The numbers of the existing segments, in order."""
         ...
 
     def name(self, number: int) -> str:
-        """Where a segment lies, for messages."""
+        """The path or URL of a segment."""
         ...
 
     def read(self, number: int) -> bytes: ...
 
     def create(self, number: int) -> Segment:
-        """FileExistsError, now or at the first append, when it exists."""
+        """Create a segment. Raises FileExistsError, now or at the first append, if it exists."""
         ...
 
     def delete(self, number: int) -> None: ...
 
 
 def segments_at(location: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None) -> Segments:
-    """The log at a folder or URL, which need not exist."""
+    """The segments of the log at a folder or URL, which need not exist."""
     location = os.fspath(location)
     if is_remote(location):
         return ObjectSegments(location, storage_options or {})
@@ -77,13 +77,13 @@ class FileSegments:
     def __init__(self, location: str) -> None:
         self.location = location.removeprefix("file://")
         if os.path.exists(self.location) and not os.path.isdir(self.location):
-            raise SpecError(f"log={location!r} is a file: a log is a folder (or a URL), which is made when it is missing")
+            raise SpecError(f"log={location!r} is a file: a log is a folder (or a URL), which is created if it is missing")
 
     def numbers(self) -> list[int]:
         try:
             names = os.listdir(self.location)
         except (FileNotFoundError, NotADirectoryError):
-            return []  # it is made when something is written, or that says what is wrong
+            return []  # `create` makes the folder, or raises the error
         return sorted(int(match.group(1)) for name in names if (match := _NAME.fullmatch(name)))
 
     def name(self, number: int) -> str:
@@ -115,7 +115,7 @@ class _FileSegment:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError:
-            os.ftruncate(self._fd, self._size)  # needs no space
+            os.ftruncate(self._fd, self._size)  # works on a full disk
             raise
         self._size += len(data)
 
@@ -134,7 +134,7 @@ class _FileSegment:
 
 
 class ObjectSegments:
-    """Objects `segment-00000012/00000003`: each append makes one, so appends are gathered before they are written."""
+    """Objects `segment-00000012/00000003`. Each append creates one, so records are batched before they are written."""
 
     writes_at_once = False
 
@@ -162,7 +162,7 @@ class ObjectSegments:
         return _ObjectSegment(self._store, f"{self._prefix}/segment-{number:08}")
 
     def delete(self, number: int) -> None:
-        # From the end, so that one that was deleted in part is short and not full of holes.
+        # From the end, so that a partial deletion leaves a short segment, not one with holes.
         for key in reversed(self._parts().get(number, ())):
             self._store.delete(key)
 
@@ -186,7 +186,7 @@ class _ObjectSegment:
         self._num_parts += 1
 
     def sync(self) -> None:
-        """Nothing to do: a stored object outlives a crash."""
+        """Nothing to do: a stored object is durable."""
 
     def close(self) -> None:
         """Nothing to do."""

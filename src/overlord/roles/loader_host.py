@@ -19,7 +19,7 @@ import pyarrow as pa
 from overlord.arrange.vision.images import sizes_of
 from overlord.batches.buffers import Arenas
 from overlord.batches.payload import NO_LOSS, Payload
-from overlord.chunks.bad_rows import BadRow, BadRowLog
+from overlord.chunks.bad_rows import BadRowKey, BadRowLog
 from overlord.errors import ClosedError, DataError, SourceError
 from overlord.roles.source_loader import BufferUse, HotChunk, SourceLoader, Work
 from overlord.sources.column_types import merge_arrays
@@ -85,7 +85,7 @@ class LoaderHost:
         self._closed = False
         self._sources: dict[str, OpenSource] = {}
         self._some_decode = False
-        self._past: dict[str, tuple[Work, frozenset[BadRow]]] = {}  # of sources that were closed
+        self._past: dict[str, tuple[Work, frozenset[BadRowKey]]] = {}  # of sources that were closed
         self._found_by: tuple[tuple[str, ...], Sequence[Find]] = (), ()
         for name in sources:
             self._open(name)
@@ -148,7 +148,7 @@ class LoaderHost:
     def buffer_use(self, sources: Sequence[str]) -> dict[str, BufferUse]:
         return {name: self._open(name).loader.buffer_use() for name in sources}
 
-    def bad_rows(self) -> dict[str, frozenset[BadRow]]:
+    def bad_rows(self) -> dict[str, frozenset[BadRowKey]]:
         """The rows of each source that were dropped as bad."""
         now = {name: held.bad_rows.dropped for name, held in self._now().items()}
         past = {name: rows for name, (_, rows) in self._past.items()}
@@ -174,7 +174,7 @@ class LoaderHost:
             gone = {name: self._sources.pop(name) for name in list(self._sources) if name not in sources}
             self._found_by = (), ()
             for name, held in gone.items():
-                work, rows = self._past.get(name, (Work(), frozenset[BadRow]()))
+                work, rows = self._past.get(name, (Work(), frozenset[BadRowKey]()))
                 self._past[name] = work.plus(held.loader.work()), rows | held.bad_rows.dropped
         for held in gone.values():
             held.loader.close()

@@ -1,9 +1,8 @@
 """When is a part considered dead? The one table of detectors and deadlines.
 
-A row says who watches whom, by which sign of life, how long the sign may be missing, and what happens then. Code that
-decides "is it dead?" takes its numbers from here, and docs/operations.md shows the same rows, which a test compares. Being
-wrong about a part is always safe: its replacement computes the same, so a deadline that is too short costs time and never
-changes a step.
+Each row names the watched part, its watcher, the sign of life, how long that may be missing, and the reaction. Code that
+declares a part dead takes its deadline from here. docs/operations.md shows the same rows, and a test compares them. A false
+alarm is always safe: the replacement computes the same, so a deadline that is too short costs time and never changes a step.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class Detector:
     watched: str
     watcher: str
     sign: str
-    """The sign of life that is waited for."""
+    """The sign of life."""
     after_s: float
-    """How long the sign may be missing; infinity: for ever, unless `setting` says otherwise."""
+    """How long the sign may be missing; infinity means no limit, unless `setting` sets one."""
     misses: int = 1
     """How many deadlines in a row must pass."""
     checks: int = 1
@@ -43,14 +42,14 @@ HOST_SLOW = Detector(
     watcher="the planner or constructor that calls it",
     sign="it answers the call",
     after_s=0.2,  # longer than nearly every answer of a healthy host, shorter than a step
-    then="the same call goes to its shadow too, and the first answer counts (a hedged request)",
+    then="the same call is sent to its shadow too, and the first answer counts (a hedged request)",
 )
 HOST_SUSPECT = Detector(
     watched="a loader host whose shadow answered first",
     watcher="the planner or constructor that called it",
-    sign="none is waited for",
+    sign="none",
     after_s=2.0,  # longer than it takes until the shadow has taken over the name
-    then="until then calls go to the shadow first, and after that to the host again",
+    then="until then calls go to the shadow first; after that to the host again",
 )
 HOST_LOST = Detector(
     watched="a loader host that has a shadow",
@@ -58,26 +57,26 @@ HOST_LOST = Detector(
     sign="it answers a status call",
     after_s=2.0,
     misses=2,  # one may be chance: a busy machine
-    then="the host is ended, and its shadow takes over its name",
+    then="the host is stopped, and its shadow takes over its name",
 )
 HOST_STARTING = Detector(
-    watched="a loader host or shadow that is added while a run goes on",
+    watched="a loader host or shadow that is added during a run",
     watcher="the loader control loop",
     sign="it has started",
     after_s=30.0,
-    then="it is stopped, the run goes on without it, and no other is started for 60 s",
+    then="it is stopped, the run continues without it, and no other is started for 60 s",
 )
 ROLE_OF_LOOP = Detector(
     watched="the planner and the constructors",
     watcher="the loader control loop",
     sign="they answer a status call",
     after_s=5.0,
-    then="a warning of the logger `overlord.scaling`; this round is left out",
+    then="a warning of the logger `overlord.scaling`; the loop skips this round",
 )
 ROLE_BUSY = Detector(
     watched="the planner and the loader hosts",
     watcher="the explanation of a long wait",
-    sign="they say what they are busy with",
+    sign="they answer a call for their current work",
     after_s=1.0,
     then="the explanation says that they do not answer",
 )
@@ -121,14 +120,14 @@ RAY_REBOUND = Detector(
     watcher="each of its callers",
     sign="it answers the call",
     after_s=1.0,
-    then="the name is looked up again; if it now means another actor, the call is repeated there",
+    then="the name is looked up again; if another actor has it now, the call is repeated there",
 )
 RAY_KILL = Detector(
     watched="the killing of a hung process on another node",
     watcher="the engine",
-    sign="that node says that it is done",
+    sign="that node confirms it",
     after_s=5.0,
-    then="Ray is told to kill the actor, which may take it longer",
+    then="Ray is told to kill the actor, which may take longer",
 )
 RAY_CLOSING = Detector(
     watched="a role on Ray that is closed",
@@ -162,7 +161,7 @@ WORKER_EXIT = Detector(
     watcher="its supervisor",
     sign="its exit code can be read",
     after_s=1.0,
-    then="it is killed all the same; the message cannot name the exit code",
+    then="it is killed; the error message cannot name the exit code",
 )
 WORKER_PARENT = Detector(
     watched="the process that has the pool",
@@ -181,53 +180,53 @@ RANK_SILENT = Detector(
     after_s=60.0,
     checks=4,
     setting="Loader.serve(leave_after_s=)",
-    then="the others no longer wait for it; if it is heard again, it goes on where it was",
+    then="the other ranks no longer wait for it; when it calls again, it continues where it was",
 )
 SERVER_ANSWER = Detector(
     watched="a server of the service",
     watcher="a client",
-    sign="it answers a question; a step may take so long beyond the wait that was asked for",
+    sign="it answers the call; a request for a step has this much time beyond its own timeout",
     after_s=30.0,
-    then="the client looks up at the service's address who serves its rank now, every 0.2 s, until its own `timeout_s`",
+    then="every 0.2 s, until its own `timeout_s`, the client asks the service's address which server has its rank now",
 )
 SERVER_CONTROL = Detector(
     watched="the service",
     watcher="`overlord mix ADDRESS`",
-    sign="it answers; the planner ends the step that it draws first",
+    sign="it answers the call, after the planner has finished drawing the current step",
     after_s=60.0,
-    then="the question is repeated every 0.2 s, until the command's own time-out",
+    then="the call is repeated every 0.2 s, until the command's own timeout",
 )
 STRANGER = Detector(
     watched="a connection to a service that has a token",
     watcher="the service",
     sign="it has shown the token",
     after_s=30.0,
-    then="the connection is cut",
+    then="the connection is closed",
 )
 
 # Storage, and everything else.
 
 STORAGE = Detector(
     watched="storage that data is read from",
-    watcher="whatever reads",
+    watcher="the reader of a source",
     sign="a request succeeds (one attempt may take 60 s)",
     after_s=120.0,
     setting="policies.Retry(deadline_s=)",
-    then="`StorageError`; calling `next` again tries anew",
+    then="`StorageError`; the next call of `next` retries",
 )
 LOG_STORAGE = Detector(
     watched="storage that the plan log is written to",
     watcher="the planner",
     sign="a request succeeds",
     after_s=20.0,
-    then="one warning; the run goes on from memory and tries again with every step",
+    then="one warning; the run continues from memory and retries with every step",
 )
 LONG_WAIT = Detector(
-    watched="anything that a client waits for",
-    watcher="a thread beside it",
+    watched="any wait of a client",
+    watcher="a background thread of the client",
     sign="the wait is over",
     after_s=30.0,
-    then="a warning of the logger `overlord.waiting`, which says what is waited for; nothing is considered dead",
+    then="a warning of the logger `overlord.waiting` names the part that has not answered; nothing is considered dead",
 )
 
 DETECTORS = (

@@ -1,5 +1,5 @@
-"""Forks: gRPC does not survive one. Its threads are gone in the child, and a call that waits for one of them waits for ever,
-at the end of the process too. So a child may make no connection, and must not close those that it inherited."""
+"""Guards against forks, which gRPC does not survive. The child has none of gRPC's threads, so a call in it hangs for ever,
+also at interpreter exit. A child may therefore not connect, and must not close the connections that it inherited."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 
 from overlord.errors import SharedUseError
 
-_first_process: int | None = None  # the one that made the first connection or server
+_first_process: int | None = None  # the process that made the first connection or server
 _protected: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_not_forked() -> None:
-    """Raise SharedUseError in a process whose parent had used gRPC when it forked: a call would hang, whatever its
-    deadline."""
+    """Raise SharedUseError in a process whose parent had used gRPC when it forked: calls would hang past their deadlines."""
     global _first_process
     _first_process = _first_process or os.getpid()
     if _first_process != os.getpid():
@@ -33,13 +32,13 @@ def protect_in_forks(flight_object: Any) -> None:
 
 
 def _leave_to_parent() -> None:
-    """In the child: never close the parent's connections and servers."""
+    """In the child, keep the garbage collector and exit hooks from closing the parent's connections and servers."""
     for flight_object in list(_protected):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(flight_object))  # never finalised
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         alive = finalizer.peek()
         if alive is not None and alive[0] in _protected:
-            finalizer.atexit = False  # pyarrow's would shut the server down
+            finalizer.atexit = False  # pyarrow's finalizer would shut the server down
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,8 +1,8 @@
-"""Which ranks are reading, the step of each, and which have fallen silent.
+"""The registry of ranks: which ranks are reading, the next step of each, and which have stopped calling.
 
-A rank belongs to the client that came last: when a trainer is replaced, the old one gets an error if it is still alive. A
-silent rank counts as gone only after `patience_s`; with its next call it is back. A rank that is expected and never called
-is late, and counts as gone `patience_s` after the first of its peers came.
+A rank belongs to the client that connected last: when a trainer is replaced, the old client gets an error if it is still
+alive. A silent rank counts as gone after `patience_s`, and is back with its next call. A rank that is expected and has never
+called is late. It counts as gone `patience_s` after the first call of any rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from overlord.errors import ClosedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-_REMEMBERED = 16  # sessions that were replaced, for each rank
+_REMEMBERED = 16  # replaced sessions that are remembered for each rank
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankEntry:
     session: str
     heard: float
+    """When the client last called."""
     step: int | None = None
     """The next step of the rank; None before it has requested one."""
     is_reading: bool = False
@@ -40,12 +41,12 @@ class RankRegistry:
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankEntry] = {}
         self._late: set[int] = set()
         self._first_came: float | None = None
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Note that these ranks will come; until then they are late."""
+        """Note that these ranks will connect. Until their first request they are late."""
         with self._lock:
             self._late |= {rank for rank in ranks if rank not in self._ranks}
 
@@ -74,7 +75,7 @@ class RankRegistry:
             self._changed.notify_all()
 
     def note_leave(self, rank: int, session: str | None = None) -> bool:
-        """Note that a rank reads no more. False, and no change, when the rank belongs to another client."""
+        """Note that a rank has stopped reading. Returns False, and changes nothing, if another client has the rank."""
         with self._lock:
             entry = self._ranks.get(rank)
             if entry is None:
@@ -110,7 +111,7 @@ class RankRegistry:
             return {rank: entry.step for rank, entry in self._ranks.items() if entry.step is not None}
 
     def forget(self, expected: Collection[int] = ()) -> None:
-        """Forget the steps of all ranks, because the run was moved. Those that read, or are `expected`, will come again."""
+        """Forget the steps of all ranks, because the run was moved. Reading and `expected` ones are late until they call."""
         with self._lock:
             self._late |= {*expected, *(rank for rank, entry in self._ranks.items() if entry.is_reading)}
             self._first_came = None
@@ -118,12 +119,12 @@ class RankRegistry:
                 entry.step, entry.is_reading = None, False
 
     def wait_until(self, holds: Callable[[dict[int, int]], bool], timeout_s: float) -> bool:
-        """Wait until a condition holds for the reading ranks and their steps. False after `timeout_s`."""
+        """Wait until a condition holds for the reading ranks and their steps. Returns False after `timeout_s`."""
         with self._lock:
             return self._changed.wait_for(lambda: holds(self._reading()), timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Wait until each of these ranks has come and left again. False after `timeout_s`."""
+        """Wait until each of these ranks has connected and left. Returns False after `timeout_s`."""
 
         def all_left() -> bool:
             return all((entry := self._ranks.get(rank)) is not None and entry.has_left for rank in ranks)
@@ -138,10 +139,10 @@ class RankRegistry:
     def _reading(self) -> dict[int, int]:
         return {rank: e.step for rank, e in self._ranks.items() if e.is_reading and e.step is not None}
 
-    def _of(self, rank: int, session: str) -> _Rank:
+    def _of(self, rank: int, session: str) -> _RankEntry:
         entry = self._ranks.get(rank)
         if entry is None:
-            entry = self._ranks[rank] = _Rank(session, self._clock())
+            entry = self._ranks[rank] = _RankEntry(session, self._clock())
         elif entry.session != session:
             if session in entry.displaced:
                 raise ClosedError(f"another client has taken the place of this one for rank {rank}; connect again to return")

@@ -1,14 +1,14 @@
-"""What steps cost, fitted to the times that trainers report: robust, non-negative least squares, and how slow each rank is.
+"""Fits costs, and the slowness of each rank, to the times that trainers report: robust, non-negative least squares.
 
-A rank's time for a piece of work (a microbatch, or its part of a step) is taken to be
+The model of a rank's time for a piece of work (a microbatch, or its part of a step) is
 
     slowness of the rank x (sum over modules of coefficients . features + per microbatch + per piece)
 
-with no coefficient below 0. The last two stand for what does not depend on documents: launches, the optimiser's step. They
-are fitted so that the others come out right, and then left aside. Times that do not fit the others (a garbage collection, a
-checkpoint, a wrong unit) lose their say: Huber's weights first, whose minimum is the only one, then Tukey's, which give what
-is far off none at all. Older times count less. Where times say nothing about a coefficient (all ranks had the same work), a
-weak pull towards what was known before settles it.
+with no coefficient below 0. The last two terms stand for overhead that does not depend on documents: kernel launches, the
+optimiser's step. They are fitted so that the others are unbiased, and then dropped. Outliers (a garbage collection, a
+checkpoint, a wrong unit) are down-weighted: first by Huber's weights, whose problem is convex, then by Tukey's, which give
+far outliers no weight at all. Older times count less. A ridge prior centred at the known coefficients keeps the fit stable
+where times do not determine a coefficient (all ranks had the same work).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
     from overlord.stream.facts import Floats, Ints
 
-HALF_LIFE = 32  # steps after which a time counts half
-_KEPT = (16, 128)  # the fewest and the most times of each rank
+HALF_LIFE = 32  # steps after which the weight of a time is halved
+_KEPT = (16, 128)  # least and most times that are kept of each rank
 _KEPT_OF_ALL = 32_768
-_MOST = 8192  # times that one fit looks at
-_FEWEST_OF_RANK = 5  # times before a rank is called slow
-_ROUNDS = 4  # of coefficients, then slowness, then coefficients again
-_HUBER, _TUKEY = 1.345, 4.685  # in robust standard deviations: 95 % as good as least squares where nothing is wrong
-_LEAST_NOISE = 0.01  # of a time: no model is better than that
-_PULL = 0.3  # how far off the known coefficients may be, as a share of all cost, before times have to say so
+_MOST = 8192  # times that one fit uses
+_FEWEST_OF_RANK = 5  # times that are needed to estimate the slowness of a rank
+_NUM_ROUNDS = 4  # each fits the coefficients, then the slowness of ranks
+_HUBER, _TUKEY = 1.345, 4.685  # in robust standard deviations: 95 % efficient for normal errors
+_LEAST_NOISE = 0.01  # of the median time: no model is more exact, so smaller residuals are no outliers
+_PRIOR_SPREAD = 0.3  # standard deviation of the prior, as a share of the whole cost
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """What times say."""
+class FittedCosts:
+    """The result of a fit."""
 
     coefficients: Floats
     """One per column of features."""
     slowness: Mapping[int, float]
-    """Of each rank that was heard of often enough: 1.0 for the one in the middle."""
+    """Of each rank, relative to the median rank. 1.0 for ranks with too few times."""
     error: float
     """The median of |predicted - reported| / reported."""
     num_times: int
@@ -54,7 +54,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Columns of all measurements that are kept."""
+    """The kept measurements as columns."""
 
     features: Floats
     seconds: Floats
@@ -63,7 +63,7 @@ class _Times:
 
 
 class CostFit:
-    """Remembers times and fits them. Deterministic: the same times in the same order give the same coefficients."""
+    """Keeps recent times and fits costs to them. The same times in the same order yield the same coefficients."""
 
     def __init__(self, num_features: int, num_ranks: int = 1) -> None:
         self._num_features = num_features
@@ -72,19 +72,19 @@ class CostFit:
         self._of_rank: dict[int, deque[tuple[int, Floats, float]]] = {}
 
     def add(self, step: int, rank: int, features: Floats, seconds: float) -> None:
-        """Remember how long a rank took for a piece of work: `features` are the sums over its documents, and then how many
-        microbatches it was."""
+        """Keep the time that a rank took for a piece of work. `features` are the sums over its documents, followed by the
+        number of microbatches."""
         self._of_rank.setdefault(rank, deque(maxlen=self._kept)).append((step, features, seconds))
 
     @property
     def num_times(self) -> int:
         return sum(len(times) for times in self._of_rank.values())
 
-    def solve(self, known: Floats, slowness: Mapping[int, float] | None = None) -> Fitted | None:
-        """Coefficients and slowness from the kept measurements; None while they say too little.
+    def solve(self, known: Floats, slowness: Mapping[int, float] | None = None) -> FittedCosts | None:
+        """Coefficients and slowness from the kept measurements; None while there are too few.
 
-        `known` are the coefficients that were used so far, in any unit, and `slowness` what was known of ranks. Where steps
-        were arranged by it, all ranks took the same time, which says nothing any more: so both are where to begin.
+        `known` are the coefficients in use, in any unit, and `slowness` is the known slowness of ranks. Both are starting
+        points: steps that were balanced by them took all ranks equally long, so their times tell nothing about either.
         """
         times = self._columns()
         if len(times.seconds) < 4 * (self._num_features + 2):
@@ -96,20 +96,20 @@ class CostFit:
         if not used[: self._num_features].any():
             return None
         scaled = design[:, used] / size[used]
-        pull = _pull(known, size, used)
+        prior = _prior(known, size, used)
         ranks, of = np.unique(times.rank, return_inverse=True)
         begin = {**(slowness or {}), **self._slowness}
         slow = np.array([begin.get(rank, 1.0) for rank in ranks.tolist()])
-        found = pull
-        for _ in range(_ROUNDS):
-            found = _robust(scaled, times.seconds / unit / slow[of], times.weight, pull)
+        found = prior
+        for _ in range(_NUM_ROUNDS):
+            found = _robust(scaled, times.seconds / unit / slow[of], times.weight, prior)
             slow = _slowness(times.seconds / unit / np.maximum(scaled @ found, 1e-12), of, len(ranks))
         coefficients = np.zeros(len(size))
         coefficients[used] = found / size[used] * unit
         predicted = scaled @ found * slow[of] * unit
         error = float(np.median(np.abs(predicted - times.seconds) / times.seconds))
         self._slowness = dict(zip(ranks.tolist(), slow.tolist(), strict=True))
-        return Fitted(coefficients[: self._num_features], dict(self._slowness), error, len(times.seconds))
+        return FittedCosts(coefficients[: self._num_features], dict(self._slowness), error, len(times.seconds))
 
     def _columns(self) -> _Times:
         entries = [(step, rank, f, s) for rank, times in sorted(self._of_rank.items()) for step, f, s in times]
@@ -126,22 +126,22 @@ class CostFit:
 
 
 def fit_times(features: Floats, seconds: Floats, known: Floats | None = None) -> tuple[Floats, float]:
-    """Coefficients for features and times of one machine, and the time that a piece takes whatever is in it. For times that
-    were measured one after the other, as `overlord calibrate` does."""
+    """Coefficients for features and times of one machine, and the constant time of a piece of work. For times that were
+    measured one after the other, as `overlord calibrate` does."""
     size = np.append(features.mean(axis=0), 1.0)
     used = size > 0
-    # Divided by the time: what counts is how many per cent a prediction is off, for short work as for long.
+    # Divided by the time, to minimise relative errors.
     scaled = np.column_stack([features, np.ones(len(seconds))])[:, used] / size[used]
     known = np.ones(features.shape[1]) / size[:-1].clip(1e-300) if known is None else known
-    pull = _pull(known, size, used) * float(np.median(seconds))
-    found = _robust(scaled / seconds[:, None], np.ones(len(seconds)), np.ones(len(seconds)), pull, strength=1e-6)
+    prior = _prior(known, size, used) * float(np.median(seconds))
+    found = _robust(scaled / seconds[:, None], np.ones(len(seconds)), np.ones(len(seconds)), prior, strength=1e-6)
     coefficients = np.zeros(len(size))
     coefficients[used] = found / size[used]
     return coefficients[:-1], float(coefficients[-1])
 
 
-def _pull(known: Floats, size: Floats, used: NDArray[np.bool_]) -> Floats:
-    """Known coefficients as shares of the cost of a mean piece of work; what lies beside documents as nothing."""
+def _prior(known: Floats, size: Floats, used: NDArray[np.bool_]) -> Floats:
+    """Known coefficients as shares of the cost of a mean piece of work. The terms of overhead have a prior of 0."""
     padded = np.zeros(len(size))
     padded[: len(known)] = known
     shares = (padded * size)[used]
@@ -149,9 +149,9 @@ def _pull(known: Floats, size: Floats, used: NDArray[np.bool_]) -> Floats:
     return shares / total if total > 0 else np.full(len(shares), 1 / len(shares))
 
 
-def _robust(scaled: Floats, times: Floats, weight: Floats, pull: Floats, strength: float | None = None) -> Floats:
+def _robust(scaled: Floats, times: Floats, weight: Floats, prior: Floats, strength: float | None = None) -> Floats:
     """Non-negative coefficients for columns of mean 1 and times of median 1."""
-    found = pull
+    found = prior
     noise = 1.0
     for turn in range(24):
         residual = times - scaled @ found
@@ -163,15 +163,16 @@ def _robust(scaled: Floats, times: Floats, weight: Floats, pull: Floats, strengt
             trust = np.square(1 - np.square(np.minimum(off / _TUKEY, 1.0)))
         root = np.sqrt(weight * trust)[:, None]
         gram = (scaled * root).T @ (scaled * root)
-        # As strong as one time that is off by _PULL is weak: it decides only where times do not.
-        held = (noise / _PULL) ** 2 if strength is None else strength
-        target = (scaled * root).T @ (times[:, None] * root)[:, 0] + held * pull
-        found = _non_negative(gram + held * np.eye(len(pull)), target)
+        # Ridge prior: keeps the fit stable where there are too few measurements.
+        ridge = (noise / _PRIOR_SPREAD) ** 2 if strength is None else strength
+        target = (scaled * root).T @ (times[:, None] * root)[:, 0] + ridge * prior
+        found = _non_negative(gram + ridge * np.eye(len(prior)), target)
     return found
 
 
 def _non_negative(gram: Floats, target: Floats) -> Floats:
-    """The non-negative minimum of a quadratic form: what would be negative is held at 0, until nothing would be better."""
+    """The non-negative minimum of a quadratic form, by an active-set method: negative coefficients are fixed at 0, and freed
+    again where that lowers the form."""
     n = len(target)
     free = np.ones(n, bool)
     found = np.zeros(n)
@@ -191,7 +192,7 @@ def _non_negative(gram: Floats, target: Floats) -> Floats:
 
 
 def _slowness(ratio: Floats, of: NDArray[np.integer], num_ranks: int) -> Floats:
-    """How much longer than predicted each rank takes, by the middle one of its times; 1 in the middle of all ranks."""
+    """The median of reported / predicted time of each rank, relative to the median rank."""
     order = np.lexsort((ratio, of))
     held = np.bincount(of, minlength=num_ranks)
     first = np.cumsum(held) - held

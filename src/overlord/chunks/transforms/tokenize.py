@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 Tokens = NDArray[np.int32]
-Encoding: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenizer | Callable[[str], Any]"
+TokenizerLike: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenizer | Callable[[str], Any]"
 MOST_TOKENS = 2**31 - 1
 """Arrow's list<int32> counts its values in 32 bits."""
 
@@ -78,7 +78,7 @@ class Tokenize:
     column: str = "text"
     into: str = "tokens"
     _: KW_ONLY
-    encoding: Encoding
+    encoding: TokenizerLike
     eos: int | str | None = None
     bos: int | str | None = None
     keep: Sequence[str] = ()
@@ -275,7 +275,7 @@ class _FunctionEncoder:
             yield ids["input_ids"] if isinstance(ids, Mapping) else ids
 
 
-def _is_function(encoding: Encoding) -> bool:
+def _is_function(encoding: TokenizerLike) -> bool:
     """Whether the encoding is only known to be callable."""
     known = ("encode_to_numpy", "encode_batch", "backend_tokenizer", "convert_tokens_to_ids")
     return not isinstance(encoding, (str, Path)) and not any(hasattr(encoding, name) for name in known)
@@ -294,11 +294,11 @@ def _token_id(encoder: Any, option: str, token: int | str | None) -> int | None:
 
 _preparing = threading.Lock()
 _MOST_PREPARED = 16
-_prepared: dict[tuple[int, bool], tuple[Encoding, Any]] = {}
+_prepared: dict[tuple[int, bool], tuple[TokenizerLike, Any]] = {}
 """Encoders of users' objects, by id(object). The object is kept here too, so that its id is not reused."""
 
 
-def _encoder(encoding: Encoding, special_tokens: bool) -> Any:
+def _encoder(encoding: TokenizerLike, special_tokens: bool) -> Any:
     with _preparing:  # threads that start together load a vocabulary once
         if isinstance(encoding, (str, Path)):
             return _load(os.fspath(encoding), special_tokens)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlord.errors import SpecError
+from overlord.stream.facts import Floats
 
-Floats: TypeAlias = NDArray[np.float64]
 Mapping: TypeAlias = Callable[[Floats], Floats]
 
 MIN_SPREAD = 0.05
