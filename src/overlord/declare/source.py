@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from overlord.declare.arguments import column_names
 from overlord.errors import SpecError
@@ -129,6 +130,13 @@ class Source:
         object.__setattr__(self, "null_columns", column_names(self.null_columns, "null_columns"))
         if isinstance(self.on_bad_row, str):
             object.__setattr__(self, "on_bad_row", BadRows(self.on_bad_row))
+
+    def with_loaders(self, loaders: int, buffer_bytes: int) -> Self:
+        """A copy with other loaders and another buffer. Subclasses may have constructors of their own, so none is called."""
+        copied = copy.copy(self)
+        object.__setattr__(copied, "loaders", loaders)
+        object.__setattr__(copied, "buffer_bytes", buffer_bytes)
+        return copied
 
     @property
     def transforms(self) -> tuple[Callable[..., pa.Table], ...]:

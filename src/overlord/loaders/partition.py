@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -68,10 +67,7 @@ class Partitioning:
         sources: dict[str, Source] = {}
         for name, source in job.sources.items():
             given = self.sources[name]
-            # A copy, not a new one: a user's source may be made in its own way.
-            sources[name] = copy.copy(source)
-            object.__setattr__(sources[name], "loaders", given.loaders)
-            object.__setattr__(sources[name], "buffer_bytes", given.buffer_bytes or source.buffer_bytes)
+            sources[name] = source.with_loaders(given.loaders, given.buffer_bytes or source.buffer_bytes)
         return replace(job, sources=sources, num_workers=self.num_workers)
 
 
