@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
@@ -62,11 +63,18 @@ def test_a_trainer_that_connects_loads_few_of_our_modules():
     assert int(done.stdout) <= MOST_MODULES
 
 
-def test_no_two_public_classes_have_one_name():
-    names = Counter(
-        node.name
-        for path in MODULES.values()
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
+def test_no_two_classes_or_type_aliases_have_one_name():
+    """Fingerprints of states name our classes without their modules."""
+    names = Counter(name for path in MODULES.values() for name in _type_names(ast.parse(path.read_text())))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def _type_names(module: ast.Module) -> Iterator[str]:
+    for node in module.body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+                yield name
+            case ast.Assign(targets=[ast.Name(id=name)]) if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                yield name

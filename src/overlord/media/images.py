@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from overlord.errors import DataError, OverlordError, SchemaError, SourceError, SpecError
 from overlord.media.headers import TAIL_BYTES, ImageHeader, parse_header
-from overlord.media.resample import Pixels, Span, resize, scale_span
+from overlord.media.resample import Interval, Pixels, resize, scale_interval
 from overlord.sources.storage import StoredFile, open_local, read_at
 from overlord.sources.views import StoredValues, is_view, read_value
 from overlord.stream.facts import ImageSizes, Ints
@@ -164,7 +164,7 @@ class DecodeImage:
         # The decoder takes the smallest scale that reaches this size, which is rounded up as the decoder does.
         least = {"min_height": -(-header.height * scale // 8), "min_width": -(-header.width * scale // 8)}
         pixels = _decode_jpeg(simplejpeg, content, "RGB", self.strict, **least)
-        return resize(pixels, self.size, scale_span(rows, scale / 8), scale_span(columns, scale / 8), out)
+        return resize(pixels, self.size, scale_interval(rows, scale / 8), scale_interval(columns, scale / 8), out)
 
     def _decode_other(self, content: memoryview, out: Pixels | None) -> Pixels:
         with _open_image(content) as image:
@@ -179,7 +179,7 @@ class DecodeImage:
         rows, columns = self._box(picture.height, picture.width)
         return resize(np.asarray(picture), self.size, rows, columns, out)
 
-    def _box(self, height: int, width: int) -> tuple[Span, Span]:
+    def _box(self, height: int, width: int) -> tuple[Interval, Interval]:
         """The rows and columns of the picture that are wanted."""
         assert self.size is not None  # callers check that there is a size
         if self.fit == "stretch":

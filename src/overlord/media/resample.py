@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 Pixels = NDArray[np.uint8]
-Span = tuple[float, float]
+Interval = tuple[float, float]
 
 
 class Blur(NamedTuple):
@@ -32,7 +32,7 @@ class Blur(NamedTuple):
     sigma: float = 1.0
 
 
-def resize(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, out: Pixels | None = None) -> Pixels:
+def resize(picture: Pixels, size: tuple[int, int], rows: Interval, columns: Interval, out: Pixels | None = None) -> Pixels:
     """The part `rows` x `columns` of an RGB picture (height, width, 3), as RGB of `size` (height, width, 3)."""
     cv2 = _opencv()
     (top, height), (left, width) = _within(rows, picture.shape[0]), _within(columns, picture.shape[1])
@@ -43,7 +43,7 @@ def resize(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, ou
     if max(boxes) > 1:
         reduced = -(-height // boxes[0]), -(-width // boxes[1])
         picture = cv2.resize(picture, reduced[::-1], interpolation=cv2.INTER_AREA)
-        rows, columns = scale_span(rows, reduced[0] / height), scale_span(columns, reduced[1] / width)
+        rows, columns = scale_interval(rows, reduced[0] / height), scale_interval(columns, reduced[1] / width)
     vertical, horizontal = _blur(down, boxes[0]), _blur(across, boxes[1])
     if max(vertical.taps, horizontal.taps) > 1:
         taps = (horizontal.taps, vertical.taps)
@@ -57,14 +57,14 @@ def resize(picture: Pixels, size: tuple[int, int], rows: Span, columns: Span, ou
     return cv2.warpAffine(picture, moved, size[::-1], dst=out, flags=flags, borderMode=cv2.BORDER_REPLICATE)
 
 
-def _within(span: Span, length: int) -> tuple[int, int]:
-    """The first pixel that a span touches, and the number of pixels."""
-    start = min(int(span[0]), length - 1)
-    return start, max(1, min(math.ceil(span[1]), length) - start)
+def _within(interval: Interval, length: int) -> tuple[int, int]:
+    """The first pixel that an interval touches, and the number of pixels."""
+    start = min(int(interval[0]), length - 1)
+    return start, max(1, min(math.ceil(interval[1]), length) - start)
 
 
-def scale_span(span: Span, factor: float) -> Span:
-    return span[0] * factor, span[1] * factor
+def scale_interval(interval: Interval, factor: float) -> Interval:
+    return interval[0] * factor, interval[1] * factor
 
 
 @lru_cache(maxsize=4096)

@@ -76,7 +76,7 @@ class Era:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecoveredSegment:
     """The newest segment that could be read."""
 
     segment: int
@@ -264,7 +264,7 @@ def starting_point(
     return progress, steered, era
 
 
-def newest_in(segments: Segments, job: str | None = None, era: int | None = None, keep: int = 0) -> Found | None:
+def newest_in(segments: Segments, job: str | None = None, era: int | None = None, keep: int = 0) -> RecoveredSegment | None:
     """What the newest segment (of a job, of an era of it) says. Torn ends are cut, with a warning."""
     for number in reversed(segments.numbers()):
         name = segments.name(number)
@@ -293,16 +293,16 @@ def newest_in(segments: Segments, job: str | None = None, era: int | None = None
                 contents.num_bytes - contents.good_bytes,
                 recovered.reached,
             )
-        return Found(number, own, recovered)
+        return RecoveredSegment(number, own, recovered)
     return None
 
 
-def _decisions_of_earlier_eras(earlier: Found | None, era: Era) -> tuple[Decision, ...]:
+def _decisions_of_earlier_eras(earlier: RecoveredSegment | None, era: Era) -> tuple[Decision, ...]:
     """What was decided in earlier eras of the run."""
     return () if earlier is None or earlier.header.job != era.header.job else _lasting(earlier)
 
 
-def _lasting(found: Found) -> tuple[Decision, ...]:
+def _lasting(found: RecoveredSegment) -> tuple[Decision, ...]:
     """A mesh is about trainers, which a log cannot bring back, and so are learned costs: whoever begins an era says which
     there are."""
     return tuple(decision for decision in found.recovered.decisions if decision.name not in (MESH, COSTS))
@@ -327,7 +327,7 @@ def _check_writable(era: Era, start: Progress, steered: Steered) -> None:
         log.close()
 
 
-def _state_of(found: Found) -> dict[str, Any]:
+def _state_of(found: RecoveredSegment) -> dict[str, Any]:
     recovered = found.recovered
     progress = recovered.before[min(recovered.needed, recovered.reached)]
     # What was heard of later steps will be heard again, when they are.

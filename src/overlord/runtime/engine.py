@@ -96,7 +96,7 @@ class Engine(Protocol):
         ...
 
 
-class _Call(Protocol[R_co]):
+class _BoundCall(Protocol[R_co]):
     def __call__(self, method: Callable[Concatenate[R_co, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Reply[T]: ...
 
 
@@ -108,7 +108,7 @@ class Handle(Generic[R]):
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
-        self.call: _Call[R] = partial(engine.call, name)
+        self.call: _BoundCall[R] = partial(engine.call, name)
         """Calls a method of the role that the name is bound to."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from overlord.errors import SchemaError
 
-Column = pa.Array | pa.ChunkedArray
+ArrowArray = pa.Array | pa.ChunkedArray
 
 UNFIT = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, TypeError, ValueError)
 """The exceptions of pa.array for a Python value that does not fit a type."""
 
 
-def fit_values(values: Sequence[Any], type_: pa.DataType) -> tuple[Column, dict[int, str]]:
+def fit_values(values: Sequence[Any], type_: pa.DataType) -> tuple[ArrowArray, dict[int, str]]:
     """The values as a column of a type, with null for those that do not fit, and the errors of these."""
     column = _convert_exactly(values, type_)
     if column is not None:
@@ -113,7 +113,7 @@ def has_null_type(type_: Any) -> bool:
     return pa.types.is_null(type_) or (_is_list(type_) and has_null_type(type_.value_type))
 
 
-def largest_float(column: Column) -> float:
+def largest_float(column: ArrowArray) -> float:
     """The largest absolute value of all floats in a column, 0 where there are none; inf where one overflowed. The least
     int64 counts too: a whole number below it that was rounded to a float is cast to it."""
     if isinstance(column, pa.ChunkedArray):
@@ -131,7 +131,7 @@ def largest_float(column: Column) -> float:
     return 0.0
 
 
-def _convert_exactly(values: Sequence[Any], type_: pa.DataType) -> Column | None:
+def _convert_exactly(values: Sequence[Any], type_: pa.DataType) -> ArrowArray | None:
     """The values as a column of the type, if that is known to be exact without checking each value; otherwise None. Types
     that Arrow infers are exact, except for booleans among floats, and so are checked casts between numbers."""
     try:

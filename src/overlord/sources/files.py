@@ -75,18 +75,18 @@ class FileSource(Source):
         return units
 
 
-Codec = Literal["gzip", "zstd"]
-CODECS: dict[str, Codec] = {".gz": "gzip", ".gzip": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+Compression = Literal["gzip", "zstd"]
+CODECS: dict[str, Compression] = {".gz": "gzip", ".gzip": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 BLOCK_BYTES = 8 << 20
 """The size of blocks in decompression."""
 
 
-def codec_of(path: str) -> Codec | None:
+def codec_of(path: str) -> Compression | None:
     return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
 
 
-def decompress_blocks(path: str, codec: Codec, content: pa.NativeFile, block_bytes: int) -> Iterator[bytes]:
+def decompress_blocks(path: str, codec: Compression, content: pa.NativeFile, block_bytes: int) -> Iterator[bytes]:
     """Decompress in blocks of at most `block_bytes`, since the total size is unknown. Concatenated frames or members are one
     content."""
     try:
@@ -99,7 +99,7 @@ def decompress_blocks(path: str, codec: Codec, content: pa.NativeFile, block_byt
         ) from error
 
 
-def decompress(path: str, codec: Codec, content: pa.NativeFile, most_bytes: int) -> pa.Buffer:
+def decompress(path: str, codec: Compression, content: pa.NativeFile, most_bytes: int) -> pa.Buffer:
     """Decompress the whole content; BufferTooSmallError beyond `most_bytes`."""
     whole = pa.BufferOutputStream()
     for block in decompress_blocks(path, codec, content, BLOCK_BYTES):

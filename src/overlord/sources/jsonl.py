@@ -20,7 +20,7 @@ from overlord.declare.source import MIB, Unit
 from overlord.errors import BufferTooSmallError, SchemaError, SourceError, SpecError
 from overlord.sources.column_types import (
     UNFIT,
-    Column,
+    ArrowArray,
     fit_values,
     has_null_type,
     largest_float,
@@ -307,7 +307,7 @@ class JsonRows:
                 "sources"
             )
 
-    def _column(self, field: pa.Field, lines: list[bytes], rows: list[dict[str, Any]], bad: dict[int, str]) -> Column:
+    def _column(self, field: pa.Field, lines: list[bytes], rows: list[dict[str, Any]], bad: dict[int, str]) -> ArrowArray:
         name, type_ = field.name, field.type
         values = [row.get(name) for row in rows]
         self._num_values[name] += len(values) - values.count(None)
@@ -327,7 +327,9 @@ class JsonRows:
         return _to_json_text(lines, values, name)[0] if _is_json(type_) else fit_values(values, type_)[0]
 
 
-def _find_rounded(column: Column, lines: list[bytes], name: str, type_: pa.DataType, bad: Container[int]) -> dict[int, str]:
+def _find_rounded(
+    column: ArrowArray, lines: list[bytes], name: str, type_: pa.DataType, bad: Container[int]
+) -> dict[int, str]:
     """Errors of integers that the parser rounded to floats because they are too large. Lines in `bad` are skipped."""
     if largest_float(column) < _PARSER_INTS:
         return {}

@@ -15,8 +15,8 @@ from overlord.declare.source import Unit
 from overlord.errors import BufferTooSmallError, SourceError
 from overlord.sources.files import FileSource, check_columns, common_schema
 from overlord.sources.parquet_lists import (
+    ArrowLists,
     ListColumn,
-    Lists,
     NotFlat,
     is_worth_it,
     list_columns,
@@ -185,11 +185,11 @@ class ParquetReader:
         columns = [lists[name] if name in lists else table.column(name) for name in detail.schema.names]
         return pa.table(columns, schema=detail.schema)
 
-    def _lists(self, file: pa.NativeFile, unit: Unit) -> dict[str, Lists]:
+    def _lists(self, file: pa.NativeFile, unit: Unit) -> dict[str, ArrowLists]:
         """The columns that need not go through Arrow."""
         detail: RowGroup = unit.detail
         group = detail.footer.row_group(unit.index)
-        lists: dict[str, Lists] = {}
+        lists: dict[str, ArrowLists] = {}
         for column in detail.lists:
             name, chunk = column.field.name, group.column(column.leaf)
             if name in self._not_flat or not is_worth_it(chunk, group.num_rows):

@@ -61,7 +61,7 @@ _CODECS: dict[str, Codec] = {
 }
 
 
-class Number(NamedTuple):
+class PhysicalType(NamedTuple):
     """A physical type of Parquet, its number, and the converted type that selects one of Arrow's types."""
 
     name: str
@@ -70,20 +70,20 @@ class Number(NamedTuple):
 
 
 _TYPES = {
-    pa.int8(): Number("INT32", 1, 15),
-    pa.int16(): Number("INT32", 1, 16),
-    pa.int32(): Number("INT32", 1),
-    pa.int64(): Number("INT64", 2),
-    pa.uint8(): Number("INT32", 1, 11),
-    pa.uint16(): Number("INT32", 1, 12),
-    pa.uint32(): Number("INT32", 1, 13),
-    pa.uint64(): Number("INT64", 2, 14),
-    pa.float32(): Number("FLOAT", 4),
-    pa.float64(): Number("DOUBLE", 5),
+    pa.int8(): PhysicalType("INT32", 1, 15),
+    pa.int16(): PhysicalType("INT32", 1, 16),
+    pa.int32(): PhysicalType("INT32", 1),
+    pa.int64(): PhysicalType("INT64", 2),
+    pa.uint8(): PhysicalType("INT32", 1, 11),
+    pa.uint16(): PhysicalType("INT32", 1, 12),
+    pa.uint32(): PhysicalType("INT32", 1, 13),
+    pa.uint64(): PhysicalType("INT64", 2, 14),
+    pa.float32(): PhysicalType("FLOAT", 4),
+    pa.float64(): PhysicalType("DOUBLE", 5),
 }
 
 
-Lists = pa.ListArray | pa.LargeListArray
+ArrowLists = pa.ListArray | pa.LargeListArray
 
 
 class NotFlat(Exception):
@@ -134,7 +134,7 @@ def is_worth_it(chunk: ColumnChunkMetaData, num_rows: int) -> bool:
     return chunk.num_values >= num_rows * _SHORTEST and chunk.total_uncompressed_size <= _LARGEST_BYTES
 
 
-def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Lists:
+def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> ArrowLists:
     """The lists of one row group; `data` is the column chunk from its first page on. The footer's codec must be one that
     Arrow knows: pyarrow aborts the process when it looks up the name of another."""
     try:
@@ -145,7 +145,7 @@ def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) 
         raise NotFlat(f"the pages could not be taken apart: {error}") from error
 
 
-def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Lists:
+def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> ArrowLists:
     starts: list[int] = []
     absent: list[tuple[int, int]] = []
     dictionary, pages = b"", []
@@ -295,7 +295,7 @@ def _decode_flat(file: bytes) -> pa.Array:
     return combine_chunks(values)
 
 
-def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> Lists:
+def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> ArrowLists:
     """`bounds` are the begins of lists and the end, counted in levels. The levels in `absent` have no value."""
     mask = None
     if absent:

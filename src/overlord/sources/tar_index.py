@@ -52,7 +52,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
+class _TarLink:
     """The target of member `index`."""
 
     index: int
@@ -61,9 +61,9 @@ class _Link:
 
 
 @dataclass(slots=True)
-class _Found:
+class _TarContents:
     members: list[Member] = field(default_factory=list)
-    links: list[_Link] = field(default_factory=list)
+    links: list[_TarLink] = field(default_factory=list)
     headers: dict[int, bytes] = field(default_factory=dict)
     """By offset."""
 
@@ -110,7 +110,7 @@ class _Extended:
 def read_members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None = None) -> list[Member]:
     """The files of an archive. With `num_bytes`, `data` is only the start of an archive of that length, and the members
     found are those whose header lies in it."""
-    found = _Found()
+    found = _TarContents()
     try:
         _walk(path, data, num_bytes, found)
     except SourceError:
@@ -121,7 +121,7 @@ def read_members(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None =
     return _with_links(found)
 
 
-def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: _Found) -> None:
+def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: _TarContents) -> None:
     """One Python step a member: each header says where the next one is."""
     total = data.size if num_bytes is None else num_bytes
     view = data if isinstance(data, FileBytes) else memoryview(data)
@@ -161,9 +161,9 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
     extended.check_used(path, offset)
 
 
-def _add(found: _Found, kind: int, member: Member, target: str) -> None:
+def _add(found: _TarContents, kind: int, member: Member, target: str) -> None:
     if kind in (_HARD_LINK, _SYMBOLIC_LINK):
-        found.links.append(_Link(len(found.members), target, kind == _SYMBOLIC_LINK))
+        found.links.append(_TarLink(len(found.members), target, kind == _SYMBOLIC_LINK))
         fault = f"is a link to {target!r}, which is no file of the archive"
         found.members.append(Member(member.name, member.offset, 0, fault=fault))
     elif kind in _NO_FILES:
@@ -172,7 +172,7 @@ def _add(found: _Found, kind: int, member: Member, target: str) -> None:
         found.members.append(member)  # unknown kinds are files, by POSIX
 
 
-def _with_links(found: _Found) -> list[Member]:
+def _with_links(found: _TarContents) -> list[Member]:
     """The members with links resolved to their targets, as Python's tarfile does: a hard link to the last member of that
     name before it, a symbolic link to the last of all."""
     if not found.links:
@@ -194,7 +194,7 @@ def _with_links(found: _Found) -> list[Member]:
     return resolved
 
 
-def _target(name: str, link: _Link, places: dict[str, list[int]]) -> int | None:
+def _target(name: str, link: _TarLink, places: dict[str, list[int]]) -> int | None:
     target = posixpath.join(posixpath.dirname(name), link.target) if link.is_symbolic else link.target
     known = [i for i in places.get(posixpath.normpath(target), ()) if link.is_symbolic or i < link.index]
     return known[-1] if known else None

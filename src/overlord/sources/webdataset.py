@@ -134,7 +134,7 @@ def _default_type(ending: str) -> pa.DataType:
 
 
 @dataclass(frozen=True, slots=True)
-class _Samples:
+class _ShardSamples:
     keys: list[str]
     places: dict[str, list[tuple[int, int, int]]]
     """The (sample, offset, number of bytes) of the members of each ending."""
@@ -148,7 +148,7 @@ class _Samples:
         return offsets, lengths
 
 
-def _group_members(path: str, found: Sequence[Member]) -> _Samples:
+def _group_members(path: str, found: Sequence[Member]) -> _ShardSamples:
     """Samples in the order of the first appearance of their keys."""
     number: dict[str, int] = {}
     places: dict[str, list[tuple[int, int, int]]] = {}
@@ -173,7 +173,7 @@ def _group_members(path: str, found: Sequence[Member]) -> _Samples:
             raise SourceError(f"{path} has the member {member.name!r} of {member.num_bytes:,} bytes: the most is 2 GiB")
         seen.add((sample, ending))
         places.setdefault(ending, []).append((sample, member.offset, member.num_bytes))
-    return _Samples(list(number), places)
+    return _ShardSamples(list(number), places)
 
 
 def _read_endings(storage: Storage, file: StoredFile, most_bytes: int) -> set[str]:

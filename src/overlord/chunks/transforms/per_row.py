@@ -23,7 +23,7 @@ from overlord.chunks.transforms.outcome import (
 from overlord.errors import DataError, SpecError
 from overlord.sources.column_types import (
     UNFIT,
-    Column,
+    ArrowArray,
     fit_values,
     wider_type,
 )
@@ -147,10 +147,10 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
-def _columns(rows: list[Row], types: Mapping[str, pa.DataType]) -> tuple[dict[str, Column], dict[int, Exception]]:
+def _columns(rows: list[Row], types: Mapping[str, pa.DataType]) -> tuple[dict[str, ArrowArray], dict[int, Exception]]:
     """Rows as columns, and errors of rows that do not fit the declared type of a column, or that of the rows before them."""
     names = dict.fromkeys([*types, *(name for row in rows for name in row)]) if rows else {}
-    columns: dict[str, Column] = {}
+    columns: dict[str, ArrowArray] = {}
     bad: dict[int, Exception] = {}
     for name in names:
         columns[name], unfit = _column([row.get(name) for row in rows], types.get(name))
@@ -163,7 +163,7 @@ def _columns(rows: list[Row], types: Mapping[str, pa.DataType]) -> tuple[dict[st
     return _columns(kept, types)[0], bad
 
 
-def _column(values: list[Any], type_: pa.DataType | None) -> tuple[Column, dict[int, str]]:
+def _column(values: list[Any], type_: pa.DataType | None) -> tuple[ArrowArray, dict[int, str]]:
     if type_ is None:
         try:
             return pa.array(values), {}
