@@ -82,7 +82,7 @@ def test_an_array_longer_than_a_message_is_cut_and_joined(shift):
     rng = np.random.default_rng(0)
     long = rng.integers(0, 1 << 40, (2 * MESSAGE_BYTES + 8_000) // 8)
     delivery = Delivery(0, 1, ({"long": long, "short": np.arange(5), "other": long[:100_000].reshape(100, 1000)},))
-    sizes = [batch.nbytes for batch in pack_step(delivery)[1]]
+    sizes = [batch.get_total_buffer_size() for batch in pack_step(delivery)[1]]
     assert len(sizes) > 2
     assert max(sizes) <= MESSAGE_BYTES + steps._SMALL_BYTES
     assert all_same(delivery, sent(delivery, shift))

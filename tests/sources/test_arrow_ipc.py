@@ -247,13 +247,14 @@ def test_a_dictionary_with_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> 
 
 
 FLIP_BITS = """
-import random, sys
+import os, random, sys
 from overlord.sources.arrow_ipc import ArrowIpc
 from overlord.errors import OverlordError
 
 path = sys.argv[1]
 data = open(path, "rb").read()
 chance = random.Random(0)
+threads = os.listdir("/proc/self/task")
 refused = 0
 for _ in range(800):
     changed = bytearray(data)
@@ -267,6 +268,8 @@ for _ in range(800):
             source.read(unit).to_pylist()
     except OverlordError:
         refused += 1
+# A thread of Arrow that still holds a Python object when the interpreter shuts down would abort the process now and then.
+assert os.listdir("/proc/self/task") == threads
 print(refused)
 """
 

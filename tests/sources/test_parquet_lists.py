@@ -107,6 +107,7 @@ def test_a_list_may_go_on_over_many_pages() -> None:
     assert read_flat(data).equals(only_chunk(table))
 
 
+@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 23, reason="pyarrow before 23 cannot write such a page")
 def test_a_page_may_have_no_numbers() -> None:
     table = lists_of([0] * 40 + [2000, 0, 9000], pa.int32())
     data = written(table, max_rows_per_page=20, use_dictionary=False)

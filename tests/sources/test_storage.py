@@ -164,6 +164,32 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
         read_slowly()
 
 
+@pytest.mark.strangers
+@pytest.mark.parametrize("opener", ["OSFile", "memory_map"])
+def test_arrow_reads_the_file_that_was_checked_and_not_one_that_has_its_name_for_a_moment(
+    tmp_path: Path, opener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kept, other = tmp_path / "f", tmp_path / "kept", tmp_path / "other"
+    file = listed(path, b"12345")
+    other.write_bytes(b"54321")
+    real = getattr(pa, opener)
+
+    def open_while_another_has_the_name(*arguments: str) -> pa.NativeFile:
+        path.rename(kept)
+        other.rename(path)
+        opened = real(*arguments)
+        path.rename(other)
+        kept.rename(path)
+        return opened
+
+    monkeypatch.setattr(pa, opener, open_while_another_has_the_name)
+    if opener == "memory_map":
+        assert MappedFile(file).data.to_pybytes() == b"12345"
+        return
+    with Storage().stream(file) as stream:
+        assert stream.read() == b"12345"
+
+
 def test_a_mapped_file_does_not_keep_it_open(tmp_path: Path) -> None:
     file = listed(tmp_path / "f", b"12345")
     before = len(os.listdir("/proc/self/fd"))

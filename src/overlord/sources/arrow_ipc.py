@@ -27,7 +27,6 @@ from overlord.sources.reading import validate
 from overlord.sources.storage import (
     FileBytes,
     MappedFile,
-    SparseFile,
     Storage,
     StoredFile,
     is_remote,
@@ -202,7 +201,7 @@ def _read_index(storage: Storage, file: StoredFile) -> _Index:
         with open_local(file) as descriptor:
             data = FileBytes(file, descriptor, HEADER_BYTES)
             if data[: len(MAGIC)] == MAGIC:
-                blocks, schema = _footer_index(file, *_read_tail(storage, file))
+                blocks, schema = _footer_index(file, _read_tail(storage, file))
             else:
                 schema, blocks = _read_head_schema(storage, file), stream_blocks(file.path, data)
             if blocks.has_dictionaries:
@@ -218,15 +217,15 @@ def _read_index(storage: Storage, file: StoredFile) -> _Index:
 
 
 def _read_remote_index(storage: Storage, file: StoredFile) -> _Index:
-    tail, start = _read_tail(storage, file)
+    tail = _read_tail(storage, file)
     if tail.size > len(MAGIC) and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
-        blocks, schema = _footer_index(file, tail, start)
+        blocks, schema = _footer_index(file, tail)
         return _Index(schema, None if blocks.has_dictionaries else blocks, None)
     return _Index(_read_head_schema(storage, file), None, None)
 
 
-def _read_tail(storage: Storage, file: StoredFile) -> tuple[pa.Buffer, int]:
-    """The end of a file, with its whole footer if it has one, and the offset of that end."""
+def _read_tail(storage: Storage, file: StoredFile) -> pa.Buffer:
+    """The end of a file, with its whole footer if it has one."""
     start = max(0, file.num_bytes - HEAD_BYTES)
     tail = storage.read(file, start, file.num_bytes)
     footer_bytes = int.from_bytes(tail[-10:-6].to_pybytes(), "little")
@@ -234,7 +233,7 @@ def _read_tail(storage: Storage, file: StoredFile) -> tuple[pa.Buffer, int]:
     if is_short and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
         start = file.num_bytes - footer_bytes - 10
         tail = storage.read(file, start, file.num_bytes)
-    return tail, start
+    return tail
 
 
 def _read_head_schema(storage: Storage, file: StoredFile) -> pa.Schema:
@@ -249,8 +248,8 @@ def _read_head_schema(storage: Storage, file: StoredFile) -> pa.Schema:
             head_bytes = min(file.num_bytes, head_bytes * 16)
 
 
-def _footer_index(file: StoredFile, tail: pa.Buffer, start: int) -> tuple[Blocks, pa.Schema]:
-    """The index in the footer of the file format. `tail` begins at byte `start` of the file."""
+def _footer_index(file: StoredFile, tail: pa.Buffer) -> tuple[Blocks, pa.Schema]:
+    """The index in the footer of the file format, from the end of the file."""
     end = tail[-10:].to_pybytes()
     footer_bytes = int.from_bytes(end[:4], "little", signed=True)
     if end[4:] != MAGIC or not 0 < footer_bytes <= tail.size - 10:
@@ -260,8 +259,10 @@ def _footer_index(file: StoredFile, tail: pa.Buffer, start: int) -> tuple[Blocks
         )
     footer = tail.slice(tail.size - 10 - footer_bytes, footer_bytes)
     blocks = file_blocks(file.path, footer, file.num_bytes)
-    sparse = pa.PythonFile(SparseFile(file.num_bytes, {start: tail}), mode="r")
-    with pa.ipc.open_file(sparse) as reader:
+    # A file of the footer alone, in memory: Arrow reads a Python file in a thread of its own, and a thread that releases a
+    # Python object while the interpreter shuts down aborts the process.
+    alone = MAGIC + bytes(2) + footer.to_pybytes() + end
+    with pa.ipc.open_file(pa.BufferReader(alone)) as reader:
         return blocks, _check_names(reader.schema)
 
 

@@ -163,10 +163,15 @@ def open_local(file: StoredFile) -> Iterator[int]:
 def open_arrow(file: StoredFile) -> pa.NativeFile:
     """Open a local file for Arrow, and check that it is the listed one. The caller checks it again after reading."""
     with source_errors(file.path):
-        check_unchanged(file, os.stat(file.path))
-        stream = pa.OSFile(file.path, "rb")
-        check_unchanged(file, os.stat(file.path))  # not fstat: OSFile.fileno() fails in pyarrow 20 to 23
-    return stream
+        check_unchanged(file, os.stat(file.path))  # says "is a socket", where opening one fails with "No such device"
+    with open_local(file) as descriptor:
+        return pa.OSFile(_descriptor_path(descriptor), "rb")
+
+
+def _descriptor_path(descriptor: int) -> str:
+    """A path to an open file itself. By its name Arrow could open a file that has replaced the checked one meanwhile, and
+    `OSFile.fileno()`, which would tell, fails in pyarrow 20 to 24."""
+    return f"/proc/self/fd/{descriptor}"
 
 
 def read_local(file: StoredFile, start: int, stop: int) -> pa.Buffer:
@@ -284,7 +289,7 @@ class MappedFile:
 
     def __init__(self, file: StoredFile) -> None:
         self.file = file
-        with open_arrow(file), pa.memory_map(file.path) as mapping:
+        with open_local(file) as descriptor, pa.memory_map(_descriptor_path(descriptor)) as mapping:
             self.data: pa.Buffer = mapping.read_buffer()
         if self.data.size != file.num_bytes:
             raise SourceError(
