@@ -140,7 +140,7 @@ def are_decisions_safe(job: Job, era: Era | None, engine: Engine) -> bool:
     return True
 
 
-def make_planner(  # noqa: PLR0913 - a run is put together here, by name
+def make_planner(
     job: Job,
     num_units: Mapping[str, int],
     start: Progress,
