@@ -1,7 +1,9 @@
 """Settings that every test shares, and the Ray cluster of those that need one."""
 
+import gc
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -47,4 +49,7 @@ def ray_cluster() -> Iterator[None]:
         _system_config=dict(SYSTEM_CONFIG),
     )
     yield
-    ray.shutdown()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # Ray 2.48 forgets processes that have not ended yet
+        ray.shutdown()
+        gc.collect()
