@@ -64,7 +64,7 @@ def make_seeds() -> Sequence[Seed]:
         "bmp": _saved(rgb, "BMP"),
         "tiff": _saved(rgb, "TIFF", compression="tiff_lzw"),
     }
-    if features.check("avif"):
+    if "avif" in features.get_supported():
         made["avif"] = _saved(rgb, "AVIF", quality=60, speed=10)
     return [Seed(name, data, regions=(Region(0, min(len(data), 200)),)) for name, data in made.items()]
 

@@ -6,6 +6,7 @@
 from pathlib import Path
 
 import pytest
+from PIL import features
 
 from tests.fuzz.runner import Report, Worker, fuzz
 
@@ -49,6 +50,9 @@ def test_damaged_inputs_give_what_the_oracle_gives_or_a_clear_error(worker, name
 @pytest.mark.strangers
 @pytest.mark.parametrize("name", NUM_CASES)
 def test_inputs_that_once_broke_a_reader_no_longer_do(worker, name):
-    report = fuzz(worker, name, [f"file {path}" for path in sorted((CORPUS / name).glob("*@*"))])
+    saved = sorted((CORPUS / name).glob("*@*"))
+    if name == "images" and "avif" not in features.get_supported():
+        saved = [path for path in saved if not path.name.startswith("avif@")]
+    report = fuzz(worker, name, [f"file {path}" for path in saved])
     assert report.num_cases > 0
     check(report)
