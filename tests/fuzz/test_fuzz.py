@@ -53,6 +53,8 @@ def test_inputs_that_once_broke_a_reader_no_longer_do(worker, name):
     saved = sorted((CORPUS / name).glob("*@*"))
     if name == "images" and "avif" not in features.get_supported():
         saved = [path for path in saved if not path.name.startswith("avif@")]
+        if not saved:
+            pytest.skip("this Pillow reads no AVIF")
     report = fuzz(worker, name, [f"file {path}" for path in saved])
     assert report.num_cases > 0
     check(report)
