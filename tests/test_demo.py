@@ -11,7 +11,7 @@ import pytest
 
 import overlord as ol
 from overlord.demo.stream import first_difference, step_record
-from overlord.service.dry_run import Taken, steps_of
+from overlord.service.dry_run import StepParts, read_steps
 from tests.commands import environment, python
 from tests.small_sources import Numbered, job_of
 
@@ -78,7 +78,7 @@ def test_ctrl_c_stops_the_demo_and_leaves_nothing_behind(tmp_path):
 def records_of(job: ol.Job, num_steps: int, tamper=lambda taken: taken) -> list:
     with ol.start(job) as loader:
         found = []
-        for taken in steps_of(loader, num_steps=num_steps):
+        for taken in read_steps(loader, num_steps=num_steps):
             planned = loader.plan(taken.number)
             assert planned is not None
             found.append(step_record(planned.plan.samples, tamper(taken), loader.tree, PAD))
@@ -110,7 +110,7 @@ def test_a_stream_with_other_samples_is_told_by_its_step():
 
 @pytest.mark.parametrize("field", ["tokens", "labels", "position_ids"])
 def test_one_changed_number_in_one_batch_is_told_by_its_step(field):
-    def tamper(taken: Taken) -> Taken:
+    def tamper(taken: StepParts) -> StepParts:
         if taken.number == 4:
             micro = taken.parts[1].microbatches[0]
             changed = np.array(micro[field])

@@ -1,4 +1,4 @@
-"""What crosses a border between roles or processes: steps, reports, and answers that are not ready yet."""
+"""The values that roles and processes send each other: steps, reports, decisions, and answers that are not ready yet."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from overlord.records import record
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One rank's report of one step. Numbers are taken as they come: whoever uses them leaves out what makes no sense."""
+    """One rank's report of one step. Numbers are not checked here: the code that uses them ignores invalid ones."""
 
     step: int
     rank: int
     losses: Mapping[str, float] = field(default_factory=dict)
     """The mean loss of each source on this rank."""
     tokens: Mapping[str, float] = field(default_factory=dict)
-    """How many tokens each of them is the mean over; 1 where none is given."""
+    """The number of tokens in each mean; 1 for a source that is left out."""
     seconds: tuple[float, ...] = ()
-    """How long the rank worked: on the whole step, or on each of its microbatches."""
+    """The compute time of the rank: of the whole step, or of each of its microbatches."""
 
     @staticmethod
     def of(
@@ -32,7 +32,7 @@ class StepReport:
         tokens: Mapping[str, float] | None,
         seconds: float | Sequence[float] | None,
     ) -> StepReport:
-        """A report from whatever numbers a trainer has: floats, numpy numbers, tensors with one entry."""
+        """Make a report from the numbers of a trainer: floats, numpy numbers, or tensors with one entry."""
         if seconds is None:
             times: tuple[float, ...] = ()
         elif isinstance(seconds, Sequence):
@@ -44,12 +44,12 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """Weights to draw by from a step on, the first possible unless one is given; None for those that the job declares."""
+    """New weights of the mixture from `from_step` on, or from the first possible step. None restores the job's weights."""
 
     weights: Mapping[str, float] | None
     from_step: int | None
     id: str
-    """The same when it is asked for again, so that it is carried out once."""
+    """The same when the request is repeated, so that it is applied once."""
 
     def check(self, sources: Sequence[str]) -> None:
         if self.from_step is not None and self.from_step < 0:
@@ -69,12 +69,12 @@ class WeightChange:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Something that holds from a step on and follows from nothing that is in the job."""
+    """A change that holds from a step on and cannot be derived from the job."""
 
     step: int
     name: str
     value: Any
-    """Numbers, strings, lists and dicts, as JSON has them."""
+    """A JSON value."""
 
     def to_plain(self) -> list[Any]:
         return [self.step, self.name, self.value]
@@ -86,25 +86,25 @@ def _numbers(what: str, given: Mapping[str, float] | None) -> dict[str, float]:
 
 def _number(what: str, value: object) -> float:
     try:
-        return float(value)  # type: ignore[arg-type] - that is what is tried
+        return float(value)  # type: ignore[arg-type] - other types raise TypeError
     except (TypeError, ValueError) as error:
         raise SpecError(f"{what} must be a number, got {value!r}") from error
 
 
 State = dict[str, Any]
-"""What `state_dict()` returns: {"overlord": version, "step": next step, "state": JSON text}, in every state the same keys.
+"""What `state_dict()` returns: {"overlord": version, "step": next step, "state": JSON text}, always with these keys.
 
-It is a dict and no TypedDict, because torch's `Stateful` asks for one. `checkpoint/form.py` has its meaning."""
+It is a dict and not a TypedDict, because torch's `Stateful` requires one. `checkpoint/form.py` documents its meaning."""
 
 Fields = dict[str, Any]
-"""The arrays of a microbatch while it is built. Trainers get them as a `Microbatch`."""
+"""The arrays of a microbatch under construction. Trainers get them as a `Microbatch`."""
 
 
 class Microbatch(TypedDict):
     """The dict of arrays that a trainer gets for one microbatch: numpy arrays, or tensors with `torch=True`.
 
-    Which keys are there depends on the layout, the mesh and the job; docs/concepts.md has the table. N is the number of
-    token places, D that of documents. Names in `Batch(columns=...)` are keys too.
+    The keys depend on the layout, the mesh and the job; docs/concepts.md has the table. N is the number of token positions,
+    D the number of documents. Names in `Batch(columns=...)` are keys too.
     """
 
     tokens: Any
@@ -114,13 +114,13 @@ class Microbatch(TypedDict):
     loss_mask: Any
     """bool, like `tokens`: where `labels` is not -100."""
     loss_weights: Any
-    """float32, like `tokens`: what each label counts. Only where a source has loss weights."""
+    """float32, like `tokens`: the weight of each label. Only if a source has loss weights."""
     position_ids: Any
     """int32, like `tokens`: from 0 in each segment."""
     attention_mask: Any
     """bool, like `tokens`. Only in padded microbatches."""
     cu_seqlens: Any
-    """int32 [segments + 1]: where segments end, from 0. Only in packed microbatches."""
+    """int32 [segments + 1]: the ends of the segments, beginning with 0. Only in packed microbatches."""
     cu_seqlens_padded: Any
     """int32 [segments + 1]. Only with `document_multiple` > 1."""
     max_seqlen: int
@@ -130,19 +130,19 @@ class Microbatch(TypedDict):
     num_tokens: int
     """N."""
     document_starts: Any
-    """int32 [D]: the place of each document's first token."""
+    """int32 [D]: the position of each document's first token."""
     document_lengths: Any
     """int32 [D]."""
     document_sources: Any
-    """int32 [D]: the number of each document's source, in the order of `job.sources`."""
+    """int32 [D]: the index of each document's source in `job.sources`."""
     images: Any
-    """uint8 [n, height, width, 3], or a list of images where their sizes differ."""
+    """uint8 [n, height, width, 3], or a list of images if their sizes differ."""
     image_document: Any
     """int32 [n]: the document of each image."""
     image_tokens: Any
-    """int64 [n]: the rows of each encoded image. Only where images are encoded on other ranks."""
+    """int64 [n]: the number of rows of each encoded image. Only if images are encoded on other ranks."""
     image_row: Any
-    """int32, like `tokens`: the row of the encoded images in a place, or -1. Only with `Batch(image_token=...)`."""
+    """int32, like `tokens`: the row of the encoded images at a position, or -1. Only with `Batch(image_token=...)`."""
     broadcast: Any
     """The shape and dtype name of each array that this rank gets by broadcast from another rank's trainer."""
 
@@ -156,7 +156,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """An answer that is not ready, and why: the asker is ahead of someone."""
+    """The answer is not ready, and why: the caller is ahead of other ranks or of the data. Call again."""
 
     reason: str
 
@@ -174,9 +174,9 @@ class Delivery:
 class Step:
     """One rank's part of one global step: iterate over its microbatches, each a dict of arrays.
 
-    `loss_tokens` counts the loss tokens of the whole step over all ranks: sum the token losses and divide by it, and
-    the gradient is right however the step was arranged. Where a source has loss weights it is the sum of the weights of
-    these tokens, to divide the weighted sum by.
+    `loss_tokens` is the number of loss tokens of the whole step over all ranks. Divide the sum of token losses by it, and
+    the gradient does not depend on how the step was arranged. If a source has loss weights, it is the sum of the weights of
+    these tokens, the divisor of the weighted sum.
     """
 
     number: int

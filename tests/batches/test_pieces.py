@@ -14,7 +14,7 @@ from overlord.arrange.hdp.rings import RingPart, chunks_of
 from overlord.batches.buffers import Arenas
 from overlord.batches.collate import collate
 from overlord.messages import Delivery
-from overlord.service.dry_run import steps_of
+from overlord.service.dry_run import read_steps
 from overlord.service.steps import pack_step, unpack_step
 from tests.batches.microbatches import microbatch
 from tests.small_sources import Numbered, documents_of, job_of
@@ -30,7 +30,7 @@ def job(mesh: ol.Mesh, **fields: Any) -> ol.Job:
 
 def first_step(job: ol.Job) -> dict[int, ol.Step]:
     with ol.start(job) as loader:
-        (taken,) = steps_of(loader, num_steps=1)
+        (taken,) = read_steps(loader, num_steps=1)
         return dict(taken.parts)
 
 
@@ -109,7 +109,7 @@ def test_broadcast_along_tp_leaves_what_a_ring_needs():
 
 def test_a_dry_run_counts_every_token_once():
     with ol.start(job(ol.Mesh(dp=2, cp=2))) as loader:
-        for taken, number in zip(steps_of(loader, num_steps=3), range(3), strict=True):
+        for taken, number in zip(read_steps(loader, num_steps=3), range(3), strict=True):
             planned = loader.plan(number)
             assert planned is not None
             assert taken.tokens == taken.places == int(planned.step.samples.tokens.sum())

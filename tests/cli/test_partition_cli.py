@@ -37,7 +37,7 @@ def test_partition_says_what_each_source_gets_and_why(tmp_path):
     for word in ("my_job.py at 2 steps a second", "loaders", "workers", "memory", "share of samples", "shadow"):
         assert word in told
     assert "- heavy: 40 chunks/s of " in told  # 100 samples of 5 in a chunk, twice a second
-    assert "- tiny3: no step asks for it: it is only held open" in told
+    assert "- tiny3: no step draws from it: it is only held open" in told
     assert "loader host(s) of 1 workers" in told
     assert "- host 0: " in told
 

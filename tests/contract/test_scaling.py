@@ -84,7 +84,7 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
             changes = [change for _ in range(3) for change in keeper.reconcile(14, fleet.statuses(), None, job.mix)]
         finally:
             send(stopped, signal.SIGCONT)
-        assert [change.reason for change in changes] == ["it did not answer and was ended"]
+        assert [change.reason for change in changes] == ["it did not answer and was killed"]
         assert fleet.names == (shadow,), "the name means another now"
         assert status_of(loader, shadow).process != stopped
         found += _stream(clients, 6)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
-from overlord.planlog.plan_log import newest_in
+from overlord.planlog.plan_log import read_newest
 from overlord.planlog.segments import segments_at
 from tests.commands import environment
 from tests.faults.disturbance import (
@@ -156,7 +156,7 @@ class AsService:
     def _recovered(self) -> str:
         """Start from a log that has lost its end. If trainers went back to a checkpoint, and that was in the end, what is
         left stands later than they do; then an operator starts from the checkpoint, with another log."""
-        found = newest_in(segments_at(str(self._log)))
+        found = read_newest(segments_at(str(self._log)))
         if found is None or found.recovered.needed <= self.trainers.reached_by_all:
             self._process = self._started()
             return ""

@@ -56,9 +56,9 @@ def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, capl
         os.kill(stopped, signal.SIGSTOP)
         assert counter.call(Counter.add, 2).result(60) == 7
     assert counter.call(Counter.pid).result() != stopped
-    told = rf"role 'counter' has not answered for 1\.\d s, though its process {stopped} on node \w+ lives"
+    told = rf"role 'counter' has not answered for 1\.\d s, though its process {stopped} on node \w+ is alive"
     assert re.search(told, caplog.text)
-    assert "the process is killed and the role is started again" in caplog.text
+    assert "the process is killed and the role is restarted" in caplog.text
 
 
 @pytest.mark.second_try(reason="an actor that Ray starts slowly seems to hang for longer than a second")

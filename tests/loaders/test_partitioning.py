@@ -47,7 +47,7 @@ def test_a_source_that_no_step_asks_for_is_only_held_open():
     found = partition({"a": profile("a", 1.0), "b": profile("b", 9.0, open_bytes=500)}, [{"a": 1.0}], BUDGET)
     b = found.sources["b"]
     assert (b.loaders, b.workers, b.cpus, b.needed_bytes) == (1, 0.0, 0.0, 500)
-    assert b.reason == "no step asks for it: it is only held open"
+    assert b.reason == "no step draws from it: it is only held open"
 
 
 def test_phases_that_do_not_come_together_need_not_fit_together():
@@ -57,7 +57,7 @@ def test_phases_that_do_not_come_together_need_not_fit_together():
     assert found.cpus == 16
     assert [gets.loaders for gets in found.sources.values()] == [4, 4]
     assert len(found.partition.hosts) == 4
-    with pytest.raises(SpecError, match=r"need 32 CPUs where the schedule asks most, the budget has 16: 'a' 16, 'b' 16"):
+    with pytest.raises(SpecError, match=r"need 32 CPUs at the peak of the schedule, the budget has 16: 'a' 16, 'b' 16"):
         partition(profiles, [{"a": 16.0, "b": 16.0}], BUDGET)
 
 
@@ -150,10 +150,10 @@ def test_nothing_between_the_looked_at_steps_asks_for_more(entries, first, more)
 
 def test_a_profile_learns_and_forgets_slowly():
     known = profile("a", 1.0, 1.0, open_s=2.0, num_chunks=100)
-    after = known.updated_with(profile("a", 3.0, 0.0, chunk_bytes=100, num_chunks=16))
+    after = known.with_measured(profile("a", 3.0, 0.0, chunk_bytes=100, num_chunks=16))
     assert (after.cpu_s, after.wait_s) == (2.0, 0.5)
     assert (after.chunk_bytes, after.open_s, after.num_chunks) == (MIB, 2.0, 116)
-    assert known.updated_with(replace(known, cpu_s=9.0, num_chunks=0)) is known
+    assert known.with_measured(replace(known, cpu_s=9.0, num_chunks=0)) is known
 
 
 @dataclass(frozen=True)

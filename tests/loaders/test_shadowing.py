@@ -75,7 +75,7 @@ def test_a_source_is_safe_only_if_all_its_loaders_are():
 def test_a_host_that_no_step_asks_has_no_shadow():
     found = shadows(one_each("a"), {"a": profile("a", 99.0)}, {"a": 0.0}, step_s=1.0, prefetch=0, spare=SPARE, start_s=9.0)
     assert found.shadowed == ()
-    assert found.hosts[0].reason.startswith("no step asks it for anything")
+    assert found.hosts[0].reason.startswith("no step draws from it")
 
 
 @given(

@@ -13,7 +13,7 @@ import overlord as ol
 from overlord.checkpoint.fingerprint import Fingerprint, differences_of
 from overlord.errors import StateError, StorageError
 from overlord.planlog.append_log import LogPosition, frame, read_frames
-from overlord.planlog.plan_log import Era, PlanLog, newest_in
+from overlord.planlog.plan_log import Era, PlanLog, read_newest
 from overlord.planlog.records import Header
 from overlord.planlog.segments import FileSegments
 from overlord.roles.planner import Planner
@@ -49,7 +49,7 @@ def test_the_warning_of_a_torn_end_says_how_much_is_cut_and_where_it_goes_on(tmp
         file.write(frame(b"{}")[:-1])
     with caplog.at_level(logging.WARNING, "overlord.planlog"):
         ol.start(job_of({"a": A}), resume="log", log=log_of(tmp_path)).close()
-    assert "segment-00000001.log has a torn end: its last 13 bytes are cut off, and it goes on with step" in caplog.text
+    assert "segment-00000001.log has a torn end: its last 13 bytes are dropped, and it continues at step" in caplog.text
 
 
 def test_a_damaged_middle_is_an_error_that_names_the_place_and_the_way_out(tmp_path):
@@ -106,7 +106,7 @@ def test_edited_records_of_a_log_are_an_error_that_names_the_file_or_go_on_the_s
         path.write_bytes(b"".join(map(frame, bodies)))
         num_edits += 1
         try:
-            found = newest_in(segments)
+            found = read_newest(segments)
             if found is not None:
                 differences_of(Fingerprint.of(job, {"a": A.units(), "b": A.units()}), found.header.fingerprint, "damaged")
         except StateError:
@@ -156,7 +156,7 @@ def test_a_full_disk_under_the_log_loses_and_repeats_nothing(tmp_path_factory, u
         assert log_status(loader).error is None, "it is written again"
         assert numbers == [step for step in range(before + during + 4) for _ in clients]
         assert state["step"] == before + during
-    found = newest_in(FileSegments(str(folder / "log")))
+    found = read_newest(FileSegments(str(folder / "log")))
     assert found is not None
     assert found.recovered.reached >= before + during + 4, "and nothing is missing in it"
     with ol.start(JOBS[0], resume=state) as loader:
@@ -215,5 +215,5 @@ def test_a_step_that_is_drawn_again_and_differs_is_an_error(tmp_path):
         rewrite(folder / "a.jsonl", mixed)
         engine.lose("loaders/0")  # first: a planner that is made anew draws at once, for whoever waits
         engine.lose("planner")
-        with pytest.raises(ol.errors.DataError, match=r"step \d was drawn again and is not what it was"):
+        with pytest.raises(ol.errors.DataError, match=r"step \d was drawn again and has changed"):
             loader.plan(1)

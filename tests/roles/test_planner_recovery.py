@@ -137,7 +137,7 @@ def test_a_run_without_a_state_begins_at_step_0_and_says_what_the_log_knows(tmp_
     uncut, _ = read_all(job, 5, log=log_of(tmp_path))
     with caplog.at_level(logging.WARNING, "overlord.planlog"):
         assert same(read_all(job, 5, log=log_of(tmp_path))[0], uncut)
-    assert "but this one begins at step 0; resume='log' would go on with step" in caplog.text
+    assert "but this run begins at step 0; resume='log' would continue at step" in caplog.text
 
 
 def test_loading_a_state_begins_a_new_era_that_a_lost_planner_goes_on_in(tmp_path):
@@ -178,7 +178,7 @@ def stream(client: ol.Client, num_steps: int) -> list[list]:
 
 
 def test_resuming_from_a_log_without_saying_where_it_is_says_so():
-    with pytest.raises(ol.errors.SpecError, match="resume='log' goes on from a log: say where it is"):
+    with pytest.raises(ol.errors.SpecError, match="resume='log' continues from a log: say where it is"):
         ol.start(job_of({"a": A}), resume="log")
 
 

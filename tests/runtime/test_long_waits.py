@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import overlord as ol
-from overlord.runtime.long_waits import waiting
+from overlord.runtime.long_waits import warn_if_long
 from overlord.service.channel import FlightChannel
 from overlord.service.client import Client
 from tests.commands import python
@@ -50,7 +50,7 @@ def test_a_client_without_a_timeout_says_what_it_waits_for_again_and_again(told,
     source = Gated(rows=40, first=1)
     with ol.start(job_of({"slow": source}, num_workers=num_workers)) as loader:
         made = ol.connect(loader.serve(), rank=0, timeout_s=None) if connected else loader.client(0)
-        client = Client(0, made._channel, tell_after_s=0.05)
+        client = Client(0, made._channel, warn_after_s=0.05)
         taken: list[int] = []
         reader = threading.Thread(target=lambda: taken.append(next(client).number))
         reader.start()
@@ -63,23 +63,23 @@ def test_a_client_without_a_timeout_says_what_it_waits_for_again_and_again(told,
 
 
 def test_a_wait_that_ended_is_told_of_no_more_and_pauses_grow(told):
-    wait = waiting(lambda: "the answer", 0.02)
+    wait = warn_if_long(lambda: "the answer", 0.02)
     with wait:
         texts = told.wait_for(3)
         assert wait._every_s >= 0.02 * 2**3
     assert all(text.endswith(" s: the answer") for text in texts)
     num = len(told.texts)
-    with waiting(lambda: "another", 0.02):
+    with warn_if_long(lambda: "another", 0.02):
         assert told.wait_for(num + 1)[num].endswith("another")
 
 
 def test_what_cannot_be_described_is_told_of_all_the_same(told):
-    with waiting(lambda: str(1 / 0), 0.02):
+    with warn_if_long(lambda: str(1 / 0), 0.02):
         assert "ZeroDivisionError" in told.wait_for(1)[0]
 
 
 def test_a_service_that_is_not_there_is_waited_for_aloud(told, monkeypatch):
-    monkeypatch.setattr(FlightChannel, "tell_after_s", 0.05)
+    monkeypatch.setattr(FlightChannel, "warn_after_s", 0.05)
     with pytest.raises(ol.errors.ServiceError, match="could not reach the service"):
         ol.connect("127.0.0.1:9", rank=3, timeout_s=1.0)
     assert "rank 3 waits for the service at grpc://127.0.0.1:9: " in told.wait_for(1)[0]
@@ -95,7 +95,7 @@ from tests.small_sources import job_of
 source = Gated(rows=40, first=1)
 loader = ol.start(job_of({"slow": source}))
 threading.Timer(1.0, source.gate.set).start()
-print(next(Client(0, loader.client(0)._channel, tell_after_s=0.2)).number)
+print(next(Client(0, loader.client(0)._channel, warn_after_s=0.2)).number)
 loader.close()
 """
 

@@ -290,7 +290,7 @@ class AfterFile(Numbered):
 def test_how_a_run_stands_is_told_while_a_source_hangs_and_a_client_says_what_it_waits_for(tmp_path, caplog):
     source = AfterFile(rows=40, first=1, gate=str(tmp_path / "gate"))
     with ol.start(job_of({"slow": source}), engine=ol.Ray("auto", loader_hosts=1)) as loader:
-        client = Client(0, loader.client(0)._channel, tell_after_s=0.2)
+        client = Client(0, loader.client(0)._channel, warn_after_s=0.2)
         reader = threading.Thread(target=next, args=(client,))
         reader.start()
         while "rank 0 waits for step 0" not in caplog.text or "source 'slow'" not in caplog.text:

@@ -269,7 +269,7 @@ def test_another_step_than_was_asked_for_is_refused():
     step = wire.pack(wire.Contents(9, 1, [[wire.Array("tokens", "<i4", (4,), 0, 0)]]))
     with Foreign({"hello": [WELCOME]}, [(batch(REGION), step)]) as server:
         client = ol.connect(f"127.0.0.1:{server.port}", rank=0, timeout_s=5)
-        with pytest.raises(ol.errors.ServiceError, match="sent step 9 where step 0 was asked for"):
+        with pytest.raises(ol.errors.ServiceError, match="sent step 9 where step 0 was requested"):
             next(client)
 
 

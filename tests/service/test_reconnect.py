@@ -122,7 +122,7 @@ def test_a_service_that_comes_back_with_another_job_is_not_read_on():
         next(client)
     with (
         served(two_sources(seed=1), address=f"127.0.0.1:{port}"),
-        pytest.raises(ol.errors.ServiceError, match=r"runs job .* connect anew"),
+        pytest.raises(ol.errors.ServiceError, match=r"runs job .* call overlord.connect again"),
     ):
         next(client)
 

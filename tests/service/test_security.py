@@ -73,7 +73,7 @@ def test_a_call_without_the_token_or_with_a_wrong_one_is_refused_and_logged(capl
         for token, what in ((None, "no token"), ("wrong", "a wrong token"), (TOKEN + "x", "a wrong token")):
             with pytest.raises(ol.errors.ServiceError, match=f"the call carried {what}; pass token="):
                 ol.connect(address, rank=0, token=token, timeout_s=20)
-            with pytest.raises(pa.ArrowException, match="wants its token"):
+            with pytest.raises(pa.ArrowException, match="requires its token"):
                 Raw(address, token).get(b"")
         assert sum("refused a call" in record.message for record in caplog.records) == 6
         assert TOKEN not in caplog.text

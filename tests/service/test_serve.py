@@ -92,7 +92,7 @@ def test_the_token_is_read_from_its_file(job_file, tmp_path):
     token = tmp_path / "token"
     token.write_text("hard-to-guess\n")
     with Serving(job_file, "--token-file", token) as serving:
-        with pytest.raises(ol.errors.ServiceError, match="wants its token"):
+        with pytest.raises(ol.errors.ServiceError, match="requires its token"):
             ol.connect(serving.told["address"], rank=0, timeout_s=20)
         client = ol.connect(serving.told["address"], rank=0, token="hard-to-guess", timeout_s=20)
         assert content(next(client)) == undisturbed(two_sources(mesh=ol.Mesh(dp=2)), 1)[0][0]

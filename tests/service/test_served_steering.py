@@ -83,7 +83,7 @@ def test_nobody_steers_without_the_token(tmp_path, capsys):
     with served(job_of(SOURCES), token="hard-to-guess") as (loader, address):
         for given in ([], ["--token", "wrong"]):
             assert main(["mix", address, "a=1", *given]) == 1
-            assert "wants its token" in capsys.readouterr().err
+            assert "requires its token" in capsys.readouterr().err
         assert loader.decisions() == ()
         assert main(["mix", address, "a=1", "--token-file", str(token)]) == 0
         assert len(loader.decisions()) == 1

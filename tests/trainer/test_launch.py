@@ -99,7 +99,7 @@ def test_one_process_needs_no_service(monkeypatch):
 
 def test_a_mesh_of_another_size_and_a_process_outside_any_run_are_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ol.errors.SpecError, match=r"no part of a torch training run.*RANK is None; start it with torchrun"):
+    with pytest.raises(ol.errors.SpecError, match=r"not part of a torch training run.*RANK is None; start it with torchrun"):
         attach(job_of({"a": Numbered(first=1)}))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -1,4 +1,4 @@
-"""`explain`: what a strategy did to a step, as plain text."""
+"""`explain`: describes how a strategy arranged a step, as plain text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def explain(plan: Plan) -> str:
     """Describe how a strategy came to a plan, as text for people.
 
-    First one line per primitive that the strategy called, with the costliest group and the costliest microbatch over the
-    mean one after it. Then the plan in numbers: samples, tokens, groups, microbatches, padding, and how much faster the step
-    is than with samples dealt round-robin.
+    First one line per primitive that the strategy called, with the cost of the costliest group and microbatch over the mean
+    after that call. Then the plan in numbers: samples, tokens, groups, microbatches, padding, and the speedup of the
+    step over samples dealt round-robin.
     """
     lines = [
         "stage         slowest group  slowest microbatch   what was done",
@@ -41,8 +41,8 @@ def _straggler(costs: Floats | None) -> str:
 
 def _loss(plan: Plan) -> str:
     count, weight = int(plan.samples.loss_tokens.sum()), plan.loss_tokens
-    told = f"of which {count:,} with loss"
-    return told if isinstance(weight, int) else f"{told}; their weights add up to {weight:,.3f}"
+    text = f"of which {count:,} with loss"
+    return text if isinstance(weight, int) else f"{text}; their weights add up to {weight:,.3f}"
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
@@ -70,8 +70,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     waited = plan.samples.sizes.get(WAITED)
     if waited is not None:
         late = waited[waited > 0]
-        told = f"{len(late):,} documents, by {late.mean():.1f} steps on average" if len(late) else "no document"
-        facts.append(("delayed", f"{told}; {np.average(waited, weights=tokens) if total else 0.0:.2f} steps per token"))
+        delays = f"{len(late):,} documents, by {late.mean():.1f} steps on average" if len(late) else "no document"
+        facts.append(("delayed", f"{delays}; {np.average(waited, weights=tokens) if total else 0.0:.2f} steps per token"))
     seen = [stage.bucket_costs for stage in plan.stages if stage.bucket_costs is not None]
     if seen:
         before, after = seen[0], seen[-1]

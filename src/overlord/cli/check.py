@@ -13,7 +13,7 @@ from overlord.cli.options import add_job_argument
 from overlord.cli.output import console, size, table, write_json
 from overlord.errors import OverlordError
 from overlord.roles.assembly import list_units
-from overlord.service.dry_run import steps_of
+from overlord.service.dry_run import read_steps
 from overlord.service.run import start
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _build_first_step(job: Job) -> FirstStep:
     began = time.monotonic()
     with start(job) as loader:
         planned = loader.plan(0)
-        taken = next(islice(steps_of(loader, num_steps=1), 1), None)
+        taken = next(islice(read_steps(loader, num_steps=1), 1), None)
     if planned is None or taken is None:
         raise OverlordError("the run ends before its first step: the sources hold too little for one")
     return FirstStep(

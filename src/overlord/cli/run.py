@@ -12,7 +12,7 @@ from overlord.cli.live import LiveView, mix_table
 from overlord.cli.options import add_job_argument, at_least
 from overlord.cli.output import console, short, size, write_json
 from overlord.runtime.memory import peak_rss_bytes
-from overlord.service.dry_run import SourceShare, Throughput, shares_of, steps_of
+from overlord.service.dry_run import SourceShare, Throughput, read_steps, shares_of
 from overlord.service.run import Loader, start
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _read_steps(loader: Loader, meter: Throughput, rank: int | None, num_steps: 
 
     try:
         with LiveView(console(stderr=True), title, num_steps, loader.job.mix.unit) as view:
-            for taken in steps_of(loader, None if rank is None else [rank], num_steps):
+            for taken in read_steps(loader, None if rank is None else [rank], num_steps):
                 meter.add(taken)
                 view.show(meter, shares)
     except KeyboardInterrupt:

@@ -22,10 +22,10 @@ from overlord.demo.stream import StepRecord, first_difference, step_record
 from overlord.runtime.memory import peak_rss_bytes
 from overlord.service.dry_run import (
     SourceShare,
-    Taken,
+    StepParts,
     Throughput,
+    read_steps,
     shares_of,
-    steps_of,
 )
 from overlord.service.run import Loader, start
 
@@ -129,7 +129,7 @@ def _leg(job: Job, num_steps: int, open_view: OpenView, resume: Mapping[str, Any
     title = f"on {mesh}" if resume is None else f"resumed on {mesh}"
     meter, records = Throughput(), []
     with start(job, resume=resume) as loader, open_view(title, num_steps) as view:
-        for taken in steps_of(loader, num_steps=num_steps):
+        for taken in read_steps(loader, num_steps=num_steps):
             meter.add(taken)
             records.append(_record(loader, taken))
             view.show(meter, lambda: _shares(loader))
@@ -147,7 +147,7 @@ def _leg(job: Job, num_steps: int, open_view: OpenView, resume: Mapping[str, Any
     return _LegRun(leg, records, state, mix)
 
 
-def _record(loader: Loader, taken: Taken) -> StepRecord:
+def _record(loader: Loader, taken: StepParts) -> StepRecord:
     planned = loader.plan(taken.number)
     assert planned is not None  # it was just delivered
     return step_record(planned.plan.samples, taken, loader.tree, loader.job.batch.pad_token)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from overlord.arrange.mesh_tree import ClientPlaceTree
-    from overlord.service.dry_run import Taken
+    from overlord.service.dry_run import StepParts
     from overlord.stream.facts import Samples
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -32,7 +32,7 @@ class StepRecord:
     """Checksum over all ranks of every token with its position and its label, and of every image."""
 
 
-def step_record(samples: Samples, taken: Taken, tree: ClientPlaceTree, pad_token: int) -> StepRecord:
+def step_record(samples: Samples, taken: StepParts, tree: ClientPlaceTree, pad_token: int) -> StepRecord:
     """The record of a step. `taken` must have all ranks of a mesh without tensor and pipeline parallelism, so that no token
     counts twice."""
     content = 0

@@ -1,1 +1,1 @@
-"""The loader hosts of a run while it runs: profiling, sizing, scaling, shadows, and their control loop."""
+"""Manages the loader hosts of a run: profiling, sizing, scaling, shadows, and their control loop."""

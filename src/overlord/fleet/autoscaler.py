@@ -1,7 +1,7 @@
 """The Autoscaler: adds loaders to a source before steps wait for it, and removes them when they are idle.
 
-A pure function decides from measurements, and the Autoscaler carries the decision out. Each decision is logged with its
-reason by the logger `overlord.scaling`. Scaling changes which loader makes a chunk, and when, never its content.
+A pure function decides from measurements, and the Autoscaler applies the decision. The logger `overlord.scaling` logs each
+decision with its reason. Scaling changes which loader makes a chunk, and when, never its content.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Autoscale:
             raise SpecError(f"every_s is a positive number of seconds, got {self.every_s}")
 
     def for_one_process(self) -> Autoscale:
-        """For the embedded engine, where a host is one more thread of this process and takes no memory of its own."""
+        """A copy for the embedded engine, where a host is one more thread of this process and takes no memory of its own."""
         return replace(self, budget=replace(self.budget, workers_per_host=1, host_bytes=0, num_hosts=None))
 
 
 class Autoscaler:
-    """Keeps the loaders of a fleet at what the trainers need. One thread at a time may call it."""
+    """Scales the loaders of a fleet to the demand of the trainers. One thread at a time may call it."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Autoscaler:
         self._batch = batch
         self._clock = clock
         self._state = ScalingState()
-        self._full_until: tuple[float, int] = (-math.inf, 0)  # until then at most so many hosts
+        self._full_until: tuple[float, int] = (-math.inf, 0)  # (time, num_hosts): until then, the most hosts
 
     def reconcile(
         self, observed: Observed, mixture: Mixture, oldest: int, cursors: Mapping[str, Cursor]
@@ -89,8 +89,8 @@ class Autoscaler:
         )
         decisions = self._apply(scaling, cursors)
         self._state = scaling.state
-        # Sources that steps draw from now are prefetched by the drawing. A source that comes later is begun here: so its
-        # cost is known, and its first step does not wait.
+        # Drawing prefetches the sources of the current step. Sources of later steps are prefetched here, so that their cost
+        # is measured and their first step does not wait.
         for source in coming - _sources_drawn(mixture, observed.step, observed.step):
             self._fleet.warm(source, cursors[source])
         return decisions

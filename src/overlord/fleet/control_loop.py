@@ -1,10 +1,11 @@
-"""The control loop over the loaders of a run, in a thread of the process that started it: only that one can start roles.
+"""The control loop over the loaders of a run: a thread of the process that started the run, because only that process can
+start roles.
 
-What it promises: nothing that trainers depend on. A round that fails, because a role is just being restarted, is logged, and
-the next round goes on from what it finds.
+What it promises: nothing that trainers depend on. A round that fails, for example because a role is being restarted, is
+logged, and the next round starts from the current state.
 
-`Meter` turns the counters of hosts and constructors into measurements: what chunks cost, how long a step takes the trainers,
-and which sources they wait for.
+`Meter` turns the counters of hosts and constructors into measurements: the cost of chunks, the step time of trainers, and
+the sources that they wait for.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Paced(Protocol):
-    """A role that knows how fast its ranks go: a Data Constructor, or a role that has one."""
+    """A role that measures the pace of its ranks: a Data Constructor, or a role that contains one."""
 
     def pace(self) -> Pace: ...
 
@@ -68,9 +69,9 @@ class Loaders:
         return Loaders(partition=partition, autoscale=autoscale, shadows=shadows)
 
     def for_engine(self, engine: Engine, job: Job) -> Loaders:
-        """The options as this engine supports them; SpecError for one that it cannot have."""
+        """A copy of the options for this engine; SpecError for an option that it does not support."""
         if (self.autoscale or self.shadows) and job.num_workers == 0:
-            raise SpecError("num_workers=0 makes every chunk when it is asked for; autoscale and shadows need threads")
+            raise SpecError("num_workers=0 makes every chunk when it is requested; autoscale and shadows need threads")
         if engine.num_hosts is not None:
             return self
         if self.shadows is not None:
@@ -132,14 +133,14 @@ class LoaderControlLoop:
             self._thread.start()
 
     def reconcile(self) -> None:
-        """One round: measure the run, and change loaders and shadows accordingly."""
+        """Run one round: measure the run, and change loaders and shadows accordingly."""
         hosts = self._fleet.statuses()
-        asked = [constructor.call(Paced.pace) for constructor in list(self._constructors)]
+        paces = [constructor.call(Paced.pace) for constructor in list(self._constructors)]
         status = self._planner.call(Planner.status).result(_ANSWER_S)
         cursors = self._planner.call(Planner.cursors).result(_ANSWER_S)
         decided = self._planner.call(Planner.decisions).result(_ANSWER_S)
         mixture = mixture_in_force(self._mixture, [(d.step, d.value["weights"]) for d in decided if d.name == WEIGHTS])
-        observed = self._meter.observe(status.taken_to, hosts, [pace.result(_ANSWER_S) for pace in asked])
+        observed = self._meter.observe(status.taken_to, hosts, [pace.result(_ANSWER_S) for pace in paces])
         if self._shadows is not None:
             self.history += self._shadows.reconcile(status.taken_to, hosts, observed, mixture)
         if self._autoscaler is not None and observed is not None:
@@ -161,8 +162,8 @@ class LoaderControlLoop:
                 _log.warning("this round of the loader control loop failed: %s", error)
 
 
-_LEAST_STEP_S = 1e-3  # of a trainer that only reads
-_SLOW_CHANGE = 0.3  # the weight of the newest measurement in the time of a step
+_LEAST_STEP_S = 1e-3  # for a trainer that only reads
+_SLOW_CHANGE = 0.3  # the weight of the newest measurement in the moving mean of step_s
 _BYTES_PER_TOKEN = 4
 
 
@@ -177,11 +178,11 @@ class Meter:
         self._step_s: float | None = None
 
     def observe(self, step: int, hosts: Mapping[str, HostStatus], paces: Sequence[Pace]) -> Observed | None:
-        """None until a trainer has taken a step."""
+        """Return the measurements; None until a trainer has taken a step."""
         done = self._take_new_work(hosts)
         for name, work in done.items():
             if work.num_chunks and work.rows:
-                self._profiles[name] = self._profiles[name].updated_with(_profile(name, work))
+                self._profiles[name] = self._profiles[name].with_measured(_profile(name, work))
         waiting = self._update_pace(paces)
         if self._step_s is None:
             return None
@@ -190,7 +191,7 @@ class Meter:
         return Observed(step=step, at_s=self._clock(), step_s=self._step_s, profiles=dict(self._profiles), waited=waited)
 
     def _take_new_work(self, hosts: Mapping[str, HostStatus]) -> dict[str, Work]:
-        """The work done for each source since the last call, over all hosts. A host that was restarted counts from zero."""
+        """Return the work done for each source since the last call, over all hosts. A restarted host counts from zero."""
         before, self._work = self._work, {(name, host.instance): host.work for name, host in hosts.items()}
         done: dict[str, Work] = {}
         for key, work_of in self._work.items():
@@ -200,12 +201,12 @@ class Meter:
         return done
 
     def _update_pace(self, paces: Sequence[Pace]) -> float:
-        """Update the time of a step, and return the part of the time that the group that waits most spent waiting."""
+        """Update the time of a step, and return the largest fraction of the time that a group spent waiting."""
         known = self._paces if len(self._paces) == len(paces) else [Pace()] * len(paces)
         # A constructor that was restarted has counted less than before.
         new = [now.minus(was) if now.num_waits >= was.num_waits else now for now, was in zip(paces, known, strict=True)]
         self._paces = list(paces)
-        # Trainers wait for each other: the group that is busy for the shortest time waits for nobody.
+        # Trainers wait for each other inside a step, which counts as busy: the shortest time has the least of that.
         busy = [pace.busy_s / pace.num_steps for pace in new if pace.num_steps]
         if busy:
             step_s = max(min(busy), _LEAST_STEP_S)
@@ -228,7 +229,7 @@ def _profile(source: str, work: Work) -> Profile:
 
 
 def _guess(source: str, units: Sequence[Unit], window: int) -> Profile:
-    """An estimate from the list of units, until a chunk was made."""
+    """An estimate from the list of units, for the time before the first chunk is measured."""
     num_chunks = max(math.ceil(len(units) / window), 1)
     num_bytes = sum(unit.num_bytes for unit in units) / num_chunks
     rows = max(sum(unit.num_rows or 0 for unit in units) / num_chunks, 1.0)

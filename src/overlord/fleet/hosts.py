@@ -1,8 +1,8 @@
-"""The loader hosts of a run, and how they change while it runs: hosts are added and stopped, shares move, shadows take over.
+"""Changes the loader hosts of a run while it runs: adds and stops hosts, moves shares, promotes shadows.
 
 What it promises: every change publishes a routing table in which each chunk belongs to a running host. Callers need not be
-notified: an older table is right too, only slower. A host is stopped when no step can name one of its chunks any more; its
-buffers (on a cluster, its process) go with it. Changes are made one at a time; the Autoscaler and the ShadowKeeper decide
+notified, because a stale table is still correct, only slower. A host is stopped when no step can name one of its chunks any
+more, which frees its buffers (on a cluster, its process). Changes are serialised; the Autoscaler and the ShadowKeeper decide
 them.
 """
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_START_S = 3.0  # what a host on a cluster takes to start, before one was timed
+_START_S = 3.0  # estimated start time of a host on a cluster, until one is measured
 _ANSWER_S = liveness.HOST_LOST.after_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """What a host is made from."""
+    """The arguments that a host is made with."""
 
     shares: tuple[Share, ...]
     num_threads: int | None
@@ -61,7 +61,7 @@ class Fleet:
         num_added_threads: int | None = None,
         longest_start_s: float | None = None,
     ) -> None:
-        """Hosts have `num_threads` threads of their own, hosts added later `num_added_threads`; None: the threads of their
+        """Each host has `num_threads` threads, each host added later `num_added_threads`; None shares the threads of the
         process. A host that is added must start within `longest_start_s`."""
         self._engine = engine
         self._job = job
@@ -88,22 +88,22 @@ class Fleet:
 
     @property
     def partition(self) -> Partition:
-        """The newest partition: who reads chunks that are drawn from now on."""
+        """The newest partition, which applies to chunks that are drawn from now on."""
         return self._partition
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The host of each entry of the partition; "" where it is empty and was stopped."""
+        """The name of each host of the partition; "" for a host that is empty and was stopped."""
         return tuple(self._names)
 
     @property
     def hosts(self) -> list[Handle[LoaderHost]]:
-        """Every host that runs, shadows too."""
+        """Every running host, including shadows."""
         return [Handle(self._engine, name) for name in list(self._hosts)]
 
     def repartition(self, to: Partition, cursors: Mapping[str, Cursor], ahead: Mapping[str, int]) -> None:
-        """Move to another partition, whose host i is host i of the one before. `ahead` is how many chunks of each source to
-        prefetch. Raises, with nothing changed, when a host cannot be started."""
+        """Move to another partition, whose host i is host i of the current one. `ahead` is how many chunks of each source to
+        prefetch. If a host cannot be started, this raises and changes nothing."""
         with self._lock:
             names = [self._names[i] if i < len(self._names) else "" for i in range(len(to.hosts))]
             added = [i for i, shares in enumerate(to.hosts) if shares and not names[i]]
@@ -114,7 +114,7 @@ class Fleet:
             for source in self._job.sources:
                 hosts = [names[i] for i in to.hosts_of(source)]
                 if hosts != list(table.stretches[source][-1].hosts) or ahead.get(source, 1) != table.num_ahead(source):
-                    # Chunks that a host was told to prefetch stay with it.
+                    # Chunks that a host may already be prefetching stay with it.
                     first = cursors[source].next + table.num_ahead(source) + 1
                     table = table.with_hosts(source, hosts, first, ahead.get(source, 1))
             self._partition = to
@@ -123,8 +123,8 @@ class Fleet:
                 self._publish(table)
 
     def tidy(self, cursors: Mapping[str, Cursor], active: Collection[str] | None = None) -> list[str]:
-        """Stop hosts, and close sources in hosts, that no step can name any more; free the buffers of sources that are not
-        `active` too. Returns the hosts that were stopped."""
+        """Stop hosts, and close sources in hosts, that no step can name any more. Also frees the buffers of sources that are
+        not `active`. Returns the hosts that were stopped."""
         with self._lock:
             needed = {source: cursor.needed for source, cursor in cursors.items()}
             if active is not None:  # the cursor of a source that no step draws from may never move again
@@ -152,7 +152,7 @@ class Fleet:
             Handle[LoaderHost](self._engine, table.host_of(source, chunk)).call(LoaderHost.prefetch, source, [chunk])
 
     def add_shadow(self, host: str) -> str:
-        """Start a shadow for a host; returns its name."""
+        """Start a shadow for a host, and return its name."""
         with self._lock:
             shadow = self._spawn_host(self._hosts[host])
             self._wait_until_started([shadow])
@@ -167,8 +167,8 @@ class Fleet:
                 self._stop(shadow)
 
     def exchange(self, host: str) -> bool:
-        """Swap a host and its shadow; False when it has none. For a host that was restarted and so is empty: it becomes the
-        shadow, and no other process has to start."""
+        """Swap a host and its shadow; False when it has none. For a host that was restarted and is empty: it becomes the
+        shadow, and no new process has to start."""
         with self._lock:
             shadow = self._table.shadows.get(host)
             if shadow is None:
@@ -178,7 +178,7 @@ class Fleet:
             return True
 
     def promote(self, host: str) -> bool:
-        """Bind the name of a host to its shadow, which ends the host; False when it has none."""
+        """Bind the name of a host to its shadow, which kills the host; False when it has none."""
         with self._lock:
             shadow = self._table.shadows.get(host)
             if shadow is None:
@@ -189,23 +189,23 @@ class Fleet:
             return True
 
     def statuses(self) -> dict[str, HostStatus]:
-        """The status of each host that answers in time."""
+        """Return the status of each host that answers in time."""
         return _collect_in_time({host.name: host.call(LoaderHost.status) for host in self.hosts})
 
     def buffer_use(self) -> dict[str, BufferUse]:
-        """The buffers of each source over all its loaders, without shadows and without hosts that do not answer."""
+        """Return the buffers of each source over all its loaders, without shadows and without hosts that do not answer."""
         found: dict[str, BufferUse] = {}
         table = self._table
-        asked = {
+        replies = {
             h: Handle[LoaderHost](self._engine, h).call(LoaderHost.buffer_use, table.sources_of(h)) for h in table.hosts
         }
-        for uses in _collect_in_time(asked).values():
+        for uses in _collect_in_time(replies).values():
             for name, use in uses.items():
                 found[name] = found[name].plus(use) if name in found else use
         return {name: found[name] for name in self._job.sources if name in found}
 
     def num_bad_rows(self) -> dict[str, int]:
-        """How many rows of each source were dropped; a row that several hosts dropped counts once."""
+        """Return how many rows of each source were dropped. A row that several hosts dropped counts once."""
         found = {name: set(self._past_bad_rows.get(name, ())) for name in self._job.sources}
         for dropped in _collect_in_time({host.name: host.call(LoaderHost.bad_rows) for host in self.hosts}).values():
             for name, rows in dropped.items():
@@ -236,20 +236,20 @@ class Fleet:
         self._engine.publish(TABLE, table)
 
     def _stop(self, name: str) -> None:
-        asked = {name: Handle[LoaderHost](self._engine, name).call(LoaderHost.bad_rows)}
-        for source, rows in _collect_in_time(asked).get(name, {}).items():
+        reply = {name: Handle[LoaderHost](self._engine, name).call(LoaderHost.bad_rows)}
+        for source, rows in _collect_in_time(reply).get(name, {}).items():
             self._past_bad_rows[source] = self._past_bad_rows.get(source, frozenset()) | rows
         del self._hosts[name]
         self._engine.stop(name)
 
 
-def _collect_in_time(asked: Mapping[str, Reply[T]]) -> dict[str, T]:
-    """The answers that come within one deadline for all of them."""
+def _collect_in_time(replies: Mapping[str, Reply[T]]) -> dict[str, T]:
+    """Return the results that arrive before one deadline for all of them."""
     deadline = time.monotonic() + _ANSWER_S
     found = {}
-    for name, answer in asked.items():
+    for name, reply in replies.items():
         try:
-            found[name] = answer.result(max(deadline - time.monotonic(), 0.0))
+            found[name] = reply.result(max(deadline - time.monotonic(), 0.0))
         except (WaitTimeoutError, WorkerDiedError):
             continue
     return found

@@ -1,4 +1,4 @@
-"""What a chunk of each source costs, found by making a few for real: bounded in time and bytes, one source after the other.
+"""Measures the cost of a chunk of each source by making a few, within limits of time and bytes, one source after the other.
 
 A source that fails is reported with its error and does not stop the others.
 """
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from overlord.declare.job import Job
     from overlord.declare.source import Source, Unit
 
-_ROWS_DECODED = 16  # enough to tell what decoding the images of a chunk takes
-_SLOW_START = 2.0  # a first chunk so many times slower than any later one had something to open
+_ROWS_DECODED = 16  # enough to estimate the cost of decoding the images of a chunk
+_SLOW_START = 2.0  # a first chunk that is this many times slower than any later one includes opening the source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much of a source is profiled: whichever of these is reached first."""
+    """Limits of profiling one source, which ends at the first that is reached."""
 
     num_chunks: int = 3
     seconds: float = 10.0
-    """A source that has no chunk by then has failed."""
+    """A source that has made no chunk by then has failed."""
     num_bytes: int = 1 << 30
-    """Decoded."""
+    """Bytes of decoded chunks."""
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1:
@@ -66,7 +66,7 @@ def profile_sources(
     effort: Effort | None = None,
     begin: Callable[[str], None] | None = None,
 ) -> SourceProfiles:
-    """Make the first chunks of each source in `units`. `begin` is called with the name of each source before it starts."""
+    """Profile each source in `units` by making its first chunks. `begin` is called with the name of each source first."""
     profiles: dict[str, Profile] = {}
     failed: dict[str, Exception] = {}
     for name, listed in units.items():
@@ -83,7 +83,7 @@ def _profile_source(name: str, job: Job, units: Sequence[Unit], effort: Effort) 
     source = job.sources[name]
     maker = _maker(name, job, units)
     made: list[_ChunkCost] = []
-    # A thread of its own: storage that does not answer must not hold up the others. It cannot be stopped, only left.
+    # In its own thread: storage that does not answer must not block the other sources. Such a thread is abandoned.
     thread = Threads(1, f"overlord-profile-{name}")
     ends = time.monotonic() + effort.seconds
     try:
@@ -93,7 +93,7 @@ def _profile_source(name: str, job: Job, units: Sequence[Unit], effort: Effort) 
             if found is None:
                 break
             made.append(found)
-            # More than that only where filters left nothing of those: there is nothing to tell from them.
+            # More chunks than that only if filters dropped every row so far, which leaves nothing to measure.
             if len(made) >= effort.num_chunks and any(chunk.rows for chunk in made):
                 break
             if sum(chunk.num_bytes for chunk in made) >= effort.num_bytes or time.monotonic() >= ends:
@@ -114,14 +114,14 @@ def _maker(name: str, job: Job, units: Sequence[Unit]) -> ChunkMaker:
     source = job.sources[name]
     policy = source.bad_rows
     if policy.policy == "quarantine":
-        policy = replace(policy, policy="skip", path=None)  # what is only looked at is not put aside
-    # Without worker processes: their transforms run here, where their time can be measured.
+        policy = replace(policy, policy="skip", path=None)  # profiling must not quarantine rows
+    # Without worker processes: transforms run in this process, where their CPU time can be measured.
     return ChunkMaker(name, source, units, seed=job.seed, batch=job.batch, bad_rows=BadRowLog(name, policy))
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkCost:
-    """What making one chunk took."""
+    """The measured cost of making one chunk."""
 
     seconds: float
     cpu_s: float
@@ -130,7 +130,7 @@ class _ChunkCost:
     num_bytes: int
     expected_bytes: int
     grown_bytes: int
-    """How much the process grew, without the chunk itself."""
+    """Growth of the process, without the chunk itself."""
 
 
 def _make_and_measure(maker: ChunkMaker, number: int, source: Source) -> _ChunkCost:
@@ -154,7 +154,7 @@ def _make_and_measure(maker: ChunkMaker, number: int, source: Source) -> _ChunkC
 
 
 def _decoding_s(chunk: Chunk, source: Source) -> float:
-    """What decoding all rows of a chunk would take, estimated from a few; a run decodes each once."""
+    """Seconds to decode all rows of a chunk, as a run does, estimated from a few rows."""
     rows = chunk.table_row[:_ROWS_DECODED].tolist()
     if source.decode is None or not rows:
         return 0.0
@@ -164,21 +164,21 @@ def _decoding_s(chunk: Chunk, source: Source) -> float:
         try:
             source.decode.decode_row(column, row)
         except DataError:
-            continue  # a run would deliver a blank picture and count it
+            continue  # a run delivers a blank image and counts it
     return (time.thread_time() - began) / len(rows) * chunk.facts.num_rows
 
 
 def _wait_for(future: Future[_ChunkCost], seconds: float) -> _ChunkCost | None:
-    """The result, if it comes in time."""
+    """Return the result, or None if it does not arrive in time."""
     try:
         return future.result(max(seconds, 0.0))
     except TimeoutError:
-        return future.result() if future.done() else None  # done: the time-out is the source's own
+        return future.result() if future.done() else None  # done: the source itself raised TimeoutError
 
 
 def _mean_profile(name: str, source: Source, units: Sequence[Unit], made: Sequence[_ChunkCost]) -> Profile:
-    """Means over chunks. The first may have had to open things, so it counts only where it is alone; and what was read is
-    scaled to the mean chunk, as far as the list of units tells."""
+    """Means over chunks. The first may include opening the source, so it counts only if it is the only one. The means are
+    scaled from the chunks that were read to the mean chunk, by the sizes of units."""
     first, later = made[0], made[1:] or made
     expected = fmean(chunk.expected_bytes for chunk in later)
     scale = _mean_chunk_bytes(source, units) / expected if expected else 1.0

@@ -1,8 +1,8 @@
 """Shadow Loaders: hot standbys of loader hosts, which take over the name of a host that is lost.
 
-A shadow makes the chunks that its host holds or makes, so it costs the host's work once more, and memory within a budget.
-When the host does not answer, callers send a hedged request to the shadow at once (see `Routes`); here the name is moved for
-good, and another shadow is started.
+A shadow makes the same chunks as its host, so it doubles the host's work and takes memory, within a budget. When the host
+does not answer, callers send a hedged request to the shadow immediately (see `Routes`); the `ShadowKeeper` then rebinds the
+name permanently and starts another shadow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("overlord.scaling")
 
-_UNWANTED_ROUNDS = 60  # rounds; the cost of a loss is a measurement, and noisy
+_UNWANTED_ROUNDS = 60  # rounds before a shadow is removed, because the measured cost of a loss is noisy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class ShadowKeeper:
     def reconcile(
         self, step: int, hosts: Mapping[str, HostStatus], observed: Observed | None, mixture: Mixture
     ) -> tuple[ShadowChange, ...]:
-        """One round, with the hosts that have just answered; returns the changes."""
+        """Run one round, with the statuses of the hosts that have just answered. Returns the changes."""
         changes = self._take_over(step, hosts)
         if not changes:
-            self._mirror(hosts)  # after a change these statuses are out of date
+            self._mirror(hosts)  # not after a change, which makes these statuses stale
         if observed is not None:
             changes += self._adjust(observed, mixture)
         for change in changes:
@@ -84,7 +84,7 @@ class ShadowKeeper:
                 self._silent[host] = 0
                 is_lost = is_new = self._instances.setdefault(host, status.instance) != status.instance
             if is_lost and (self._fleet.exchange(host) if is_new else self._fleet.promote(host)):
-                reason = "it died; made anew, it is the shadow now" if is_new else "it did not answer and was ended"
+                reason = "it died; restarted, it is the shadow now" if is_new else "it did not answer and was killed"
                 self._instances.pop(host, None)
                 self._silent.pop(host, None)
                 changes.append(ShadowChange(step, host, "its shadow took over", reason))
@@ -97,7 +97,7 @@ class ShadowKeeper:
                 Handle[LoaderHost](self._engine, shadow).call(LoaderHost.mirror, hosts[host].holding)
 
     def _adjust(self, observed: Observed, mixture: Mixture) -> list[ShadowChange]:
-        """Add and remove shadows, by what the loss of each host would cost."""
+        """Add and remove shadows, by the cost of losing each host."""
         fleet = self._fleet
         chosen = shadows(
             fleet.partition,
@@ -117,7 +117,7 @@ class ShadowKeeper:
             changes.append(ShadowChange(observed.step, host, "shadow removed", reasons.get(host, "it holds no source now")))
         missing = [host for host in wanted if host not in fleet.table.shadows]
         if missing and observed.at_s >= self._full_until_s:
-            # One in each round: a start takes time in which the others are not watched.
+            # One in each round, because the other hosts are not watched during a start.
             changes.append(self._add(missing[0], wanted[missing[0]], observed))
         return changes
 

@@ -1,4 +1,4 @@
-"""How many loaders a job needs: profile its sources, and choose loaders, hosts and shadows under a budget."""
+"""Sizes the loaders of a job: profiles its sources, and chooses loaders, hosts and shadows under a budget."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from overlord.declare.job import Job
     from overlord.declare.source import Unit
 
-_HOST_START_S = 1.0  # what a cluster takes to notice that a process died and to start another
-_NOTHING = 1e-9  # a budget is never nothing
+_HOST_START_S = 1.0  # time in which a cluster notices that a process died and starts another
+_NOTHING = 1e-9  # CPUs of an empty budget, which must be above 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What a job needs, and what that was computed from."""
+    """The loaders and shadows of a job, and the measurements that they were computed from."""
 
     partitioning: Partitioning
     shadowing: Shadowing | None
-    """None where all hosts are one process, which is lost as a whole."""
+    """None if all hosts are in one process, which is lost as a whole."""
     profiles: Mapping[str, Profile]
     rates: Mapping[str, float]
-    """Chunks a second, where the schedule asks most of a source."""
+    """Chunks per second of each source at its peak in the schedule."""
 
 
 def partition(job: Job, budget: Budget, *, step_s: float, most_s: float = 10.0) -> Partitioning:
-    """Loaders, workers and hosts for the sources of a job whose trainers take `step_s` seconds for a step.
+    """Choose loaders, workers and hosts for the sources of a job whose trainers take `step_s` seconds for a step.
 
-    Makes a few chunks of each source, to see what they cost, for no longer than `most_s` seconds a source. A source that
-    cannot be read, or a budget that does not suffice, is an error.
+    Makes a few chunks of each source to measure their cost, for at most `most_s` seconds per source. SourceError if a source
+    cannot be read, SpecError if the budget is too small.
     """
     found = profile_job(job, Effort(seconds=most_s))
     if found.failed:
@@ -49,7 +49,7 @@ def partition(job: Job, budget: Budget, *, step_s: float, most_s: float = 10.0) 
 
 
 def profile_job(job: Job, effort: Effort | None = None, begin: Callable[[str], None] | None = None) -> SourceProfiles:
-    """The profiles of a job's sources, and what is wrong with those that cannot be listed or read: all of them."""
+    """Profile every source of a job. Errors of sources that cannot be listed or read are collected, not raised."""
     units: dict[str, Sequence[Unit]] = {}
     failed: dict[str, Exception] = {}
     for name, source in job.sources.items():
@@ -62,7 +62,7 @@ def profile_job(job: Job, effort: Effort | None = None, begin: Callable[[str], N
 
 
 def sizing_of(job: Job, profiles: Mapping[str, Profile], budget: Budget, step_s: float) -> Sizing:
-    """The sizing of a job whose sources have these profiles. What shadows take is not given to buffers."""
+    """The sizing of a job whose sources have these profiles. Memory of shadows is taken from the buffers."""
     if not step_s > 0:
         raise SpecError(f"step_s is a positive number of seconds, got {step_s}")
     steps = [step for step, _ in job.mix.schedule]

@@ -1,1 +1,1 @@
-"""Which loader host reads which share of which source: before a run, during it, and when one is lost."""
+"""Decides which loader host reads which share of which source: before a run, during it, and after the loss of a host."""

@@ -1,8 +1,8 @@
-"""During a run: how many loaders each source should have now. One pure function, which the control loop calls.
+"""Decides how many loaders each source should have at this point of a run: one pure function, which the control loop calls.
 
 Demand is the mixture's weights, now and in the schedule ahead, times the measured cost of a chunk, divided by the time of a
-step. A source gets more loaders at once, before they are needed. It loses loaders only after it has needed fewer for a
-while, and keeps the most it needed in that time, so that demand that swings does not move loaders back and forth.
+step. Loaders are added immediately, before they are needed. They are removed only after the source has needed fewer for a
+while, down to the most it needed in that time: this hysteresis keeps swinging demand from moving loaders back and forth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from overlord.declare.mixture import Mixture
 
 _BOOST = 1.5  # the cost of a source that steps wait for is multiplied by this
-_MOST_BOOST = 4.0  # waits that go on have another cause
+_MOST_BOOST = 4.0  # if waits persist beyond this, their cause is not a lack of loaders
 _ROUNDING = 1e-9
 
 
@@ -44,14 +44,14 @@ class Observed:
     step: int
     """The first step that no trainer has taken."""
     at_s: float
-    """The time, on any clock that only goes forward."""
+    """The time, on any monotonic clock."""
     step_s: float
-    """Seconds that trainers take for a step, waiting for data not counted: else a starved trainer looks like little
-    demand."""
+    """Seconds that trainers compute for a step. Waiting for data is excluded: otherwise a starved trainer would look like
+    low demand."""
     profiles: Mapping[str, Profile]
-    """Of every source, as measured so far. One of which nothing was measured keeps the loaders it has."""
+    """The profile of every source, as measured so far. A source without measurements keeps the loaders it has."""
     waited: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The part of the time since the last round, from 0 to 1, that steps waited for a source."""
+    """For each source, the fraction of the time since the last round that steps waited for it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.step_s < math.inf:
@@ -63,15 +63,15 @@ class ScalingPolicy:
     """How soon loaders are added and removed."""
 
     ahead_s: float = 30.0
-    """How far ahead the schedule is looked at: longer than a host takes to start and fill its buffers."""
+    """How far to look ahead in the schedule: longer than a host takes to start and fill its buffers."""
     calm_s: float = 60.0
-    """A source must need less for so long before it gives loaders back."""
+    """How long a source must need fewer loaders before they are removed."""
     settle_s: float = 10.0
-    """Likewise when another source needs the memory."""
+    """The same, when another source needs the memory."""
     margin: float = 0.15
-    """Loaders are given back only if the rest would do for so much more than the need."""
+    """Loaders are removed only if the remaining ones could serve the demand plus this fraction of it."""
     tolerance: float = 0.02
-    """When steps wait for a source for more than this part of the time, it gets more than was computed."""
+    """When steps wait for a source for more than this fraction of the time, it gets more loaders than computed."""
 
     def __post_init__(self) -> None:
         for name in ("ahead_s", "calm_s", "settle_s", "margin", "tolerance"):
@@ -83,8 +83,8 @@ class ScalingPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """A line of the log. `before` and `after` are loaders of the source; they are equal where a share only moves to another
-    host, or where the budget does not allow what is needed."""
+    """A line of the log. `before` and `after` are numbers of loaders of the source; they are equal when a share only moves
+    to another host, or when the budget does not allow more loaders."""
 
     step: int
     source: str
@@ -99,44 +99,44 @@ class ScalingDecision:
 
 @dataclass(frozen=True, slots=True)
 class SourceHistory:
-    """What earlier rounds found out about one source."""
+    """One source in earlier rounds of the control loop."""
 
     lower_since_s: float | None = None
-    """Since when it has needed fewer loaders than it has."""
+    """When it began to need fewer loaders than it has; None when it needs them all."""
     most_needed: int = 0
-    """The most it needed in that time."""
+    """The most loaders it has needed since then."""
     boost: float = 1.0
-    """How much more it takes than was computed, as waits have shown."""
+    """Factor on its measured cost, raised while steps wait for it."""
     boosted_s: float | None = None
-    """When that was last changed."""
+    """When `boost` last changed."""
     grown_s: float | None = None
     """When it last got a loader."""
     is_refused: bool = False
-    """Whether the log says already that it gets less than it needs."""
+    """True once the log says that it gets fewer loaders than it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingState:
-    """What one round of the control loop passes on to the next. `ScalingState()` to begin with."""
+    """The state that one round of the control loop passes to the next. The first round gets `ScalingState()`."""
 
     sources: Mapping[str, SourceHistory] = field(default_factory=dict[str, SourceHistory])
     spare_since_s: float | None = None
-    """Since when one host fewer would have done."""
+    """When one host fewer began to suffice; None when all are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The partition that should be, and why."""
+    """The partition to move to, and the decisions that lead to it."""
 
     partition: Partition
-    """Host i is host i of the partition before. One that is left without shares is empty, to be stopped, and may be filled
-    again later; new ones come at the end."""
+    """Host i is host i of the current partition. A host without shares is to be stopped, and may get shares again later; new
+    hosts are at the end."""
     decisions: tuple[ScalingDecision, ...]
     state: ScalingState
     workers: Mapping[str, float]
-    """What each source needs, and the budget allows."""
+    """Workers for each source, within the budget."""
     num_workers: int
-    """What they need together: for hosts that share one pool of threads."""
+    """Workers for all sources together: the size of the pool when hosts share one pool of threads."""
 
 
 def decide(
@@ -149,7 +149,7 @@ def decide(
     state: ScalingState,
     policy: ScalingPolicy | None = None,
 ) -> Scaling:
-    """The loaders that there should be now, and the decisions that lead there from `current`."""
+    """Return the partition that the run should have now, and the decisions that lead to it from `current`."""
     current.check_sources(now.profiles)
     view = _View.at(now, mixture, batch, current, budget=budget, state=state, policy=policy or ScalingPolicy())
     wishes = {name: view.wish(name) for name in now.profiles}
@@ -170,20 +170,20 @@ def decide(
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a source would have if it were alone."""
+    """The loaders that one source wants, regardless of the other sources."""
 
     source: str
     has: int
     wants: int
     could_do_with: int
-    """If another needs the memory."""
+    """The number that suffices if another source needs the memory."""
     lower_since_s: float | None = None
     most_needed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A run at one moment, with the demand ahead: everything that `decide` looks at."""
+    """A run at one moment, with the demand ahead: the input of every step of `decide`."""
 
     now: Observed
     current: Partition
@@ -204,7 +204,8 @@ class _View:
         policy: ScalingPolicy,
     ) -> _View:
         histories = {
-            name: _updated_boost(state.sources.get(name, SourceHistory()), name, now, policy) for name in now.profiles
+            name: _with_boost_from_waits(state.sources.get(name, SourceHistory()), name, now, policy)
+            for name in now.profiles
         }
         costs = {
             name: _with_cost_times(p, histories[name].boost if p.num_chunks else 0.0) for name, p in now.profiles.items()
@@ -237,8 +238,8 @@ class _View:
         )
 
     def within_memory(self, wishes: Mapping[str, _Wish]) -> tuple[dict[str, int], frozenset[str]]:
-        """The loaders that each source gets, and the sources that get fewer than they want since memory is short. What is
-        idle is given up first; then those wait that are nearest to what they need."""
+        """Returns the number of loaders that each source gets, and the sources that get fewer than they want because memory
+        is short. Idle loaders are given up first; then the sources nearest to their need get fewer new ones."""
         granted = {name: wish.wants for name, wish in wishes.items()}
         growing = {name for name, wish in wishes.items() if wish.wants > wish.has}
         if not growing or self._fits(granted):
@@ -258,7 +259,7 @@ class _View:
         return granted, frozenset(refused)
 
     def arrangement(self, loaders: Mapping[str, int]) -> Partition:
-        """These loaders in hosts; where memory allows no more hosts, some have more work than workers."""
+        """Assigns the loaders to hosts. When memory allows no more hosts, some hosts have more work than workers."""
         budget = self.budget
         if budget.host_bytes:
             allowed = (budget.memory_bytes - self._held_bytes(loaders)) // budget.host_bytes
@@ -274,7 +275,7 @@ class _View:
         return sum(held_bytes(self.now.profiles[name], n, self.demand.workers[name]) for name, n in loaders.items())
 
     def without_spare_host(self, target: Partition, since_s: float | None) -> tuple[Partition, float | None]:
-        """The target with one host fewer, when that would have done for a while; and since when it would."""
+        """Returns the target with one host fewer once that has sufficed for `calm_s`, and when it began to suffice."""
         fewer = without_least_busy_host(target, self.demand.workers, self.budget, self.policy.margin)
         if fewer is None or target != self.current:
             return target, None
@@ -282,7 +283,7 @@ class _View:
         return (fewer, None) if self.now.at_s - since_s >= self.policy.calm_s else (target, since_s)
 
     def refusal(self, wish: _Wish, is_out_of_memory: bool) -> str:
-        """Why a source gets less than it needs; empty where it does not."""
+        """Why a source gets fewer loaders than it needs; empty when it gets enough."""
         profile, wanted = self.now.profiles[wish.source], self.demand.wanted[wish.source]
         num_wanted = loaders_for(wanted, self.budget.workers_per_host)
         needs = f"it needs {num_wanted} for {wanted:.3g} workers, but "
@@ -332,7 +333,7 @@ class _View:
         return f"for {duration(lower_s)} it has needed no more (now {self.demand.workers[wish.source]:.3g} workers){early}"
 
     def move_decisions(self, target: Partition) -> list[ScalingDecision]:
-        """The shares that only change their host."""
+        """One decision for each share that only changes its host."""
         num_shares, room = target.num_shares(), self.budget.workers_per_host
         found: list[ScalingDecision] = []
         for share, before, after in moves(self.current, target):
@@ -340,7 +341,7 @@ class _View:
                 busy = sum(self.demand.workers[other.source] / other.of for other in self.current.hosts[before])
                 why = f"host {before} had work for {busy:.3g} workers and has {room}"
             else:
-                why = f"host {before} had so little to do that others have room for it"
+                why = f"host {before} had so little work that other hosts have room for it"
             n = num_shares[share.source]
             found.append(ScalingDecision(self.now.step, share.source, n, n, f"loader {share.index} to host {after}: {why}"))
         return found
@@ -356,8 +357,8 @@ class _View:
         )
 
 
-def _updated_boost(history: SourceHistory, name: str, now: Observed, policy: ScalingPolicy) -> SourceHistory:
-    """The history of a source after steps waited for it, or did not. A recent change gets time to show its effect."""
+def _with_boost_from_waits(history: SourceHistory, name: str, now: Observed, policy: ScalingPolicy) -> SourceHistory:
+    """Raise the boost if steps waited for the source, lower it if not. A recent change gets time to show its effect."""
     recently = max((at_s for at_s in (history.boosted_s, history.grown_s) if at_s is not None), default=-math.inf)
     is_waited_for = now.waited.get(name, 0.0) > policy.tolerance
     if is_waited_for and now.at_s - recently >= policy.settle_s:
@@ -377,20 +378,20 @@ def _num_used(partition: Partition) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What each source needs where a stretch of the schedule asks most of it."""
+    """The peak need of each source over a stretch of the schedule."""
 
     wanted: Mapping[str, float]
     """Workers, with headroom."""
     workers: Mapping[str, float]
-    """Likewise, but no more at any step than the processors and hosts of the budget can do; cut alike for all sources."""
+    """The same, scaled down at each step to the processors and hosts of the budget, by one factor for all sources."""
     step: Mapping[str, int]
-    """The step from which that is so."""
+    """The first step of the peak."""
     rate: Mapping[str, float]
     """Chunks a second at that step."""
     together: float
-    """The most workers that are busy at the same time."""
+    """The most workers that are busy at the same time, over all sources."""
     shortage: str
-    """What the budget lacks; empty if it suffices."""
+    """Which part of the budget is too small; empty if it suffices."""
 
 
 def demand_ahead(
@@ -403,7 +404,7 @@ def demand_ahead(
     last: int,
     step_s: float,
 ) -> Demand:
-    """The demand from step `first` to step `last`, each taking `step_s` seconds. Costs are as in `profiles`."""
+    """The demand from step `first` to step `last`, each taking `step_s` seconds."""
     wanted, workers, rate = (dict.fromkeys(profiles, 0.0) for _ in range(3))
     since = dict.fromkeys(profiles, first)
     together, most, shortage = 0.0, 0.0, ""
@@ -411,7 +412,7 @@ def demand_ahead(
         per_step = chunks_per_step(profiles, weights, batch, mixture.unit)
         rates = {name: chunks / step_s for name, chunks in per_step.items()}
         needs = workers_needed(profiles, rates, budget.headroom)
-        allowed, lacking = _allowed_part(profiles, needs, budget)
+        allowed, lacking = _affordable_fraction(profiles, needs, budget)
         if lacking and sum(needs.values()) > most:
             most, shortage = sum(needs.values()), f"from step {step:,} on {lacking}"
         together = max(together, allowed * sum(needs.values()))
@@ -422,8 +423,8 @@ def demand_ahead(
     return Demand(wanted, workers, since, rate, together, shortage)
 
 
-def _allowed_part(profiles: Mapping[str, Profile], needs: Mapping[str, float], budget: Budget) -> tuple[float, str]:
-    """The part of the needs that the budget has processors and workers for, and what it lacks."""
+def _affordable_fraction(profiles: Mapping[str, Profile], needs: Mapping[str, float], budget: Budget) -> tuple[float, str]:
+    """The fraction of the needs that the budget's processors and workers cover, and a description of the shortage."""
     cpus = sum(need * profiles[name].cpu_share for name, need in needs.items())
     workers = sum(needs.values())
     room = math.inf if budget.num_hosts is None else budget.num_hosts * budget.workers_per_host

@@ -1,8 +1,8 @@
-"""How sources are spread over loader hosts, and what is known when that is decided: what a chunk of a source costs, how many
-chunks a step takes, and what loaders may use. Changes who reads a chunk, never what is in it.
+"""The values that scaling decides with: partitions of sources over loader hosts, the measured cost of a chunk, and the
+budget of loaders. A partition changes which process reads a chunk, never the chunk's content.
 
 A *loader* is one share of one source. A *loader host* is a process that holds shares of many sources. A *worker* makes one
-chunk at a time; the need of a source is counted in workers: chunks a second times the seconds that making one takes.
+chunk at a time. The need of a source is counted in workers: chunks per second times the seconds that one chunk takes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from overlord.declare.mixture import Mixture
 
 _REMEMBERED_CHUNKS = 16  # the window of a profile's moving mean
-_WORKERS_PER_CPU = 8  # more waiting at once seldom makes storage answer sooner
-CHUNKS_AT_HAND = 2  # the one that steps draw from, and the next
+_WORKERS_PER_CPU = 8  # more concurrent reads seldom make storage faster
+CHUNKS_AT_HAND = 2  # the chunk that steps draw from, and the next one
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,7 +40,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Which shares of which sources live in which loader host: every share in exactly one."""
+    """Assigns every share of every source to exactly one loader host."""
 
     hosts: tuple[tuple[Share, ...], ...]
 
@@ -54,14 +54,14 @@ class Partition:
                 raise SpecError(f"every share of source {name!r} must live in one loader host; the hosts have {held}")
 
     def hosts_of(self, source: str) -> tuple[int, ...]:
-        """The host of each share of a source, in the order of the shares."""
+        """The index of the host of each share of a source, in the order of the shares."""
         held = {share.index: at for at, host in enumerate(self.hosts) for share in host if share.source == source}
         if not held:
             raise SpecError(f"no loader host holds source {source!r}")
         return tuple(held[index] for index in range(len(held)))
 
     def num_shares(self) -> dict[str, int]:
-        """Loaders of each source."""
+        """The number of loaders of each source."""
         return {share.source: share.of for host in self.hosts for share in host}
 
     def check_sources(self, sources: Collection[str]) -> None:
@@ -76,14 +76,14 @@ class Partition:
 
 
 def by_share(num_shares: Mapping[str, int]) -> Partition:
-    """Share i of every source in host i: for hosts that stand in one process anyway."""
+    """Puts share i of every source in host i: for hosts that are all in one process."""
     indexes = range(max(num_shares.values(), default=0))
     return Partition(tuple(tuple(Share(name, i, n) for name, n in num_shares.items() if i < n) for i in indexes))
 
 
 def evenly(num_shares: Mapping[str, int], loads: Mapping[str, float], num_hosts: int) -> Partition:
-    """The shares over at most `num_hosts` hosts, so that their loads are nearly even: the heaviest first, each to the
-    host that has least. Hosts that have a share of a source already come last for another of it."""
+    """Spreads the shares over at most `num_hosts` hosts with nearly even loads: the heaviest share first, each to the host
+    with the least load. A host that already has a share of a source gets another one only when no other host is left."""
     shares = [Share(name, index, n) for name, n in num_shares.items() for index in range(n)]
     if num_hosts < 1:
         raise SpecError(f"sources need at least 1 loader host, got {num_hosts}")
@@ -99,25 +99,25 @@ def evenly(num_shares: Mapping[str, int], loads: Mapping[str, float], num_hosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What one chunk of a source costs on average."""
+    """The average cost of one chunk of a source."""
 
     source: str
     cpu_s: float
     """Seconds of processor time."""
     wait_s: float
-    """Seconds of waiting, for storage mostly."""
+    """Seconds of waiting, mostly for storage."""
     rows: float
     tokens: float
     chunk_bytes: int
-    """In memory, decoded; the largest expected, since buffers must hold it."""
+    """Size of the largest expected chunk in memory, decoded, because buffers must hold it."""
     open_bytes: int = 0
-    """Memory that one loader takes to hold the source open, beside its chunks."""
+    """Memory of one loader that holds the source open, without its chunks."""
     open_s: float = 0.0
-    """Until a fresh loader can begin its first chunk: opening files, loading a tokeniser."""
+    """Seconds until a new loader can begin its first chunk: it opens files, loads a tokeniser."""
     buffer_bytes: int = 0
-    """The job's limit for its buffers; 0: none."""
+    """The job's limit for the buffers of the source; 0 for no limit."""
     num_chunks: int = 0
-    """How many were measured."""
+    """How many chunks were measured."""
 
     def __post_init__(self) -> None:
         for name in ("cpu_s", "wait_s", "tokens", "chunk_bytes", "open_bytes", "open_s", "buffer_bytes", "num_chunks"):
@@ -133,18 +133,18 @@ class Profile:
 
     @property
     def cpu_share(self) -> float:
-        """The part of a worker's time that it keeps a processor busy."""
+        """The fraction of a worker's time in which it keeps a processor busy."""
         return self.cpu_s / self.chunk_s if self.chunk_s else 0.0
 
     @property
     def most_loaders(self) -> float:
-        """With more, the buffer of one would not hold the chunks at hand."""
+        """The most loaders whose buffers can each hold the chunks at hand."""
         if not self.buffer_bytes or not self.chunk_bytes:
             return math.inf
         return max(1, self.buffer_bytes // (CHUNKS_AT_HAND * self.chunk_bytes))
 
-    def updated_with(self, measured: Profile) -> Profile:
-        """This profile after a run has measured more chunks: a moving mean. The cost of opening stays unless measured."""
+    def with_measured(self, measured: Profile) -> Profile:
+        """The moving mean of this profile and newly measured chunks. The cost of opening stays unless it was measured."""
         if measured.num_chunks == 0:
             return self
         known = min(self.num_chunks, _REMEMBERED_CHUNKS)
@@ -165,22 +165,22 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What loaders may use, all together."""
+    """The resources that all loaders together may use."""
 
     cpus: float
     memory_bytes: int
     num_hosts: int | None = None
-    """At most so many loader hosts; as many as pay unless given."""
+    """The most loader hosts; None for as many as are useful."""
     workers_per_host: int = 4
-    """Chunks that one host makes side by side."""
+    """Chunks that one host makes in parallel."""
     host_bytes: int = 128 * MIB
-    """What a host's process takes before it holds a chunk; 0 where all hosts are in one process."""
+    """Memory of a host's process before it holds a chunk; 0 when all hosts are in one process."""
     headroom: float = 1.25
-    """Workers for so many times the mean demand: chunks differ, and steps do not need them evenly."""
+    """Workers per mean demand. Above 1, because chunks differ in cost and steps do not need them evenly."""
 
     @staticmethod
     def in_one_process(*, cpus: float, memory_bytes: int) -> Budget:
-        """For the embedded engine: one host with as many workers as pay, most of which may be waiting."""
+        """For the embedded engine: one host with many workers per CPU, because most of them wait for storage."""
         return Budget(
             cpus=cpus,
             memory_bytes=memory_bytes,
@@ -207,14 +207,14 @@ class Budget:
 def chunks_per_step(
     profiles: Mapping[str, Profile], weights: Mapping[str, float], batch: Batch, unit: Literal["samples", "tokens"]
 ) -> dict[str, float]:
-    """How many chunks of each source a step takes on average under these weights, which share out samples or tokens."""
+    """How many chunks of each source a step takes on average. `weights` are shares of samples or of tokens, by `unit`."""
     drawn = {name: weight for name, weight in weights.items() if weight > 0}
     if batch.tokens is not None or unit == "tokens":
         for name in drawn:
             if profiles[name].tokens == 0:
                 raise SpecError(f"steps are counted in tokens, but the chunks of source {name!r} have none")
     lengths = {name: profiles[name].tokens / profiles[name].rows for name in drawn}
-    # Samples of each source, up to a factor: weights share out samples, or tokens of so many a sample.
+    # Samples of each source, up to a common factor. Weights by tokens are divided by the tokens of a sample.
     samples = drawn if unit == "samples" else {name: weight / lengths[name] for name, weight in drawn.items()}
     if batch.samples is not None:
         factor = batch.samples / sum(samples.values())
@@ -224,29 +224,29 @@ def chunks_per_step(
 
 
 def chunks_held(loaders: int, workers: float) -> int:
-    """Chunks of a source in memory: those at hand and one for each worker, or those at hand in each loader; none where none
-    is ever asked for."""
+    """Chunks of a source in memory: those at hand and one for each worker, but at least those at hand in each loader. None
+    for a source that no step draws from."""
     return max(CHUNKS_AT_HAND + math.ceil(workers), CHUNKS_AT_HAND * loaders) if workers > 0 else 0
 
 
 def held_bytes(profile: Profile, loaders: int, workers: float) -> int:
-    """What a source takes in memory: held open in each loader, and its chunks."""
+    """Memory of a source: holding it open in each loader, and its chunks."""
     return loaders * profile.open_bytes + chunks_held(loaders, workers) * profile.chunk_bytes
 
 
 def workers_needed(profiles: Mapping[str, Profile], rates: Mapping[str, float], headroom: float) -> dict[str, float]:
-    """Workers that keep up with so many chunks a second of each source."""
+    """Workers of each source that keep up with its rate, in chunks per second."""
     return {name: headroom * rates.get(name, 0.0) * profile.chunk_s for name, profile in profiles.items()}
 
 
 def loaders_for(workers: float, workers_per_host: int) -> int:
-    """Loaders that together have so many workers, each in a host of its own. The tolerance is for rounding only."""
-    return max(1, math.ceil(workers / workers_per_host - 1e-9))
+    """The number of loaders, each in its own host, that together have this many workers."""
+    return max(1, math.ceil(workers / workers_per_host - 1e-9))  # the tolerance is for rounding
 
 
 def weights_ahead(mixture: Mixture, first: int, last: int) -> list[tuple[int, dict[str, float]]]:
-    """(step, weights) where a schedule asks most of any source, from one step to another. Between two of its entries weights
-    stay or move in a straight line, so that they are largest at one of the ends."""
+    """(step, weights) at every step from `first` to `last` where the weight of a source can peak. Between two entries of the
+    schedule weights are constant or linear, so only the ends of each interval matter."""
     changes = [step for step, _ in mixture.schedule if first < step <= last]
     ends = [last] if mixture.ramp == "linear" and last > first and last not in changes else []
     return [(step, mixture.at(step)) for step in (first, *changes, *ends)]

@@ -1,4 +1,4 @@
-"""Before a run: loaders and workers for each source under a budget, and the hosts they live in. Each choice has a reason."""
+"""Chooses, before a run, the loaders and workers of each source under a budget, and their hosts, with a reason for each."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Allotment:
-    """What one source gets, and why."""
+    """The resources that one source gets, and the reason."""
 
     source: str
     loaders: int
     workers: float
-    """Where the schedule asks most of the source; parts of a worker where it shares one with others."""
+    """At the peak of the source in the schedule; fractional, because sources share workers."""
     cpus: float
     needed_bytes: int
     """Memory for its chunks, and for holding it open in each of its loaders."""
     buffer_bytes: int
-    """What its chunks may take."""
+    """The limit for its chunks in memory."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """A partition, what each source gets of the budget, and the reasons."""
+    """A partition, the share of the budget that each source gets, and the reasons."""
 
     partition: Partition
     sources: Mapping[str, Allotment]
     num_workers: int
-    """At most so many chunks are being made in one host at any moment."""
+    """The most chunks that one host makes in parallel."""
     cpus: float
-    """Where the schedule asks most."""
+    """At the peak of the schedule."""
     needed_bytes: int
-    """Of memory, to keep up."""
+    """Memory that is needed to keep up."""
     memory_bytes: int
-    """What may be taken: buffers get what is left of the budget."""
+    """Memory that may be used: buffers get the rest of the budget."""
     reasons: tuple[str, ...]
-    """Of what concerns more than one source: the number of hosts, and how the budget is used."""
+    """Reasons that concern more than one source: the number of hosts, and the use of the budget."""
 
     def applied_to(self, job: Job) -> Job:
-        """The job with the loaders and buffers that its sources get, and a host's workers. The stream stays the same."""
+        """A copy of the job with the chosen loaders, buffers and workers. Its stream is the same."""
         self.partition.check_sources(job.sources)
         sources: dict[str, Source] = {}
         for name, source in job.sources.items():
@@ -73,7 +73,7 @@ class Partitioning:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a source needs where the schedule asks most of it."""
+    """The need of a source at its peak in the schedule."""
 
     profile: Profile
     rate: float
@@ -95,14 +95,14 @@ class _Need:
 
 
 def partition(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, float]], budget: Budget) -> Partitioning:
-    """Loaders, workers and hosts for every source in `profiles`.
+    """Choose loaders, workers and hosts for every source in `profiles`.
 
-    `phases` are the chunks a second that each part of the schedule asks of each source: loaders and memory are for the
-    most that is asked of a source at any time, processors for the most that is asked of all at the same time. A budget that
-    does not suffice is an error that says what is needed, and by whom.
+    `phases` are the chunks per second of each source in each phase of the schedule. Loaders and memory are sized for each
+    source's own peak, processors for the peak of all sources together. SpecError for a budget that is too small; its message
+    lists the sources that need most.
     """
     if not profiles or not phases:
-        raise SpecError("a partition needs the profile of at least one source, and what at least one step asks of it")
+        raise SpecError("a partition needs the profile of at least one source, and the rates of at least one phase")
     cpus = _check_cpus(profiles, phases, budget)
     busy = [workers_needed(profiles, rates, budget.headroom) for rates in phases]
     needs: dict[str, _Need] = {}
@@ -114,7 +114,9 @@ def partition(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, flo
     layout, fullest = _fewest_hosts(needs, busy, budget)
     needed_bytes = _check_memory(needs, len(layout.hosts), budget)
     chunks = sum(need.chunk_bytes for need in needs.values())
-    factor = 1 + (budget.memory_bytes - needed_bytes) / chunks if chunks else 1.0  # what is left goes to the buffers
+    factor = (
+        1 + (budget.memory_bytes - needed_bytes) / chunks if chunks else 1.0
+    )  # the rest of the budget goes to the buffers
     allotments = {name: _allotment(need, factor, layout, budget) for name, need in needs.items()}
     return Partitioning(
         partition=layout,
@@ -128,13 +130,13 @@ def partition(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, flo
 
 
 def _check_cpus(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, float]], budget: Budget) -> float:
-    """Processors that are busy where the schedule asks most."""
+    """Returns the processors that are busy at the peak of the schedule; SpecError if the budget has fewer."""
     used = [{name: rates.get(name, 0.0) * profile.cpu_s for name, profile in profiles.items()} for rates in phases]
     most = max(used, key=lambda by_source: sum(by_source.values()))
     cpus = sum(most.values())
     if cpus > budget.cpus * (1 + _ROUNDING):
         raise SpecError(
-            f"the sources need {cpus:.3g} CPUs where the schedule asks most, the budget has {budget.cpus:.3g}: "
+            f"the sources need {cpus:.3g} CPUs at the peak of the schedule, the budget has {budget.cpus:.3g}: "
             f"{_largest(most, '.3g')}; give at least {cpus:.3g} CPUs, let steps come {budget.cpus / cpus:.2g} times as "
             "fast, or make the transforms of these sources cheaper"
         )
@@ -154,7 +156,7 @@ def _check_buffer(need: _Need) -> None:
 def _fewest_hosts(
     needs: Mapping[str, _Need], busy: Sequence[Mapping[str, float]], budget: Budget
 ) -> tuple[Partition, float]:
-    """The fewest hosts whose workers suffice in every phase, and the workers that are busy in the fullest."""
+    """The fewest hosts whose workers suffice in every phase, and the busy workers of the fullest host."""
     loaders = {name: need.loaders for name, need in needs.items()}
     workers = {name: need.workers for name, need in needs.items()}
     room = budget.workers_per_host
@@ -179,7 +181,7 @@ def _fewest_hosts(
 
 
 def _check_memory(needs: Mapping[str, _Need], num_hosts: int, budget: Budget) -> int:
-    """The memory that is needed."""
+    """Returns the memory that the loaders need; SpecError if the budget has less."""
     processes = num_hosts * budget.host_bytes
     needed = {name: need.chunk_bytes + need.open_bytes for name, need in needs.items()}
     total = processes + sum(needed.values())
@@ -208,7 +210,7 @@ def _allotment(need: _Need, factor: float, layout: Partition, budget: Budget) ->
 
 
 def _largest(values: Mapping[str, float], spec: str) -> str:
-    """'a' 3, 'b' 2, and 7 more: whoever needs most."""
+    """The sources with the largest values, as text: 'a' 3, 'b' 2, and 7 more."""
     names = sorted((name for name in values if values[name] > 0), key=lambda name: (-values[name], name))
     more = len(names) - _NAMED_AT_MOST
     listed = ", ".join(f"{name!r} {values[name]:{spec}}" for name in names[:_NAMED_AT_MOST])
@@ -218,18 +220,18 @@ def _largest(values: Mapping[str, float], spec: str) -> str:
 def _reason(need: _Need, layout: Partition, budget: Budget) -> str:
     profile = need.profile
     if need.workers == 0:
-        return "no step asks for it: it is only held open"
-    asked = (
+        return "no step draws from it: it is only held open"
+    demand = (
         f"{need.rate:.3g} chunks/s of {duration(profile.chunk_s)} each ({duration(profile.cpu_s)} CPU, "
         f"{duration(profile.wait_s)} waiting) need {need.workers:.3g} workers with headroom {budget.headroom:g}"
     )
     if need.loaders > 1:
         return (
-            f"{asked}: more than the {budget.workers_per_host} of one host, so {need.loaders} loaders, each in another host"
+            f"{demand}: more than the {budget.workers_per_host} of one host, so {need.loaders} loaders, each in another host"
         )
     (host,) = layout.hosts_of(profile.source)
     others = len({share.source for share in layout.hosts[host]}) - 1
-    return f"{asked}: one loader, " + (
+    return f"{demand}: one loader, " + (
         f"in host {host} with {others} other source(s)" if others else f"alone in host {host}"
     )
 
@@ -238,9 +240,9 @@ def _reasons(layout: Partition, fullest: float, cpus: float, needed_bytes: int, 
     num_hosts = len(layout.hosts)
     is_crowded = fullest > budget.workers_per_host + _ROUNDING
     return (
-        f"{num_hosts} loader host(s) of {budget.workers_per_host} workers: in the fullest {fullest:.3g} are busy where the "
-        "schedule asks most" + (", more than it has: num_hosts allows no better" if is_crowded else ""),
-        f"{cpus:.3g} of {budget.cpus:.3g} CPUs are busy where the schedule asks most"
+        f"{num_hosts} loader host(s) of {budget.workers_per_host} workers: in the fullest {fullest:.3g} are busy at the "
+        "peak of the schedule" + (", more than it has: num_hosts allows no better" if is_crowded else ""),
+        f"{cpus:.3g} of {budget.cpus:.3g} CPUs are busy at the peak of the schedule"
         + (f": less than headroom {budget.headroom:g} is left" if cpus * budget.headroom > budget.cpus else ""),
         f"{needed_bytes:,} of {budget.memory_bytes:,} bytes of memory are needed, {num_hosts * budget.host_bytes:,} of them "
         "for the processes of the hosts; buffers may take the rest, within the job's buffer_bytes",

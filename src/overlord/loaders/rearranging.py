@@ -1,4 +1,4 @@
-"""From one partition to the next: as few shares as possible change their host, since a new host starts without buffers."""
+"""Changes a partition and moves as few shares as possible, because a share that moves starts with empty buffers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ROUNDING = 1e-9
 
 
 def rearrange(current: Partition, loaders: Mapping[str, int], workers: Mapping[str, float], budget: Budget) -> Partition:
-    """`current` with other numbers of loaders of its sources, no host with more work than it has workers, if that can be.
+    """Change the number of loaders of each source, and relieve hosts that have more work than workers where possible.
 
-    Host i stays host i; one that is left without shares is empty, and may be filled again. `workers` are what each source
-    needs over all its loaders.
+    Host i stays host i. A host without shares stays in the partition, empty, and may get shares later. `workers` is the need
+    of each source over all its loaders.
     """
     hosts = _Hosts(current, loaders, workers, budget)
     before = current.num_shares()
@@ -31,8 +31,8 @@ def rearrange(current: Partition, loaders: Mapping[str, int], workers: Mapping[s
 def without_least_busy_host(
     current: Partition, workers: Mapping[str, float], budget: Budget, margin: float
 ) -> Partition | None:
-    """`current` with the host that has least to do emptied into others, which keep `margin` of their workers free. None when
-    they have no room for it."""
+    """Empty the least busy host into the others, which keep a `margin` of their workers free. None when they have no
+    room."""
     hosts = _Hosts(current, current.num_shares(), workers, budget)
     used = [at for at, shares in enumerate(hosts.shares) if shares]
     if len(used) < 2:
@@ -49,7 +49,7 @@ def without_least_busy_host(
 
 
 def moves(before: Partition, after: Partition) -> list[tuple[Share, int, int]]:
-    """(share, its host before, its host after) of the shares that changed their host and nothing else."""
+    """(share, host before, host after) of each share that is in both partitions and changed its host."""
     at = {share: host for host, shares in enumerate(before.hosts) for share in shares}
     return [
         (share, at[share], host)
@@ -89,7 +89,7 @@ class _Hosts:
         return not self._has(at, share.source) and self.busy(at) + self.load(share) <= room + _ROUNDING
 
     def place_for(self, share: Share) -> int:
-        """The fullest host that has room; otherwise one that is empty or new; if there may be none, the least busy."""
+        """Best fit: the fullest host with room, else an empty or new host, else (at `num_hosts`) the least busy host."""
         used = [at for at, shares in enumerate(self.shares) if shares]
         there = [at for at in used if self.can_take(at, share, self._budget.workers_per_host)]
         if there:
@@ -99,11 +99,11 @@ class _Hosts:
         return min(used, key=lambda at: (self._has(at, share.source), self.busy(at), at))
 
     def relieve(self, at: int) -> None:
-        """Move shares out of a host that has more work than workers, for as long as some place has room for them."""
+        """Move shares out of a host that has more work than workers, while another host has room for them."""
         room = self._budget.workers_per_host
         while len(self.shares[at]) > 1 and (excess := self.busy(at) - room) > _ROUNDING:
             by_load = sorted(self.shares[at], key=lambda share: (self.load(share), share))
-            # The smallest that is enough alone, before larger ones, before the largest of those that are not enough.
+            # Prefer the smallest share that removes the excess by itself; if none does, the largest share.
             enough = [share for share in by_load if self.load(share) >= excess]
             share = next((share for share in [*enough, *_falling(by_load, enough)] if self._can_leave(share, at)), None)
             if share is None:
@@ -115,7 +115,7 @@ class _Hosts:
         return Partition(tuple(tuple(sorted(host)) for host in self.shares))
 
     def _can_leave(self, share: Share, at: int) -> bool:
-        """Whether another host has room for it, or there may be one more."""
+        """True if another host has room for the share, or a host may be added."""
         if self.load(share) == 0:
             return False
         used = [other for other, shares in enumerate(self.shares) if shares]

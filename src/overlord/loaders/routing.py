@@ -1,8 +1,8 @@
-"""Which loader host serves which chunk: an immutable table, which newer ones replace.
+"""The immutable table that maps each chunk to its loader host. A change makes a new table with the next version.
 
-A chunk is a function of its number, so any host can make any chunk: a table that is out of date is right, only slower. A
-source that moves to other hosts keeps the old ones for the chunks that they hold or make already, so that nothing is made
-twice; old hosts leave the table when no step can name those chunks any more.
+A chunk is a function of its number, so any host can make any chunk: a stale table is still correct, only slower. When a
+source moves to other hosts, the old ones keep the chunks that they hold or are making, so that no chunk is made twice. Old
+hosts leave the table when no step can name those chunks any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """From chunk `first` on, up to the next stretch, chunk k of a source is in host k mod n of its n `hosts`."""
+    """From chunk `first` up to the next stretch, chunk k of a source belongs to host k mod n of the n `hosts`."""
 
     first: int
     hosts: tuple[str, ...]
@@ -32,8 +32,8 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
-    """The stretches of each source, the first from chunk 0; how many chunks to prepare ahead of the one that is drawn from
-    (one for each host unless given); and which hosts have a shadow, by name."""
+    """Routes chunks to hosts. `stretches` of each source begin at chunk 0. `ahead` is how many chunks of a source to
+    prefetch, at least one for each host. `shadows` maps the name of a host to its shadow."""
 
     stretches: Mapping[str, tuple[Stretch, ...]]
     ahead: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -55,7 +55,7 @@ class RoutingTable:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Every host that some chunk is in."""
+        """Every host that has a chunk, without shadows."""
         every = (host for stretches in self.stretches.values() for stretch in stretches for host in stretch.hosts)
         return tuple(dict.fromkeys(every))
 
@@ -64,7 +64,7 @@ class RoutingTable:
         return stretch.hosts[chunk % len(stretch.hosts)]
 
     def sources_of(self, host: str) -> tuple[str, ...]:
-        """The sources that a host has chunks of."""
+        """The sources whose chunks a host has."""
         return tuple(name for name, found in self.stretches.items() if any(host in stretch.hosts for stretch in found))
 
     def num_ahead(self, source: str) -> int:
@@ -78,7 +78,7 @@ class RoutingTable:
         return self._newer(stretches={**self.stretches, source: before}, ahead={**self.ahead, source: ahead})
 
     def since(self, needed: Mapping[str, int]) -> RoutingTable:
-        """Without stretches that lie wholly before the first chunk that is still needed of each source."""
+        """A table without the stretches that end before the first needed chunk of their source."""
         kept: dict[str, tuple[Stretch, ...]] = {}
         for source, stretches in self.stretches.items():
             at = max(i for i, stretch in enumerate(stretches) if i == 0 or stretch.first <= needed.get(source, 0))
@@ -86,7 +86,7 @@ class RoutingTable:
         return self if kept == dict(self.stretches) else self._newer(stretches=kept)
 
     def with_shadow(self, host: str, shadow: str | None) -> RoutingTable:
-        """A table with this shadow for a host; None: without one."""
+        """A table with this shadow for a host, or with none."""
         others = {name: found for name, found in self.shadows.items() if name != host}
         return self._newer(shadows=others if shadow is None else {**others, host: shadow})
 
@@ -108,7 +108,7 @@ class RoutingTable:
         ahead: Mapping[str, int] | None = None,
         shadows: Mapping[str, str] | None = None,
     ) -> RoutingTable:
-        """A copy with the next version, and with what is given in place of what was."""
+        """A copy with the given fields replaced and the next version."""
         return RoutingTable(
             stretches=self.stretches if stretches is None else stretches,
             ahead=self.ahead if ahead is None else ahead,

@@ -1,7 +1,7 @@
-"""Which loader hosts get a shadow: a second host kept warm on the chunks that the first is about to be asked for.
+"""Decides which loader hosts get a shadow: a hot standby that holds the same chunks as its host.
 
-A host that dies is made again. Until it has made the chunks at hand once more, steps that name them wait; trainers do not
-notice while the steps that are ready last. So a host needs a shadow when refilling takes longer than that.
+A host that dies is restarted with empty buffers. Steps wait until it has made the chunks at hand again; trainers do not
+notice while prefetched steps last. So a host needs a shadow when refilling its buffers takes longer than that.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class Shadow:
     host: int
     is_kept: bool
     refill_s: float
-    """From the host's death until a fresh one has made the chunks at hand."""
+    """Seconds from the host's death until its replacement has made the chunks at hand."""
     slack_s: float
-    """How long trainers go on without it: the steps that are kept ready."""
+    """Seconds that trainers can continue without it, on prefetched steps."""
     memory_bytes: int
-    """What its shadow takes, or would take."""
+    """Memory that its shadow takes, or would take."""
     cpus: float
-    """Likewise: a shadow makes every chunk that its host makes."""
+    """CPUs of its shadow, which makes every chunk that its host makes."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Shadowing:
-    """One entry for each host of a partition, in its order."""
+    """The decision for each host of a partition, in its order."""
 
     hosts: tuple[Shadow, ...]
     partition: Partition
 
     @property
     def shadowed(self) -> tuple[int, ...]:
-        """The hosts that get a shadow, the most endangered first."""
+        """The hosts that get a shadow, the longest stall first."""
         kept = [shadow for shadow in self.hosts if shadow.is_kept]
         return tuple(s.host for s in sorted(kept, key=lambda s: (s.slack_s - s.refill_s, s.host)))
 
@@ -73,9 +73,10 @@ def shadows(
     spare: Budget,
     start_s: float = 0.0,
 ) -> Shadowing:
-    """Shadows for the hosts that would stall trainers, the longest stall first, as far as `spare` (what shadows may use
-    beside the loaders) allows. `per_step` are the chunks of each source that a step takes, `prefetch` the steps of `step_s`
-    seconds that are kept ready, `start_s` the seconds that the engine takes to start a host.
+    """Choose shadows for the hosts whose loss would stall trainers, the longest stall first, within the budget `spare`.
+
+    `per_step` is the number of chunks of each source that a step takes, `prefetch` the number of prefetched steps of
+    `step_s` seconds, `start_s` the seconds that the engine takes to start a host.
     """
     if not step_s > 0 or prefetch < 0 or start_s < 0:
         raise SpecError(
@@ -84,7 +85,9 @@ def shadows(
         )
     partition.check_sources(profiles)
     slack_s = prefetch * step_s
-    wanted = [_Wanted.of(host, profiles, per_step, step_s=step_s, start_s=start_s, budget=spare) for host in partition.hosts]
+    wanted = [
+        _HostLoss.of(host, profiles, per_step, step_s=step_s, start_s=start_s, budget=spare) for host in partition.hosts
+    ]
     found: dict[int, Shadow] = {}
     left_bytes, left_cpus = spare.memory_bytes, spare.cpus
     for at in sorted(range(len(wanted)), key=lambda at: (-wanted[at].refill_s, at)):
@@ -106,8 +109,8 @@ def shadows(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What losing a host would mean, and what its shadow takes."""
+class _HostLoss:
+    """The cost of losing a host, and of its shadow."""
 
     refill_s: float
     refilling: str
@@ -123,17 +126,17 @@ class _Wanted:
         step_s: float,
         start_s: float,
         budget: Budget,
-    ) -> _Wanted:
+    ) -> _HostLoss:
         read = [(profiles[share.source], share) for share in host if per_step.get(share.source, 0.0) > 0]
         if not read:
-            return _Wanted(0.0, "no step asks it for anything", 0, 0.0)
-        # A step names parts of so many chunks, and begins and ends inside one.
+            return _HostLoss(0.0, "no step draws from it", 0, 0.0)
+        # One more than the mean, because a step begins and ends inside a chunk.
         chunks = [math.ceil(per_step[profile.source] / share.of) + 1 for profile, share in read]
         work_s = sum(number * profile.chunk_s for number, (profile, _) in zip(chunks, read, strict=True))
         longest_s = max(profile.chunk_s for profile, _ in read)
         open_s = max(profile.open_s for profile, _ in read)
         making_s = max(work_s / min(budget.workers_per_host, sum(chunks)), longest_s)
-        return _Wanted(
+        return _HostLoss(
             refill_s=start_s + open_s + making_s,
             refilling=f"starting takes {duration(start_s)}, opening {duration(open_s)}, "
             f"{sum(chunks)} chunks {duration(making_s)}",

@@ -1,10 +1,10 @@
-"""The planner's log: when to write what, and what to do when it cannot be written or read.
+"""The planner's log: when records are written, and how errors of reading and writing are handled.
 
-A log that cannot be written stops no run. Steps that are not in it are drawn again, the same, by a planner that has to
-start from an older record; so the planner goes on from memory, says so in a warning, and tries again with every step. Only
-a decision, which follows from nothing else, is refused when it cannot be made safe.
+A write error does not stop the run. A planner that recovers from an older record draws the missing steps again, identically;
+so the planner continues from memory, logs a warning, and retries with every step. Only a decision, which cannot be derived
+from anything else, is refused when it cannot be made durable.
 
-One thread at a time may call a `PlanLog`, but for `add_report`, which takes any.
+One thread at a time may call a `PlanLog`, except for `add_report`, which is thread-safe.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ _log = logging.getLogger("overlord.planlog")
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """One era of a run, and where it is logged. A value: a planner that is made anew gets the same one."""
+    """One era of a run, and where it is logged. A value: a restarted planner gets the same one."""
 
     log: Log
     header: Header
     decisions: tuple[Decision, ...] = ()
 
     def next_era(self, step: int, mesh: Mesh) -> Era:
-        """The next era of the run, which continues with a step, for a mesh."""
+        """The next era of the run, which continues at `step` on `mesh`."""
         header = replace(self.header, era=self.header.era + 1)
         return Era(self.log, header, (mesh_decision(step, mesh),))
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSegment:
-    """The newest segment that could be read."""
+    """A segment, and the planner state recovered from it."""
 
     segment: int
     header: Header
@@ -85,15 +85,15 @@ class RecoveredSegment:
 
 
 class PlanLog:
-    """Writes the log of one planner, after reading what an earlier one of the same era wrote."""
+    """Writes the log of one planner. It first recovers the log of an earlier planner of the same era."""
 
     def __init__(self, era: Era, start: Progress, keep: int, steered: Steered | None = None) -> None:
-        """`keep` is how many steps behind the oldest needed one may be asked for again. `steered` is what the era begins
-        with, beside its progress."""
+        """`keep` is how many steps before the oldest needed one may be requested again. `steered` is what the era begins
+        with, in addition to its progress."""
         steered = steered or Steered()
         segments = segments_at(era.log.location, era.log.storage_options)
-        found = newest_in(segments, era.header.job, era.header.era, keep)
-        earlier = found or newest_in(segments, era.header.job) or newest_in(segments)
+        found = read_newest(segments, era.header.job, era.header.era, keep)
+        earlier = found or read_newest(segments, era.header.job) or read_newest(segments)
         self._era = era
         self._location = segments.location
         self._log = AppendLog(segments, earlier.segment if earlier else None, era.log.sync_s)
@@ -102,25 +102,25 @@ class PlanLog:
             found.recovered.decisions if found else join_decisions(own, _decisions_of_earlier_eras(earlier, era), start.step)
         )
         self.heard = found.recovered.heard if found else ReportedLosses.from_plain(steered.heard)
-        """Reported losses that no decision has followed from yet. Hold `lock` to look at it."""
+        """Reported losses that no decision is based on yet. Hold `lock` to read it."""
         self.lock = threading.RLock()
         self._needed = found.recovered.needed if found else start.step
         self._readers: frozenset[int] = found.recovered.readers if found else frozenset()
         self._num_since_snapshot = 0
-        self._told_error: str | None = None
+        self._logged_error: str | None = None
         self.before: Mapping[int, Progress] = found.recovered.before if found else {start.step: start}
-        """The progress before each step that may be asked for, as far as it was logged."""
+        """The progress before each step that may be requested, as far as it was logged."""
         self._last = start
         self._begin([self.before[step] for step in sorted(self.before)])
 
     @property
     def needed(self) -> int:
-        """Every step before this one was taken by all who read."""
+        """Every step before this one was taken by all readers."""
         return self._needed
 
     @property
     def readers(self) -> frozenset[int]:
-        """The data-parallel groups that somebody reads, or is expected to."""
+        """The data-parallel groups that have a reader, or expect one."""
         return self._readers
 
     @property
@@ -132,8 +132,8 @@ class PlanLog:
         return self._log.position
 
     def add_step(self, after: Progress, kept: Callable[[], Sequence[Progress]]) -> None:
-        """Write down a drawn step. `kept` returns the progress of every step that may be asked for again, in order; there
-        may be a gap after the first, which somebody who is late may need."""
+        """Record a drawn step. `kept` returns the progress of every step that may be requested again, in order. There may be
+        a gap after the first, which is kept for a rank that is late."""
         if after.step <= self._last.step:
             return  # drawn again
         if self._num_since_snapshot >= self._era.log.snapshot_every or after.step != self._last.step + 1:
@@ -143,24 +143,24 @@ class PlanLog:
             self._log.append(_encode(step_record(self._last, after, self._needed)))
             self._num_since_snapshot += 1
             self._last = after
-        self._tell_of_trouble()
+        self._log_write_errors()
 
     def add_needed(self, step: int) -> None:
-        """Note that every step before this one was taken by all who read."""
+        """Record that every step before this one was taken by all readers."""
         if step > self._needed:
             self._needed = step
             self._log.append(_encode(needed_record(step)))
-            self._tell_of_trouble()
+            self._log_write_errors()
 
     def add_readers(self, groups: frozenset[int]) -> None:
-        """Note which data-parallel groups somebody reads, or is expected to."""
+        """Record which data-parallel groups have a reader, or expect one."""
         if groups != self._readers:
             self._readers = groups
             self._log.append(_encode(readers_record(groups)))
-            self._tell_of_trouble()
+            self._log_write_errors()
 
     def add_report(self, step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> bool:
-        """Note the losses that a rank reported for a step; False when they were noted before."""
+        """Record the losses that a rank reported for a step; False when they were recorded before."""
         with self.lock:
             is_new = self.heard.add(step, rank, sums)
             if is_new:
@@ -168,8 +168,8 @@ class PlanLog:
             return is_new
 
     def decide(self, decision: Decision) -> None:
-        """Make a decision safe; StorageError when it cannot be, and then it must not be followed."""
-        with self.lock:  # the two records must not be parted by a snapshot
+        """Write a decision durably. On StorageError the decision must not be applied."""
+        with self.lock:  # no snapshot may come between the two records
             self._log.append(_encode(decision_record(decision)))
             try:
                 self._log.sync()
@@ -179,7 +179,7 @@ class PlanLog:
         self._decisions = (*self._decisions, decision)
 
     def note(self, decision: Decision) -> None:
-        """Write a decision that changes nothing down, when that can be done."""
+        """Record a decision that changes nothing, without waiting until it is durable."""
         self._log.append(_encode(decision_record(decision)))
         self._decisions = (*self._decisions, decision)
 
@@ -188,7 +188,7 @@ class PlanLog:
 
     def close(self) -> None:
         self._log.close()
-        self._tell_of_trouble()
+        self._log_write_errors()
 
     def _begin(self, kept: Sequence[Progress]) -> None:
         behind = kept[0] if len(kept) > 1 and kept[1].step != kept[0].step + 1 else None
@@ -202,38 +202,38 @@ class PlanLog:
         self._last = kept[-1]
         self._num_since_snapshot = 0
 
-    def _tell_of_trouble(self) -> None:
+    def _log_write_errors(self) -> None:
         error = self._log.error
-        if error is not None and self._told_error is None:
+        if error is not None and self._logged_error is None:
             _log.warning(
-                "the plan log at %s cannot be written: %s. The run goes on and loses nothing; until the log is written "
-                "again, recovering it means drawing the steps from %d on once more",
+                "the plan log at %s cannot be written: %s. The run continues and loses nothing; until the log is written "
+                "again, a restarted planner must draw the steps from %d on again",
                 self._location,
                 error,
                 self._needed,
             )
-        elif error is None and self._told_error is not None:
+        elif error is None and self._logged_error is not None:
             _log.warning("the plan log at %s is written again, up to step %d", self._location, self._last.step)
-        self._told_error = error
+        self._logged_error = error
 
 
-def starting_point(
+def begin_run(
     job: Job,
     fingerprint: Fingerprint,
     resume: Mapping[str, Any] | str | bytes | None,
     log: Log | None,
     accept_changes: Collection[str] | bool,
 ) -> tuple[Progress, Steered, Era | None]:
-    """Where a run begins, what steers it, and its place in the log.
+    """Begin a run: return its first progress, what steers it, and its era, which is written to the log.
 
-    A given state says where, whatever the log says. `resume="log"` goes on with the first step that the log does not know
-    to be taken by everyone, and from the beginning where there is no log yet. Without either the run begins at step 0.
+    A state takes precedence over the log. `resume="log"` continues at the first step that the log does not record as taken
+    by all readers, or at step 0 if there is no log yet. Without either the run begins at step 0.
     """
     if log is None:
         if resume == "log":
-            raise SpecError("resume='log' goes on from a log: say where it is with log=...")
+            raise SpecError("resume='log' continues from a log: say where it is with log=...")
         return *_starting_state(resume, job, fingerprint, accept_changes), None
-    found = newest_in(segments_at(log.location, log.storage_options))
+    found = read_newest(segments_at(log.location, log.storage_options))
     decisions: tuple[Decision, ...] = ()
     if found is not None:
         differences = differences_of(fingerprint, found.header.fingerprint, f"the log at {log.location} is damaged")
@@ -245,7 +245,7 @@ def starting_point(
         resume = None if found is None else _state_of(found)
     elif resume is None and found is not None and found.recovered.reached > 0:
         _log.warning(
-            "the log at %s knows a run up to step %d, but this one begins at step 0; resume='log' would go on with step %d",
+            "the log at %s has a run up to step %d, but this run begins at step 0; resume='log' would continue at step %d",
             log.location,
             found.recovered.reached,
             found.recovered.needed,
@@ -254,9 +254,9 @@ def starting_point(
         progress, steered = _starting_state(resume, job, fingerprint, accept_changes)
     except StateError as error:
         if is_from_log:
-            raise StateError(f"the log at {log.location} holds what cannot be gone on with: {error}") from None
+            raise StateError(f"the log at {log.location} has a state that the run cannot continue from: {error}") from None
         raise
-    steered = without_lapsed(job, replace(steered, decisions=join_decisions(steered.decisions, decisions, progress.step)))
+    steered = drop_lapsed(job, replace(steered, decisions=join_decisions(steered.decisions, decisions, progress.step)))
     header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
     era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
     _check_writable(era, progress, steered)
@@ -264,31 +264,33 @@ def starting_point(
     return progress, steered, era
 
 
-def newest_in(segments: Segments, job: str | None = None, era: int | None = None, keep: int = 0) -> RecoveredSegment | None:
-    """What the newest segment (of a job, of an era of it) says. Torn ends are cut, with a warning."""
+def read_newest(
+    segments: Segments, job: str | None = None, era: int | None = None, keep: int = 0
+) -> RecoveredSegment | None:
+    """Read the newest segment, of a job or of one era of it. A torn end is dropped, with a warning."""
     for number in reversed(segments.numbers()):
         name = segments.name(number)
         try:
             contents = read_frames(segments.read(number))
         except FileNotFoundError:
-            continue  # its writer has deleted it just now
+            continue  # its writer has just deleted it
         except OSError as error:
             raise StorageError(f"{name} cannot be read: {error}") from error
         _refuse_damage(name, contents)
         try:
             records = [orjson.loads(body) for body in contents.bodies]
-            if len(records) < 2:  # its writer was killed before the snapshot was whole
-                _log.warning("%s ends before its snapshot, after %d bytes: it is passed over", name, contents.num_bytes)
+            if len(records) < 2:  # its writer was killed before the snapshot was complete
+                _log.warning("%s ends before its snapshot, after %d bytes: it is skipped", name, contents.num_bytes)
                 continue
             own = Header.from_record(records[0])
             if job not in (None, own.job) or era not in (None, own.era):
                 continue
             recovered = fold(records[1:], keep)
         except (StateError, orjson.JSONDecodeError) as error:
-            raise StateError(f"{name} cannot be used: {error}; delete it to go on from the one before it") from error
+            raise StateError(f"{name} cannot be used: {error}; delete it to continue from the one before it") from error
         if contents.good_bytes < contents.num_bytes:
             _log.warning(
-                "%s has a torn end: its last %d bytes are cut off, and it goes on with step %d",
+                "%s has a torn end: its last %d bytes are dropped, and it continues at step %d",
                 name,
                 contents.num_bytes - contents.good_bytes,
                 recovered.reached,
@@ -298,28 +300,28 @@ def newest_in(segments: Segments, job: str | None = None, era: int | None = None
 
 
 def _decisions_of_earlier_eras(earlier: RecoveredSegment | None, era: Era) -> tuple[Decision, ...]:
-    """What was decided in earlier eras of the run."""
+    """The decisions of earlier eras of the run."""
     return () if earlier is None or earlier.header.job != era.header.job else _lasting(earlier)
 
 
 def _lasting(found: RecoveredSegment) -> tuple[Decision, ...]:
-    """A mesh is about trainers, which a log cannot bring back, and so are learned costs: whoever begins an era says which
-    there are."""
+    """The decisions that hold beyond their era. The mesh and learned costs depend on the trainers, so the caller that begins
+    an era passes them again."""
     return tuple(decision for decision in found.recovered.decisions if decision.name not in (MESH, COSTS))
 
 
 def _refuse_damage(name: str, contents: SegmentContents) -> None:
     if contents.num_after_damage:
         raise StateError(
-            f"{name} is damaged at byte {contents.good_bytes}: the record there is not what was written, and "
-            f"{contents.num_after_damage} good ones follow. Restore the file, or delete it to go on from the one before "
+            f"{name} is damaged at byte {contents.good_bytes}: the record there differs from what was written, and "
+            f"{contents.num_after_damage} good ones follow. Restore the file, or delete it to continue from the one before "
             "it (steps are drawn again, the same; only decisions recorded in this one are lost), or start from a "
             "checkpoint with another log=..."
         )
 
 
 def _check_writable(era: Era, start: Progress, steered: Steered) -> None:
-    """Begin the era here: a log that cannot be written should stop a run before it starts, not warn ever after."""
+    """Write the first segment of the era, so that a log that cannot be written stops the run before it starts."""
     log = PlanLog(era, start, 0, steered)
     try:
         log.sync()
@@ -330,7 +332,7 @@ def _check_writable(era: Era, start: Progress, steered: Steered) -> None:
 def _state_of(found: RecoveredSegment) -> dict[str, Any]:
     recovered = found.recovered
     progress = recovered.before[min(recovered.needed, recovered.reached)]
-    # What was heard of later steps will be heard again, when they are.
+    # Later steps are taken again, and their losses will be reported again.
     heard = tuple(entry for entry in recovered.heard.to_plain() if entry[0] < progress.step)
     steered = Steered(tuple(d for d in recovered.decisions if d.name != MESH), heard)
     return to_state(progress, found.header.unit, found.header.fingerprint, steered)
@@ -344,23 +346,23 @@ def _starting_state(
 ) -> tuple[Progress, Steered]:
     if resume is None:
         return Progress.start(tuple(job.sources)), Steered()
-    return from_state(resume, job, fingerprint, accept_changes), without_lapsed(job, steered_of(resume))
+    return from_state(resume, job, fingerprint, accept_changes), drop_lapsed(job, steered_of(resume))
 
 
 def steered_on_return(state: Any, job: Job, known: Sequence[Decision], step: int) -> Steered:
-    """What steers a run that returns to a state at `step`: the decisions of the state, and later ones of the run."""
+    """What steers a run that is moved to a state at `step`: the decisions of the state, and later ones of the run."""
     steered = steered_of(state)
-    return without_lapsed(job, replace(steered, decisions=join_decisions(steered.decisions, known, step)))
+    return drop_lapsed(job, replace(steered, decisions=join_decisions(steered.decisions, known, step)))
 
 
-def without_lapsed(job: Job, steered: Steered) -> Steered:
-    """The decisions that still hold for a job. Those about another mixture lapse, with a warning."""
+def drop_lapsed(job: Job, steered: Steered) -> Steered:
+    """Drop the decisions about another mixture than the job's, with a warning."""
     kept = steered.about(job.mix)
     lapsed = len(steered.decisions) - len(kept.decisions)
     if lapsed:
         _log.warning(
-            "%d decisions about weights were made about another mixture than the job declares now: they no longer hold, "
-            "the declared one does",
+            "%d decisions about weights were made for another mixture than the job declares now: they are dropped, and "
+            "the declared mixture applies",
             lapsed,
         )
     return kept

@@ -1,22 +1,22 @@
-"""What a plan log says, and how a planner that was lost is put together from it. Plain values only.
+"""The records of a plan log, and how they are replayed to recover a planner. Plain values only.
 
 A segment of the log is a header, a snapshot, and records that follow from it one by one:
 
     header     {"kind": "header", "version": 1, "job": ..., "era": 0, "unit": "tokens", "fingerprint": {...}}
     snapshot   {"kind": "snapshot", "progress": {...}, "needed": 40, "decisions": [[step, name, value], ...]}
     step       {"kind": "step", "step": 43, "needed": 41, "moved": {"sources": [0, 2], "row": [5, -9], ...}, ...}
-    needed     {"kind": "needed", "step": 42}: every step before it was taken by all who read
-    readers    {"kind": "readers", "groups": [0, 1]}: the data-parallel groups that somebody reads, or is expected to
-    decision   {"kind": "decision", "step": 44, "name": "...", "value": ...}: what holds from that step on
-    withdrawn  {"kind": "withdrawn", "step": 44, "name": "..."}: the last such decision was refused, and nobody followed it
-    report     {"kind": "report", "step": 41, "rank": 0, "sums": {...}}: losses that a decision may follow from
+    needed     {"kind": "needed", "step": 42}: every step before it was taken by all readers
+    readers    {"kind": "readers", "groups": [0, 1]}: the data-parallel groups that have a reader, or expect one
+    decision   {"kind": "decision", "step": 44, "name": "...", "value": ...}: it holds from that step on
+    withdrawn  {"kind": "withdrawn", "step": 44, "name": "..."}: the last such decision was refused and never applied
+    report     {"kind": "report", "step": 41, "rank": 0, "sums": {...}}: losses that a decision may be based on
 
-A snapshot may have, as "behind", an older progress too: that before the oldest step that a rank who is late may ask for.
-What lies between the two is drawn again when it is asked for.
+A snapshot may also have an older progress, "behind": the one before the oldest step that a late rank may request. The steps
+between the two are drawn again on request.
 
-A step's record says how the progress moved; the samples of a step follow from the progress before it, and its arrangement
-from the samples and the decisions in force. So a record that is lost costs time and nothing else: the step is drawn again,
-the same. Only decisions cannot be derived; they must be on storage before anything follows from them.
+A step's record says how the progress moved. The samples of a step are a function of the progress before it, and its
+arrangement one of the samples and the decisions in force. So losing a record costs only time: the step is drawn again,
+identically. Only decisions cannot be derived, so they must be durable before they are applied.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Whose log it is. `job` is one call of start; `era` counts how often that run was moved to another state or mesh:
-    inside an era everything that is drawn follows from its first progress."""
+    """Identifies the run of a segment. `job` is one call of `start`; `era` counts how often that run was moved to another
+    state or mesh. All draws of an era are a function of its first progress."""
 
     job: str
     era: int
@@ -101,7 +101,7 @@ def snapshot_record(
 
 
 def step_record(before: Progress, after: Progress, needed: int) -> dict[str, Any]:
-    """What the step between two progresses changed."""
+    """The record of the step between two progresses."""
     record = {"kind": "step", "step": before.step, "needed": needed, "moved": _changes_between(before, after)}
     carried = plain_samples(after.carried)
     if carried is None:
@@ -131,16 +131,16 @@ def report_record(step: int, rank: int, sums: Mapping[str, tuple[int, int]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a segment amounts to."""
+    """The state of a planner after replaying a segment."""
 
     before: Mapping[int, Progress]
-    """The progress before each step that somebody may still need, and before the first that was never drawn."""
+    """The progress before each step that may still be requested, and before the first that was never drawn."""
     needed: int
-    """Every step before this one was taken by all who read."""
+    """Every step before this one was taken by all readers."""
     decisions: tuple[Decision, ...]
     heard: ReportedLosses
     readers: frozenset[int] = frozenset()
-    """The data-parallel groups that somebody read, or was expected to."""
+    """The data-parallel groups that had a reader, or expected one."""
 
     @property
     def reached(self) -> int:
@@ -149,9 +149,9 @@ class Recovered:
 
 
 def fold(records: Sequence[Record], keep: int = 0) -> Recovered:
-    """Put a snapshot and what follows it together, with the progress of `keep` steps before the oldest needed one.
+    """Replay a snapshot and the records after it. Keeps the progress of `keep` steps before the oldest needed one.
 
-    Raises StateError for records that do not follow from one another.
+    Raises StateError for records that are inconsistent.
     """
     if not records or not isinstance(records[0], Mapping) or records[0].get("kind") != "snapshot":
         raise StateError("a segment of a plan log has a snapshot after its header, and this one has none")
@@ -235,20 +235,20 @@ def _replay(records: Sequence[Record], keep: int) -> Recovered:
                 heard.add(step, rank, sums_from_plain(record["sums"]))
             case kind:
                 raise StateError(f"the plan log has a record of an unknown kind {kind!r}")
-        if needed - keep - min(before) > 2 * keep + 64:  # now and then, so that a long segment does not pile up
+        if needed - keep - min(before) > 2 * keep + 64:  # pruned now and then, so that a long segment stays small in memory
             before = _from(before, needed - keep)
     kept = _from(before, needed - keep)
     return Recovered(kept, needed, decisions_to_keep(decisions, min(needed, *kept)), heard, readers)
 
 
 def _from(before: Mapping[int, Progress], oldest: int) -> dict[int, Progress]:
-    """The progresses from a step on; always the last."""
+    """The progresses from step `oldest` on, and always the last."""
     last = max(before)
     return {step: progress for step, progress in before.items() if step >= oldest or step == last}
 
 
 def _changes_between(before: Progress, after: Progress) -> dict[str, list[Any]]:
-    """The sources for which something changed, and for each column that did, by how much (counts) or to what."""
+    """The sources that changed, and for each column that changed the differences (of counts) or the new values."""
     differs = {column: getattr(before, column) != getattr(after, column) for column in COLUMNS}
     where = np.flatnonzero(np.logical_or.reduce(list(differs.values())))
     if len(where) == 0:

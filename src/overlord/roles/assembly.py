@@ -21,7 +21,7 @@ from overlord.planlog.plan_log import Era, PlanLog
 from overlord.roles.loader_host import LoaderHost, OpenSource
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import SourceLoader
-from overlord.runtime.long_waits import waiting
+from overlord.runtime.long_waits import warn_if_long
 from overlord.runtime.threads import Threads, make_executor
 from overlord.sources.storage import is_remote
 from overlord.steering.steering import Steering
@@ -50,7 +50,7 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
     try:
         for name, future in pending.items():
             try:
-                with waiting(lambda name=name: f"source {name!r} lists its files"):
+                with warn_if_long(lambda name=name: f"source {name!r} lists its files"):
                     wait([future])  # on its thread: storage that hangs must not block Ctrl-C
                 listed[name] = future.result()
             except Exception as error:

@@ -188,7 +188,7 @@ class DataConstructor:
             self._planner.call(Planner.expect, self._group).result()
 
     def late(self) -> frozenset[int]:
-        """The ranks that are expected and have neither asked for a step nor left."""
+        """The ranks that are expected and have neither requested a step nor left."""
         with self._lock:
             return frozenset(self._expected)
 
@@ -366,7 +366,7 @@ class PaceMeter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._asked: dict[int, tuple[int, float]] = {}
+        self._requested: dict[int, tuple[int, float]] = {}
         self._got: dict[int, tuple[int, float]] = {}
         self._num_steps = self._num_waits = 0
         self._busy_s = self._waited_s = 0.0
@@ -377,21 +377,21 @@ class PaceMeter:
 
     def note_request(self, rank: int, step: int) -> None:
         """A rank requests a step, maybe again."""
-        asked, got, now = self._asked.get(rank), self._got.get(rank), self._clock()
-        if asked is not None and asked[0] == step:
+        requested, got, now = self._requested.get(rank), self._got.get(rank), self._clock()
+        if requested is not None and requested[0] == step:
             return
-        self._asked[rank] = step, now
+        self._requested[rank] = step, now
         if got is not None and got[0] == step - 1:
             self._num_steps += 1
             self._busy_s += now - got[1]
 
     def note_delivery(self, rank: int, step: int) -> None:
-        asked, got, now = self._asked.get(rank), self._got.get(rank), self._clock()
-        if asked is not None and asked[0] == step and (got is None or got[0] != step):
+        requested, got, now = self._requested.get(rank), self._got.get(rank), self._clock()
+        if requested is not None and requested[0] == step and (got is None or got[0] != step):
             self._num_waits += 1
-            self._waited_s += now - asked[1]
+            self._waited_s += now - requested[1]
         self._got[rank] = step, now
 
     def rank_left(self, rank: int) -> None:
-        self._asked.pop(rank, None)
+        self._requested.pop(rank, None)
         self._got.pop(rank, None)

@@ -32,7 +32,7 @@ class FactsCache:
         self._ends = ends
         self._first_chunk = first_chunk
         self._known: dict[int, tuple[int, ChunkFacts]] = {}
-        self._prefetched: dict[int, int] = {}  # source to the chunk that its loader was told to prefetch
+        self._prefetched: dict[int, int] = {}  # source to the last chunk that was prefetched
         self._counted_to: dict[int, int] = {}
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in names}
         self._counts_lock = threading.Lock()

@@ -301,7 +301,7 @@ class _TokenViews:
 
 def _changed_row(source: str, chunk: int, row: int, why: str) -> str:
     return (
-        f"row {row} of chunk {chunk} of source {source!r} was planned and is not what it was: {why}. The source gives other "
+        f"row {row} of chunk {chunk} of source {source!r} has changed since it was planned: {why}. The source returns other "
         "rows than before, or the run was resumed from an edited state; restore the data, or start from a checkpoint"
     )
 

@@ -247,7 +247,7 @@ class Planner:
         if step > reached + most_ahead and (end is None or step > end):
             raise SpecError(
                 f"step {step:,} is too far away: this run has drawn the steps before {reached:,}, and at most "
-                f"{most_ahead:,} more are drawn for a request. Check the step that was asked for; where it is right and the "
+                f"{most_ahead:,} more are drawn for a request. Check the requested step; if it is right and the "
                 "run was started again without its place, start it from a checkpoint (resume=state) or from its log "
                 "(resume='log')"
             )
@@ -318,7 +318,7 @@ class Planner:
         known = self._window.progress(after)
         if known is not None and not same(known(), drawn.after()):
             raise DataError(
-                f"step {drawn.number} was drawn again and is not what it was: a source lists or gives other rows than "
+                f"step {drawn.number} was drawn again and has changed: a source lists or returns other rows than "
                 "before, or a transform is not deterministic; restore the data, or start from a checkpoint"
             )
         if after > self._window.reached and self._batch.outliers is not None:

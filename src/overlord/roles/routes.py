@@ -85,8 +85,8 @@ class Routes:
             chunks.setdefault(lookup.host(source, number), []).append(number)
         for host, numbers in chunks.items():
             # A shadow too: it mirrors its host, but can no longer do so once the host is lost.
-            for told in filter(None, (host, lookup.table.shadows.get(host))):
-                self._send_to(told, LoaderHost.prefetch, name, numbers)
+            for target in filter(None, (host, lookup.table.shadows.get(host))):
+                self._send_to(target, LoaderHost.prefetch, name, numbers)
 
     def fetch(self, samples: Samples) -> Payload:
         """Return the payload of samples of any sources, in their order."""

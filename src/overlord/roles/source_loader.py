@@ -261,7 +261,7 @@ class SourceLoader:
             return None
 
     def _obtain(self, number: int) -> HotChunk:
-        """Return a chunk from the buffer, from whoever is making it, or make it here."""
+        """Return a chunk: from the buffer, from the thread that is making it, or made here."""
         began = self._clock()
         with self._lock:
             if self._closed:

@@ -69,7 +69,7 @@ class Embedded:
 
     def look_up(self, key: str) -> Any:
         if self._closed or key not in self._values:
-            raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
+            raise ClosedError(f"no value is published as {key!r}; the loader was closed")
         return self._values[key]
 
     def store_use(self) -> None:

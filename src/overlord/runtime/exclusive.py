@@ -1,7 +1,8 @@
-"""Who may use a client or a loader: the process that made it, and one thread at a time.
+"""Guards that restrict a client or a loader to the process that made it, and to one thread at a time.
 
-Neither threads nor connections survive a fork, and locks may be held by threads that are gone. A copy in a forked process
-would take the very steps that the original takes, or wait for ever; so it is refused, and closing it closes nothing.
+Neither threads nor connections survive a fork, and locks may be held by threads that no longer exist. A copy in a forked
+process would take the same steps as the original, or wait forever. So using the copy raises SharedUseError, and closing it
+does nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from overlord.errors import SharedUseError
 
 
 class OneProcess:
-    """The process that something was made in."""
+    """Raises SharedUseError in any process but the one that made the guarded object."""
 
     __slots__ = ("_remedy", "_what", "pid")
 
@@ -30,12 +31,12 @@ class OneProcess:
         if os.getpid() != self.pid:
             raise SharedUseError(
                 f"{self._what} was made in process {self.pid} and is used in process {os.getpid()}, which was forked from "
-                f"it: a copy would take the same steps as the original, or wait for ever. {self._remedy}"
+                f"it: a copy would take the same steps as the original, or wait forever. {self._remedy}"
             )
 
 
 class OneThread:
-    """Lets one thread in at a time, and tells a second one so instead of letting it wait. Threads may take turns."""
+    """Admits one thread at a time, and raises SharedUseError in a second one, which would block. Threads may take turns."""
 
     __slots__ = ("_remedy", "_what", "lock", "user")
 

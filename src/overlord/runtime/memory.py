@@ -1,4 +1,4 @@
-"""The memory this process holds, and the most it has held so far."""
+"""The resident memory of this process, current and peak."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident set size. Worker processes are not in it."""
+    """Peak resident set size, without child processes."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Linux's ru_maxrss also remembers the process that started this one; VmHWM does not.
+        # On Linux ru_maxrss is inherited from the parent across exec; VmHWM is not.
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -19,6 +19,6 @@ def peak_rss_bytes() -> int:
 
 
 def rss_bytes() -> int:
-    """Resident set size now; where the system does not tell, the peak."""
+    """Current resident set size; the peak on systems without /proc."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_rss_bytes()

@@ -1,4 +1,4 @@
-"""Who may call a service: loopback by default, with a token off loopback, with TLS where it is configured."""
+"""Addresses and access control of a service: loopback by default, a token on other interfaces, TLS where configured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Address:
 
     @staticmethod
     def parse(text: str, scheme: str = PLAIN) -> Address:
-        """Parse an address; `scheme` is the default. SpecError for any other text."""
+        """Parse an address; `scheme` is the default. SpecError for invalid text."""
         wrong = SpecError(f"an address is host:port, grpc://host:port or grpc+tls://host:port, got {text!r}")
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
             raise wrong
@@ -79,16 +79,16 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where a service listens, and what a caller must present."""
+    """Where a service listens, and the credentials that it requires."""
 
     address: str = "127.0.0.1:0"
-    """Port 0: any free port."""
+    """Port 0 takes any free port."""
     token: str | None = field(default=None, repr=False)
     tls: Tls | None = None
     advertise: str | None = None
-    """The host name for clients, where it is not the one bound to."""
+    """The host name for clients, if it differs from the bound one."""
     reached_from: str | None = None
-    """A host in the clients' network: clients get this machine's address in that network."""
+    """A host in the clients' network. Clients get the address of the interface that leads there."""
 
     def __post_init__(self) -> None:
         check_token(self.token)
@@ -102,7 +102,7 @@ class Listen:
                 "hard to guess (`openssl rand -hex 32`) to the service and to its clients, or listen on 127.0.0.1"
             )
         if self.tls is None:
-            _log.warning("listening on %s without TLS: the token and the data can be read on the way", self.bound.host)
+            _log.warning("listening on %s without TLS: the token and the data can be read in transit", self.bound.host)
 
     @property
     def bound(self) -> Address:
@@ -117,7 +117,7 @@ class Listen:
 
 
 def service_address(text: str, tls_root: str | None) -> str:
-    """The address of a service as a client connects to it: with TLS where a root certificate is given."""
+    """The address that a client connects to: with TLS if it has a root certificate."""
     return str(Address.parse(text, PLAIN if tls_root is None else TLS))
 
 
@@ -136,7 +136,7 @@ def check_token(token: str | None) -> None:
 
 def read_pem(path: str | Path, what: str) -> str:
     if not isinstance(path, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass anything
-        raise SpecError(f"{what} is given as the path of a PEM file, got {path!r}")
+        raise SpecError(f"{what} must be the path of a PEM file, got {path!r}")
     try:
         return Path(path).read_text("ascii")
     except (OSError, UnicodeDecodeError) as error:
@@ -144,19 +144,19 @@ def read_pem(path: str | Path, what: str) -> str:
 
 
 def token_header(token: str | None) -> Any:
-    """The headers that a client sends with every call. Flight needs pairs of bytes; its type stubs say otherwise."""
+    """The headers of every call of a client, as pairs of bytes: Flight's type stubs are wrong."""
     return [] if token is None else [(_HEADER.encode(), f"{_SCHEME}{token}".encode())]
 
 
 def _host_towards(peer: str) -> str:
-    """The address of the interface that leads to another machine. Nothing is sent."""
+    """The address of the interface that leads to another machine. Connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return probe.getsockname()[0]
 
 
 class TokenCheck(flight.ServerMiddlewareFactory):
-    """Refuses every call that does not carry the token."""
+    """Flight middleware that refuses every call without the token."""
 
     def __init__(self, token: str) -> None:
         super().__init__()
@@ -165,9 +165,11 @@ class TokenCheck(flight.ServerMiddlewareFactory):
     def start_call(self, info: Any, headers: Mapping[str, Sequence[str | bytes]]) -> None:
         given = headers.get(_HEADER) or [""]
         text = given[0]
-        # In constant time: the time of a comparison must not reveal how much of a token is right.
+        # Compare in constant time, so that timing reveals nothing about the token.
         if len(given) == 1 and hmac.compare_digest(text if isinstance(text, bytes) else text.encode(), self._expected):
             return
         what = "a wrong token" if text else "no token"
         _log.warning("refused a call (%s): it carried %s", info.method, what)
-        raise flight.FlightUnauthenticatedError(f"the service wants its token, and the call carried {what}; pass token=...")
+        raise flight.FlightUnauthenticatedError(
+            f"the service requires its token, and the call carried {what}; pass token=..."
+        )

@@ -1,11 +1,11 @@
-"""How a client in another process reaches its run: a `Channel` over Arrow Flight.
+"""The `Channel` over Arrow Flight, through which a client in another process reaches its run.
 
-A channel survives its server. When the server cannot be reached, the channel asks the address that it was made with where
-the rank is served now, again and again. `fetch` meanwhile returns Later, so that the client's own timeout ends the wait; a
-call on the run waits for at most `timeout_s` and then raises ServiceError.
+A channel survives a restart of its server. When the server cannot be reached, the channel reconnects to the address that it
+was made with, until that address says which server has the rank now. `fetch` meanwhile returns Later, so that the client's
+own timeout ends the wait; a call on the run waits for at most `timeout_s` and then raises ServiceError.
 
-A run that was restarted does not know which state its clients had loaded; the channel loads it again. To its client that is
-no new generation: the channel counts generations itself, and keeps the server's number of each.
+A restarted run does not know which state its clients had loaded, so the channel loads it again. For the client this is not a
+new generation: the channel counts generations itself, and maps each to the server's number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import SERVER_ANSWER, SERVER_PAUSE_S
-from overlord.runtime.long_waits import FIRST_S, waiting
+from overlord.runtime.long_waits import FIRST_S, warn_if_long
 from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
 from overlord.service.auth import check_token, read_pem, service_address
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PAUSE_S = SERVER_PAUSE_S  # between attempts to reach a server
-_WAIT_S = 2.0  # how long a fetch waits at the server: polling by a thousand clients would be most of its work
-_CALL_S = _GRACE_S = SERVER_ANSWER.after_s  # for a call, and for the transfer of a step beyond the wait at the server
+_WAIT_S = 2.0  # how long a fetch waits at the server, so that a thousand clients do not keep it busy with polling
+_CALL_S = _GRACE_S = SERVER_ANSWER.after_s  # timeout of a call, and of the transfer of a step after the wait
 _ARENAS = 8
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 class FlightChannel:
     """The channel of one rank over Arrow Flight. Safe to call from several threads."""
 
-    tell_after_s = FIRST_S
+    warn_after_s = FIRST_S
     """After how long a wait for the service is first logged."""
 
     def __init__(
@@ -85,7 +85,7 @@ class FlightChannel:
 
     @property
     def run(self) -> RunApi:
-        return remote_run(self._send)  # not kept: in a reference cycle, a dropped channel would go on with its heartbeat
+        return remote_run(self._send)  # not cached: a reference cycle would keep the heartbeat of a dropped channel alive
 
     def start(self) -> int:
         return self._retry(self._renew).start
@@ -101,7 +101,7 @@ class FlightChannel:
         try:
             answer, batches = self._steps.fetch(wire.pack(ticket), wait_s + _GRACE_S)
         except Unreachable as error:
-            return self._look_again(str(error))
+            return self._reconnect(str(error))
         match answer:
             case wire.Contents():
                 return self._unpack(answer, batches, step)
@@ -110,12 +110,12 @@ class FlightChannel:
             case wire.NotReady():
                 return Later(answer.reason)
             case wire.Moved() if answer.instance != known.instance:
-                return self._look_again("it was restarted")
+                return self._reconnect("it was restarted")
             case wire.Moved():
-                self._note(answer.generation)
+                self._add_generation(answer.generation)
                 return Later("the run was moved to another state")
             case wire.Elsewhere():
-                return self._look_again(f"rank {rank} is no longer served there")
+                return self._reconnect(f"rank {rank} is no longer served there")
             case wire.Failure():
                 raise answer.error()
 
@@ -124,39 +124,39 @@ class FlightChannel:
             delivery = unpack_step(contents, batches, self._arenas)
         except DamagedStepError as error:
             raise ServiceError(
-                f"step {step} came damaged from {self._steps.address}: {error}; ask for it again, and if that does not "
+                f"step {step} came damaged from {self._steps.address}: {error}; request it again, and if that does not "
                 "help, install the same release on both sides"
             ) from error
         if delivery.step != step:
             raise ServiceError(
-                f"{self._steps.address} sent step {delivery.step} where step {step} was asked for: check the address, and "
+                f"{self._steps.address} sent step {delivery.step} where step {step} was requested: check the address, and "
                 "install the same release on both sides"
             )
         return delivery
 
     def leave(self, rank: int, generation: int | None = None) -> None:  # noqa: ARG002 - part of the protocol
-        # Whatever the generation: the service knows by the session whether another client has become this rank.
+        # The generation is not needed: the service knows by the session whether another client has become this rank.
         try:
-            self._say(wire.LEAVE)
-        except (Unreachable, OverlordError) as error:  # the server, if there still is one, will notice the silence
-            _log.info("rank %d left without saying so: %s", rank, error)
+            self._send_presence(wire.LEAVE)
+        except (Unreachable, OverlordError) as error:  # the server, if it still runs, will notice the missing heartbeats
+            _log.info("rank %d left and could not notify the service: %s", rank, error)
 
     def close(self) -> None:
-        """End every wait, and send no more heartbeats. A call that needs no waiting is still answered."""
+        """End every wait, and stop the heartbeat. Calls that do not have to wait still work."""
         self._closed.set()
 
     def beat(self) -> None:
         """Send a heartbeat."""
         try:
-            self._say(wire.HERE)
-        except (Unreachable, OverlordError) as error:  # the next fetch will meet the same, and tell the trainer
+            self._send_presence(wire.HERE)
+        except (Unreachable, OverlordError) as error:  # the next fetch will fail too, and report it
             _log.debug("rank %d could not send a heartbeat: %s", self._rank, error)
 
-    def _say(self, action: Action[wire.Presence, None]) -> None:
+    def _send_presence(self, action: Action[wire.Presence, None]) -> None:
         self._steps.call(action, wire.Presence(self._welcome.job, self._rank, self._session), _CALL_S)
 
     def _send(self, call: Call[..., T], request_for: Callable[[str], RunRequest]) -> T:
-        """How calls on the run get to the service, see `remote_run`."""
+        """Send a call on the run to the service; see `remote_run`."""
         request = self._with_server_generation(request_for(self._welcome.job))
         if call.on_failure is None:
             reply = self._retry(lambda: self._call_or_renew(call.action, request))
@@ -167,7 +167,7 @@ class FlightChannel:
                 return call.on_failure(error)
         if isinstance(request, LoadStateRequest):
             self._loaded = request.state
-            self._note(reply)
+            self._add_generation(reply)
             reply = self.generation()
         return call.result_of(reply)
 
@@ -202,14 +202,14 @@ class FlightChannel:
                 raise ServiceError(f"the client of rank {self._rank} was closed while it waited for the service")
 
         self._trouble = "it has not answered yet"
-        told = f"rank {self._rank} waits for the service at {self._front.address}"
-        with waiting(lambda: f"{told}: {self._trouble}", self.tell_after_s):
+        wait = f"rank {self._rank} waits for the service at {self._front.address}"
+        with warn_if_long(lambda: f"{wait}: {self._trouble}", self.warn_after_s):
             return retry(attempt, on=Unreachable, pauses=repeat(_PAUSE_S), on_failure=check_timeout, sleep=pause)
 
-    def _look_again(self, reason: str) -> Later:
-        """Try once to find the server again. A client that gets Later will call again."""
+    def _reconnect(self, reason: str) -> Later:
+        """Try once to find the server of this rank. The client calls again when it gets Later."""
         if not self._is_lost:  # log once, not for every attempt
-            _log.warning("rank %d lost its server and looks for it: %s", self._rank, reason)
+            _log.warning("rank %d lost its server and reconnects: %s", self._rank, reason)
             self._is_lost = True
         try:
             self._renew()
@@ -219,18 +219,18 @@ class FlightChannel:
         return Later(f"the service went away: {reason}")
 
     def _renew(self) -> wire.Welcome:
-        """Greet the service again, and follow where it sends this rank."""
+        """Greet the service again, and connect to the server that it names for this rank."""
         with self._lock:
             welcome = self._greet()
             if welcome.job != self._welcome.job:
                 raise ServiceError(
                     f"the service at {self._front.address} now runs job {welcome.job}; this client began with "
-                    f"{self._welcome.job}: the declaration or its data changed; connect anew"
+                    f"{self._welcome.job}: the declaration or its data changed; call overlord.connect again"
                 )
             if welcome.instance != self._welcome.instance:
                 welcome = self._reload(welcome)
             elif welcome.generation != self._generations[-1]:
-                self._note(welcome.generation)
+                self._add_generation(welcome.generation)
             self._follow(welcome)
             self._welcome = welcome
             if self._is_lost:
@@ -257,7 +257,7 @@ class FlightChannel:
                 self._steps.close()
             self._steps = self._front if address == self._front.address else self._link_to(address)
 
-    def _note(self, generation: int) -> None:
+    def _add_generation(self, generation: int) -> None:
         if generation != self._generations[-1]:
             self._generations.append(generation)
 
@@ -266,7 +266,7 @@ class FlightChannel:
 
 
 def _start_heartbeat(channel: FlightChannel, closed: threading.Event, every_s: float) -> None:
-    """The thread holds the channel weakly: a client that was dropped without `close` must fall silent."""
+    """Start the heartbeat thread. It holds the channel weakly, so that the heartbeat of a dropped client stops."""
     held = weakref.ref(channel)
 
     def beat() -> None:
@@ -290,14 +290,14 @@ def connect(
     torch: bool = False,
     pin_memory: bool = False,
 ) -> Client:
-    """Returns the iterator of one rank of a run that `Loader.serve` or `overlord serve` offers at an address.
+    """Return the iterator of one rank of a run that `Loader.serve` or `overlord serve` serves at an address.
 
-    `timeout_s` is the longest wait for the service and for each step; None waits for ever. `tls_root` is a PEM file with the
-    certificate that the service's own must lead to; without one the system's are trusted.
+    `timeout_s` is the longest wait for the service and for each step; None waits forever. `tls_root` is a PEM file with the
+    root certificate to trust; without it the system's root certificates are trusted.
     """
     rank = whole(rank, "rank")
     timeout_s = seconds_or_none(timeout_s, "timeout_s")
-    torch, pin_memory = switch(torch, "torch"), switch(pin_memory, "pin_memory")  # before anything is waited for
+    torch, pin_memory = switch(torch, "torch"), switch(pin_memory, "pin_memory")  # checked before any wait
     check_token(token)
     root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
     channel = FlightChannel(address, rank, token=token, root=root, timeout_s=timeout_s)

@@ -15,7 +15,7 @@ from overlord.declare.arguments import seconds_or_none, switch, whole
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
 from overlord.messages import Delivery, Later, State, Step, StepReport
 from overlord.runtime.exclusive import OneProcess, OneThread
-from overlord.runtime.long_waits import FIRST_S, waiting
+from overlord.runtime.long_waits import FIRST_S, warn_if_long
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,7 @@ class Client:
         pin_memory: bool = False,
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tell_after_s: float = FIRST_S,
+        warn_after_s: float = FIRST_S,
     ) -> None:
         self.rank = whole(rank, "rank")
         self._channel = channel
@@ -63,7 +63,7 @@ class Client:
         if pin_memory and not torch:
             raise SpecError("pin_memory needs torch=True: only torch tensors can be pinned")
         self._clock = clock
-        self._tell_after_s = tell_after_s
+        self._warn_after_s = warn_after_s
         self._home = OneProcess(f"the client of rank {rank}", _ONE_PROCESS)
         self._turn = OneThread(f"the client of rank {rank}", _ONE_THREAD)
         self._reason = ""  # why the next step is not ready
@@ -97,7 +97,7 @@ class Client:
     def _take_step(self) -> Step:
         if self._ended:
             raise StopIteration
-        with waiting(self._describe_wait, self._tell_after_s):
+        with warn_if_long(self._describe_wait, self._warn_after_s):
             delivery = self._fetch_next()
         if delivery is None:
             self._ended = True

@@ -1,4 +1,4 @@
-"""Reads a job without a trainer: every rank's part of each step, and counts of tokens, padding and images."""
+"""Reads a job without a trainer, every rank's part of each step, and counts tokens, padding and images."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """One step on all ranks that are read. Tokens that several ranks hold are counted once."""
+class StepParts:
+    """One step on all ranks that are read, with its totals. Tokens that several ranks hold count once."""
 
     number: int
     parts: Mapping[int, Step]
-    """The step's part of each rank."""
+    """The part of each rank."""
     tokens: int
     places: int
     """Token positions in the batches: tokens and padding."""
     images: int
 
 
-def steps_of(loader: Loader, ranks: Sequence[int] | None = None, num_steps: int | None = None) -> Iterator[Taken]:
-    """Yields up to `num_steps` steps on these ranks (by default all), until the end of the run."""
+def read_steps(loader: Loader, ranks: Sequence[int] | None = None, num_steps: int | None = None) -> Iterator[StepParts]:
+    """Yield up to `num_steps` steps on these ranks (by default all), until the end of the run."""
     ranks = range(loader.tree.world_size) if ranks is None else ranks
     clients = [loader.client(rank) for rank in ranks]
     places = [loader.tree.coordinates(rank) for rank in reversed(ranks)]
@@ -41,7 +41,7 @@ def steps_of(loader: Loader, ranks: Sequence[int] | None = None, num_steps: int 
             return
         has_own = any("hdp_ranks" in micro for step in parts.values() for micro in step)
         counted = [micro for rank in (of_slices if has_own else of_groups) for micro in parts[rank]]
-        yield Taken(
+        yield StepParts(
             number=next(iter(parts.values())).number,
             parts=parts,
             tokens=sum(int(micro["document_lengths"].sum()) for micro in counted),
@@ -58,7 +58,7 @@ def _places(micro: Mapping[str, Any]) -> int:
 
 
 class Throughput:
-    """Sums the steps that were taken, and the time since this object was made."""
+    """Totals of the steps that were taken, and the time since this object was made."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,7 +71,7 @@ class Throughput:
         """From the start until every rank had its part of the first step; None before that."""
         self.seconds = 0.0
 
-    def add(self, taken: Taken) -> None:
+    def add(self, taken: StepParts) -> None:
         self.seconds = self._clock() - self._began
         if self.first_batch_s is None:
             self.first_batch_s = self.seconds

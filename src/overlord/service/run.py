@@ -21,7 +21,7 @@ from overlord.declare.policies import Log
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.fleet.control_loop import LoaderControlLoop, Loaders
 from overlord.messages import Decision, Delivery, Later, State, StepReport, WeightChange
-from overlord.planlog.plan_log import Era, starting_point, steered_on_return
+from overlord.planlog.plan_log import Era, begin_run, steered_on_return
 from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner
 from overlord.roles.planner import Mix, Planner, PlannerStatus
 from overlord.roles.routes import Routes
@@ -29,7 +29,7 @@ from overlord.runtime.embedded import Embedded
 from overlord.runtime.engine import Engine, Handle, Reply, StoreUse, WorkplaceSize
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import RANK_SILENT, ROLE_BUSY, ROLE_REPORT
-from overlord.runtime.long_waits import waiting
+from overlord.runtime.long_waits import warn_if_long
 from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.resizing import freeze_at, thaw_all
@@ -98,7 +98,7 @@ def start(  # noqa: PLR0913 - all but the job by name
     fingerprint = Fingerprint.of(job, units)
     if log is not None and not isinstance(log, Log):
         log = Log(log)
-    progress, steered, era = starting_point(job, fingerprint, resume, log, accept_changes)
+    progress, steered, era = begin_run(job, fingerprint, resume, log, accept_changes)
     loaders = Loaders.of(partition, autoscale, shadows)
     return Loader(
         job,
@@ -458,7 +458,7 @@ class Loader:
         def describe() -> str:
             return what + "".join(f"\n  - {line}" for line in self.status_lines())
 
-        with waiting(describe):
+        with warn_if_long(describe):
             return call().result()
 
     def _slowest(self) -> int:

@@ -188,7 +188,7 @@ class Service:
             _log.warning("refused a call for job %r: this service runs %r", job, self.job)
             raise flight.FlightUnauthorizedError(
                 f"this service runs job {self.job}, and the call is for job {job}: the declaration or its data changed, or "
-                "the address belongs to another run; connect anew"
+                "the address belongs to another run; call overlord.connect again"
             )
 
     def _welcome(self, hello: wire.Hello) -> wire.Welcome:

@@ -1,4 +1,4 @@
-"""How a whole run is served: by one server, or by a front door and the constructors, each for its own ranks."""
+"""Serves a whole run: from one server, or from a front server and one server in each constructor for its own ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WAIT_S = ROLE_REPORT.after_s
 
 
 class OneServer:
-    """Every rank is served from this process."""
+    """Serves every rank from this process."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class OneServer:
         self.address = self._service.address
 
     def expect(self) -> None:
-        """Wait for every rank: before each has asked for a step, no step counts as taken by all."""
+        """Expect every rank: no step counts as taken by all until each rank has requested one."""
         _expect(self._tree(), self._constructors)
 
     def late(self) -> frozenset[int]:
-        """The ranks that have neither asked for a step nor left since the run began or was moved."""
+        """The ranks that have neither requested a step nor left since the run began or was moved."""
         return _late(self._constructors)
 
     def reading(self) -> dict[int, int]:
@@ -67,15 +67,15 @@ class OneServer:
         return self._service.ranks.reading()
 
     def last(self) -> dict[int, int]:
-        """Every rank that ever read, with the next step of each."""
+        """Every rank that has ever read, with the next step of each."""
         return self._service.ranks.last()
 
     def drain(self, timeout_s: float) -> bool:
-        """Hand out no new step, and wait until every reading rank has the last one. False after `timeout_s`."""
+        """Deliver no new step, and wait until every reading rank has the last one. False after `timeout_s`."""
         return self._service.drain(self._service.halt(), timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Wait until each of these ranks has come and left again. False after `timeout_s`."""
+        """Wait until each of these ranks has connected and left. False after `timeout_s`."""
         return self._service.ranks.wait_for_leave(ranks, timeout_s)
 
     def close(self) -> None:
@@ -83,7 +83,10 @@ class OneServer:
 
 
 class ServerPerGroup:
-    """Constructors serve their ranks where they run. The front door, in this process, knows their addresses."""
+    """Serves ranks from the constructors, on their nodes. The front server, in this process, knows their addresses.
+
+    The methods are those of `OneServer`.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class ServerPerGroup:
         instance = secrets.token_hex(8)
 
         def locate(rank: int) -> str:
-            # Called each time: a constructor that died comes back without a server, and on another node.
+            # Called for every greeting: a restarted constructor has no server yet, and may be on another node.
             constructor = constructors[tree().coordinates(rank).dp]
             generation = channel.generation()
             return constructor.call(ServingConstructor.serve, job, instance, behind, generation, leave_after_s).result()
@@ -111,25 +114,21 @@ class ServerPerGroup:
         behind = _listen_behind(listen, Address.parse(self.address))
 
     def expect(self) -> None:
-        """See `OneServer.expect`."""
         _expect(self._tree(), self._constructors)
 
     def late(self) -> frozenset[int]:
-        """See `OneServer.late`."""
         return _late(self._constructors)
 
     def reading(self) -> dict[int, int]:
-        """See `OneServer.reading`."""
         return self._collect(ServingConstructor.reading)
 
     def last(self) -> dict[int, int]:
-        """See `OneServer.last`."""
         return self._collect(ServingConstructor.last)
 
     def drain(self, timeout_s: float) -> bool:
         last = max(answer.result() for answer in [c.call(ServingConstructor.halt) for c in self._constructors])
 
-        # In parallel: on an engine whose calls are synchronous, one would use up the time of the next.
+        # In parallel: on an engine with synchronous calls, one constructor would use up the timeout of the next.
         def drain_one(constructor: Handle[ServingConstructor]) -> bool:
             return constructor.call(ServingConstructor.drain, last, timeout_s).result()
 
@@ -168,7 +167,7 @@ def _late(constructors: Sequence[Handle[ServingConstructor]]) -> frozenset[int]:
 
 
 def _listen_behind(listen: Listen, front: Address) -> Listen:
-    """Where constructors listen: on loopback if the front door does, else on the interface that leads to it."""
+    """Where constructors listen: on loopback if the front server does, else on the interface that leads to it."""
     if front.is_loopback:
         return replace(listen, address=f"{listen.bound.host}:0", advertise=None)
     return replace(listen, address="0.0.0.0:0", advertise=None, reached_from=front.host)

@@ -1,9 +1,9 @@
 """One rank's part of a step as Arrow record batches, and back.
 
-The batches have one column of binary views. Each of its values is a *region*: a large array as it lies in memory, or many
-small ones side by side. Arrays longer than a message are cut into several regions. What lies where is in the metadata of
-the first batch (`wire.Contents`). Sending copies no large array. Receiving copies one only when it was cut, or came to lie
-where its type must not: then into memory that is used again.
+The batches have one column of binary views. Each value is a *region*: the memory of one large array, or of many small ones,
+concatenated. Arrays longer than a message are split into several regions. The metadata of the first batch (`wire.Contents`)
+says where each array is. Sending copies no large array. Receiving copies one, into a reused arena, only if it was split or
+arrived misaligned for its dtype.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KINDS = "biufc"
 
 
 def pack_step(delivery: Delivery) -> tuple[Contents, Iterator[pa.RecordBatch]]:
-    """Returns the contents of a step, and the batches that carry it, at least one."""
+    """Return the contents of a step, and at least one batch with its data."""
     regions = _Regions()
     microbatches = [[_pack_field(regions, name, value) for name, value in micro.items()] for micro in delivery.microbatches]
     return Contents(delivery.step, delivery.loss_tokens, microbatches), regions.batches()
@@ -82,7 +82,7 @@ class _Regions:
         return Array(name, dtype, shape, first, 0, len(pieces))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        message, num_bytes = [self._joined()], self._small_bytes
+        message, num_bytes = [self._small_region()], self._small_bytes
         for region in self._large:
             if num_bytes and num_bytes + len(region) > MESSAGE_BYTES:
                 yield batch_of(message)
@@ -92,8 +92,8 @@ class _Regions:
         if message:
             yield batch_of(message)
 
-    def _joined(self) -> NDArray[np.uint8]:
-        # Never so short that Arrow would keep it inside the view.
+    def _small_region(self) -> NDArray[np.uint8]:
+        # At least 64 bytes: Arrow stores shorter values inline, in the view itself.
         joined = np.zeros(max(self._small_bytes, _ALIGNMENT), np.uint8)
         begin = 0
         for content in self._small:
@@ -103,13 +103,13 @@ class _Regions:
 
 
 def batch_of(regions: Sequence[NDArray[np.uint8]]) -> pa.RecordBatch:
-    """A message with these regions, which are not copied."""
+    """Return a message with these regions, without copying them."""
     views = np.zeros(len(regions), VIEW)
     views["length"] = [len(region) for region in regions]
     views["prefix"] = [region[:4].tobytes() for region in regions]
     views["buffer"] = np.arange(len(regions))
     buffers = [None, pa.py_buffer(views.data), *(pa.py_buffer(region.data) for region in regions)]
-    arrow: Any = pa  # its stubs leave types open
+    arrow: Any = pa  # its stubs are incomplete
     return arrow.RecordBatch.from_arrays([pa.Array.from_buffers(pa.binary_view(), len(regions), buffers)], schema=SCHEMA)
 
 
@@ -139,14 +139,14 @@ def _pack_column(regions: _Regions, name: str, column: ArrowColumn) -> Column:
 
 
 class DamagedStepError(ValueError):
-    """The data cannot come from `pack_step`. The caller knows who sent it, and raises ServiceError."""
+    """The data cannot come from `pack_step`. The caller, which knows the sender, raises ServiceError."""
 
 
 def unpack_step(contents: Contents, batches: Sequence[pa.RecordBatch], arenas: Arenas) -> Delivery:
-    """Returns the step that was packed. Arrays over received memory are read-only.
+    """Return the step that was packed. Arrays that are views of received memory are read-only.
 
-    Single numbers in `contents` are within the bounds of `wire`. Whether they fit one another and the batches is checked
-    here; DamagedStepError where they do not.
+    `wire` has checked the bounds of single numbers in `contents`. Here they are checked against one another and against the
+    batches; DamagedStepError if they do not match.
     """
     regions = [region for batch in batches for region in _regions(batch)]
     microbatches = tuple(
@@ -195,7 +195,7 @@ def _array(array: Array, regions: Sequence[pa.Buffer], arenas: Arenas) -> NDArra
             f"field {array.name!r} lies in {array.num_regions} regions from number {array.region} on, and "
             f"{len(regions)} came"
         )
-    # Before memory is taken for it: a damaged number must not ask for terabytes.
+    # Checked before memory is allocated: a damaged number must not allocate terabytes.
     held_bytes = sum(region.size for region in held)
     end = array.offset + num_bytes
     if end > held_bytes or (len(held) > 1 and (array.offset or end != held_bytes)):
@@ -210,14 +210,14 @@ def _array(array: Array, regions: Sequence[pa.Buffer], arenas: Arenas) -> NDArra
         content = np.concatenate(pieces if content is None else [content], out=memory)
     try:
         return content.view(dtype).reshape(array.shape)
-    except ValueError as error:  # a side that is too long for numpy, beside one of 0
+    except ValueError as error:  # a dimension that is too long for numpy, next to one of 0
         raise DamagedStepError(f"field {array.name!r} has shape {array.shape}: {error}") from None
 
 
 def _column(column: Column, regions: Sequence[pa.Buffer], arenas: Arenas) -> ArrowColumn:
     values = _read_stream(column, pa.py_buffer(_array(column.stream, regions, arenas).data))
     if column.is_view:
-        # As `compact` writes views.
+        # `compact` wrote views as large binary or string.
         if not (pa.types.is_large_binary(values.type) or pa.types.is_large_string(values.type)):
             raise DamagedStepError(f"field {column.name!r} is a column of views that came as {values.type}")
         values = values.cast(pa.binary_view() if pa.types.is_large_binary(values.type) else pa.string_view())
@@ -229,13 +229,13 @@ def _column(column: Column, regions: Sequence[pa.Buffer], arenas: Arenas) -> Arr
 
 
 def _read_stream(column: Column, stream: pa.Buffer) -> Chunked:
-    """The one column of an Arrow stream that is all there, checked so that reading its values touches no other memory."""
+    """Read the one column of a complete Arrow stream. It is validated, so that reading values stays within the buffer."""
     source = pa.BufferReader(stream)
     try:
         with pa.ipc.open_stream(source) as reader:
             table = reader.read_all()
         table.validate(full=True)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for the name of a column
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: the name of a column
         raise DamagedStepError(f"field {column.name!r} came as an Arrow stream that cannot be read: {error}") from None
     if table.num_columns != 1:
         raise DamagedStepError(f"field {column.name!r} came as {table.num_columns} columns instead of one")

@@ -2,11 +2,11 @@
 
 - `attach` returns the batch iterator of this process's rank in a torch training run.
 - `token_loss` and `sum_gradients` compute the loss of a step as one sum over its tokens, for any strategy.
-- `ring_attention` and `Ring` attend to documents that are cut over ranks (`strategies.hdp`).
+- `ring_attention` and `Ring` compute attention over documents that are split over ranks (`strategies.hdp`).
 - `exchange` sends encoded images to the ranks that train on them (`strategies.multimodal`).
-- `TempBalance` gives every layer its own learning rate; the other names are its options.
+- `TempBalance` sets a learning rate for every layer; the other names are its options.
 
-`attach` imports the loader when it is first used. Everything else needs torch and numpy alone.
+`attach` imports the loader on first use. Everything else needs only torch and numpy.
 """
 
 from typing import TYPE_CHECKING

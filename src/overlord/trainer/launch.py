@@ -1,7 +1,7 @@
-"""`attach`: called in every process of a torch training run, it returns the batch iterator of that process's rank.
+"""`attach`, which every process of a torch training run calls to get the batch iterator of its rank.
 
 Rank 0 starts the job and serves it; the others get its address through torch's own rendezvous and connect. On a single node
-the service listens on loopback only. Over several nodes rank 0 listens on all interfaces, and a random token, passed through
+the service listens on loopback only. On several nodes rank 0 listens on all interfaces, and a random token, passed through
 the rendezvous, admits only the ranks of this run.
 """
 
@@ -49,7 +49,7 @@ class World:
 
     @staticmethod
     def from_environment() -> World:
-        """Read it from the initialised process group, or from the variables that torchrun sets."""
+        """Read the rank from the initialised process group, or from the variables that torchrun sets."""
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
@@ -61,7 +61,7 @@ class World:
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """The message of rank 0 to the others: where to connect, or why the job could not start."""
+    """The message from rank 0 to the others: where to connect, or why the job could not start."""
 
     address: str = ""
     token: str | None = None
@@ -85,14 +85,14 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
 ) -> Client:
     """Return the batch iterator of this process's rank in a torch training run.
 
-    Every rank must call it, as often and in the same order. Rank 0 starts the job and serves it to the others; nothing else
+    Every rank must make the same calls in the same order. Rank 0 starts the job and serves it to the others; nothing else
     has to be started. With `address`, no job is started: every rank connects to the service there.
 
-    - `device_mesh`: a torch DeviceMesh of the whole world. Without it the job's own mesh counts; a job that leaves dp out
-      gets the world size divided by cp x tp x pp.
+    - `device_mesh`: a torch DeviceMesh of the whole world. Without it the job's own mesh is used; if that leaves dp out, dp
+      is the world size divided by cp x tp x pp.
     - `address`, `token`, `tls_root`: a service that runs already, its token and its root certificate.
     - `engine`, `resume`, `accept_changes`: as in `ol.start`; `resume` is the state to continue from.
-    - `timeout`: the most seconds to wait for a step; None waits without limit.
+    - `timeout_s`: the most seconds to wait for a step; None waits without limit.
     - `torch`, `pin_memory`: return torch tensors, in pinned memory.
     - `linger_s`: how long rank 0 keeps serving after its own client is closed (at the latest when the process exits), until
       the other ranks have left.
@@ -109,10 +109,10 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
         return start(job, engine=engine, resume=resume, accept_changes=accept_changes)
 
     if world.size == 1:
-        return _close_at_exit(_host_client(start_job(), world, 0.0, options))
+        return _close_at_exit(_make_host_client(start_job(), world, 0.0, options))
     send, receive = _rendezvous(world)
     if world.rank == 0:
-        return _close_at_exit(_host_client(_serve(start_job, world, send), world, linger_s, options))
+        return _close_at_exit(_make_host_client(_serve(start_job, world, send), world, linger_s, options))
     meeting = receive()
     if meeting.error is not None:
         raise ServiceError(f"rank 0 could not start the job: {meeting.error}")
@@ -129,28 +129,27 @@ def _on_mesh(job: Job, device_mesh: Any, world: World) -> Job:
 
 
 def _serve(make: Callable[[], Loader], world: World, send: Callable[[Meeting], None]) -> Loader:
-    """Start the job, serve it, and tell the other ranks its address. They are told of a failure too, or they would wait
-    forever."""
-    made = secrets.token_urlsafe(32)
+    """Start the job, serve it, and send its address to the other ranks, or the error: otherwise they would wait forever."""
+    token = secrets.token_urlsafe(32)
     try:
         loader = make()
         try:
             if world.is_one_node:
-                address = loader.serve("127.0.0.1:0", token=made)
+                address = loader.serve("127.0.0.1:0", token=token)
             else:
-                address = loader.serve("0.0.0.0:0", token=made, advertise=world.master)
+                address = loader.serve("0.0.0.0:0", token=token, advertise=world.master)
         except BaseException:
             loader.close()
             raise
     except Exception as error:
         send(Meeting(error=f"{type(error).__name__}: {error}"))
         raise
-    send(Meeting(address, made))
+    send(Meeting(address, token))
     return loader
 
 
-def _host_client(loader: Loader, world: World, linger_s: float, options: Mapping[str, Any]) -> Client:
-    """The client of rank 0. Closing it waits for the other ranks to leave and then closes the loader."""
+def _make_host_client(loader: Loader, world: World, linger_s: float, options: Mapping[str, Any]) -> Client:
+    """Return the client of rank 0. Closing it waits for the other ranks to leave and then closes the loader."""
     client = loader.client(0, **options)
     client.at_close(loader.close)
     client.at_close(lambda: _linger(loader, world, linger_s))
@@ -159,7 +158,7 @@ def _host_client(loader: Loader, world: World, linger_s: float, options: Mapping
 
 def _linger(loader: Loader, world: World, linger_s: float) -> None:
     if not loader.wait_for_leave(range(1, world.size), linger_s):
-        _log.warning("the service of this training run ends, though some ranks did not leave within %.0f s", linger_s)
+        _log.warning("the service of this training run stops, though some ranks did not leave within %.0f s", linger_s)
 
 
 def _close_at_exit(client: Client) -> Client:
@@ -170,7 +169,7 @@ def _close_at_exit(client: Client) -> Client:
 
 
 def _rendezvous(world: World) -> tuple[Callable[[Meeting], None], Callable[[], Meeting]]:
-    """Two functions: one with which rank 0 sends the meeting, one with which the others receive it."""
+    """Return two functions: rank 0 sends the meeting with the first, the others receive it with the second."""
     if dist.is_initialized():
 
         def send(meeting: Meeting) -> None:
@@ -193,7 +192,7 @@ def _rendezvous(world: World) -> tuple[Callable[[Meeting], None], Callable[[], M
 
 @cache
 def _store(world: World) -> Any:
-    """The rendezvous store. Cached, because without torchrun it lives in rank 0 and must outlive the others' reads."""
+    """Open the rendezvous store. Cached, because without torchrun it lives in rank 0 and must outlive the others' reads."""
     store, _, _ = next(iter(rendezvous("env://", world.rank, world.size)))
     return store
 
@@ -202,7 +201,7 @@ def _number(name: str) -> int:
     value = os.environ.get(name)
     if value is None or not value.isdigit():
         raise SpecError(
-            f"this process is no part of a torch training run: it has no process group, and {name} is {value!r}; start it "
+            f"this process is not part of a torch training run: it has no process group, and {name} is {value!r}; start it "
             "with torchrun, call torch.distributed.init_process_group first, or use overlord.start and overlord.connect"
         )
     return int(value)

@@ -1,4 +1,4 @@
-"""Every role an actor on Ray: more than one process, and more than one machine."""
+"""The Ray engine, which runs every role in its own actor: on several processes and machines."""
 
 from overlord.runtime.ray.engine import ActorOptions, Ray
 

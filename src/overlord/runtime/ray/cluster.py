@@ -1,5 +1,5 @@
 """This process's connection to a Ray cluster. Ray allows one per process, so the engines of several jobs share it: the first
-engine connects, and the last one to leave shuts down a cluster that was started here, and no other."""
+engine connects, and the last one to leave shuts the cluster down if it was started here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 SYSTEM_CONFIG = {
-    # Objects that are read in place count as used, not only those that Ray must not evict: see `Ray.store_use`.
+    # Count objects that are read in place as used, not only those that Ray must not evict: see `Ray.store_use`.
     "scheduler_report_pinned_bytes_only": False,
-    # Steps that were read are freed at once, not once a second: less memory, and warm in the caches.
+    # Free steps soon after they were read: this takes less memory, and the memory is reused while it is in the CPU caches.
     "free_objects_period_milliseconds": 100,
-    # Up to here an answer is quicker in the reply itself than through the store (0.3 MB: 1.5 ms against 4 ms).
+    # Up to this size a result is faster inside the reply than through the object store (0.3 MB: 1.5 ms against 4 ms).
     "max_direct_call_object_size": 1 << 20,
-    # A call to an actor that died fails after 0.1 to 0.2 s rather than 1 to 2 s, and is repeated once the actor is back.
+    # A call to an actor that died fails after 0.1 to 0.2 s instead of 1 to 2 s, so that the retry comes sooner.
     "timeout_ms_task_wait_for_death_info": 100,
     "core_worker_internal_heartbeat_ms": 100,
 }
@@ -31,10 +31,10 @@ SYSTEM_CONFIG = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Which cluster to use. `address` None: one on this machine, started for the purpose; else as `ray.init` takes it.
+    """Which cluster to use. `address` is that of `ray.init`; None starts a cluster on this machine.
 
-    A connection that this process already has is used and left as it is. The other settings are for a cluster that `join`
-    starts.
+    If the process is connected already, that connection is used, and is not closed. The other settings are for a cluster
+    that `join` starts.
     """
 
     address: str | None = None
@@ -43,6 +43,7 @@ class Cluster:
     runtime_env: Mapping[str, Any] | None = None
 
     def join(self) -> None:
+        """Connect this process to the cluster, or share the connection that it has."""
         global _num_users, _is_ours
         with _lock:
             if self.address is None:
@@ -54,11 +55,12 @@ class Cluster:
             elif self.address not in (None, "auto", ray.get_runtime_context().gcs_address):
                 raise SpecError(
                     f"this process is connected to the Ray cluster at {ray.get_runtime_context().gcs_address} already and "
-                    f"cannot use another at {self.address!r} beside it; call ray.shutdown() first, or leave the address out"
+                    f"cannot use another at {self.address!r} too; call ray.shutdown() first, or leave the address out"
                 )
             _num_users += 1
 
     def leave(self) -> None:
+        """Shut the connection down if `join` opened it and no other engine uses it."""
         global _num_users, _is_ours
         with _lock:
             _num_users -= 1
@@ -88,15 +90,15 @@ class Cluster:
             num_cpus=self.num_cpus,
             object_store_memory=self.object_store_bytes,
             include_dashboard=False,
-            # Every role can import the modules that this process can. Ray searches the last path first.
+            # Lets roles import the modules that this process can import. Ray searches the last path first.
             job_config=ray.job_config.JobConfig(code_search_path=[os.path.abspath(path) for path in reversed(sys.path)]),
-            _system_config=dict(SYSTEM_CONFIG),  # Ray adds to it
+            _system_config=dict(SYSTEM_CONFIG),  # a copy, because Ray adds keys
             **options,
         )
 
 
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_CLUSTER_CONSTANT = "ENABLE_RAY_CLUSTER"  # what Ray makes of it when it is imported
+_CLUSTER_CONSTANT = "ENABLE_RAY_CLUSTER"  # set by Ray from the variable at import
 
 _lock = threading.Lock()
 _num_users = 0
@@ -104,17 +106,17 @@ _is_ours = False
 
 
 def _keep_to_this_machine() -> None:
-    """Make a one-machine cluster listen on loopback only, and send no usage statistics. Ray and its processes read this when
-    they import ray; `_on_loopback` is for a process that imported it earlier."""
+    """Make a one-machine cluster listen on loopback only, and send no usage statistics. Ray reads these variables at import;
+    `_on_loopback` handles a process that imported ray earlier."""
     os.environ.setdefault(_CLUSTER_VARIABLE, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 @contextmanager
 def _on_loopback(ray: Any) -> Iterator[None]:
-    """A cluster that is started inside the block listens on loopback, unless the environment says otherwise. Where ray was
-    imported too early to read the variable, its constant is changed; SpecError if the cluster listens elsewhere all the
-    same."""
+    """Makes a cluster that is started inside the block listen on loopback, unless the environment says otherwise. If ray was
+    imported too early to read the variable, its constant is patched. SpecError if the cluster does not listen on loopback
+    after all."""
     if os.environ.get(_CLUSTER_VARIABLE) != "0":  # the user wants the cluster to be reachable from elsewhere
         yield
         return

@@ -1,8 +1,8 @@
-"""The Ray engine. A role is a named actor that Ray restarts when it dies; answers come through the object store.
+"""The Ray engine. A role is a named actor that Ray restarts when it dies; results come through the object store.
 
-What it promises: roles start side by side, and `started` waits for them all. A call goes to the actor that its name is bound
-to, and is repeated when the role dies or the name moves. Actors belong to the process that spawned them: when that process
-ends, however it ends, Ray ends them.
+What it promises: roles start in parallel, and `wait_until_started` waits for them. A call goes to the actor that the role's
+name is bound to, and is retried when the role dies or the name is bound to another actor. Actors are owned by the process
+that spawned them: Ray kills them when that process ends, even if it crashes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class ActorOptions:
     """Resources and placement of each actor of a role.
 
-    `placement`: "spread" over the nodes; "here" on the node of the process that calls `overlord.start`, if it has room;
-    "any" where Ray likes. `labels` are node labels that the node must have.
+    `placement`: "spread" distributes actors over the nodes; "here" prefers the node of the process that calls
+    `overlord.start`; "any" leaves the choice to Ray. `labels` are labels that the node must have.
     """
 
     num_cpus: float = 0
@@ -39,7 +39,7 @@ class ActorOptions:
     labels: Mapping[str, str] = field(default_factory=dict)
     placement: Literal["spread", "here", "any"] = "any"
     max_concurrency: int = 64
-    """Calls that the actor answers at the same time; more are queued."""
+    """Calls that the actor runs concurrently; more are queued."""
 
     def __post_init__(self) -> None:
         if self.num_cpus < 0:
@@ -52,7 +52,7 @@ class ActorOptions:
             raise SpecError(f"max_concurrency must be at least 2: a role answers while it waits, got {self.max_concurrency}")
 
     def to_ray(self) -> dict[str, Any]:
-        """Options of a Ray actor, without the placement."""
+        """The arguments for `options` of a Ray actor, without the placement."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus, "max_concurrency": self.max_concurrency}
         # At least a byte: Ray ignores the placement of an actor that requests no resource at all.
         options["memory"] = self.memory_bytes or 1
@@ -63,12 +63,12 @@ class ActorOptions:
         return options
 
     def __str__(self) -> str:
-        asked = [f"num_cpus={self.num_cpus:g}"]
+        requests = [f"num_cpus={self.num_cpus:g}"]
         if self.memory_bytes is not None:
-            asked.append(f"memory={self.memory_bytes:,} bytes")
-        asked += [f"{name}={amount:g}" for name, amount in self.resources.items()]
-        asked += [f"node label {name}={value}" for name, value in self.labels.items()]
-        return ", ".join(asked)
+            requests.append(f"memory={self.memory_bytes:,} bytes")
+        requests += [f"{name}={amount:g}" for name, amount in self.resources.items()]
+        requests += [f"node label {name}={value}" for name, value in self.labels.items()]
+        return ", ".join(requests)
 
 
 R = TypeVar("R")
@@ -86,10 +86,9 @@ class Ray:
     `address` None starts a cluster on this machine and stops it with the job; "auto", or a host and port, attaches to a
     running one. `loader_hosts` is the number of actors that loaders share, by default one for each share of a source but no
     more than the cluster has free CPUs for. `near` names, for each data-parallel group, the node (its address or Ray id) of
-    its trainers: the group's constructor goes there if there is room. Callers wait `patience_s` for a role that died. A role
-    that lives and answers no health check for `hung_after_s` is killed and restarted; None waits for ever. A busy role
-    answers health checks, however long it is busy. `num_cpus` and `object_store_bytes` are for a cluster that is started
-    here.
+    its trainers: the group's constructor is placed there if the node has room. Callers wait `patience_s` for a role that
+    died. A role that is alive and answers no health check for `hung_after_s` is killed and restarted; None disables this. A
+    role answers health checks while it is busy. `num_cpus` and `object_store_bytes` are for a cluster that is started here.
     """
 
     def __init__(  # noqa: PLR0913 - options of a cluster, keyword-only
@@ -135,7 +134,7 @@ class Ray:
         self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A handle inside an actor only makes calls, so only the names travel."""
+        """Pickle only the names, because a handle inside an actor only makes calls."""
         return self._names.__reduce__()
 
     def open(self, size: WorkplaceSize) -> None:
@@ -209,7 +208,7 @@ class Ray:
                 raise WaitTimeoutError(
                     f"role {name!r} did not start within {timeout_s:.0f} s: it needs {self._options_of(name)}, and "
                     f"the cluster has {_describe(ray.available_resources())} free of {_describe(ray.cluster_resources())}; "
-                    "add nodes, ask for less (loaders=, loader_hosts=), or wait longer (patience_s=)"
+                    "add nodes, request less (loaders=, loader_hosts=), or wait longer (patience_s=)"
                 )
             try:
                 failed: Any = ray.get(ref)
@@ -298,7 +297,7 @@ def _node_id(node: str) -> str:
 
 
 def _close(actors: Sequence[Any]) -> None:
-    """Close actors, and kill them when they have closed or their time is over."""
+    """Close actors, and kill them when they have closed or after a timeout."""
     import ray
 
     if actors:

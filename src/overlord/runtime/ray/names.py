@@ -1,8 +1,7 @@
-"""Calling a role by its name, wherever it runs and however often it died.
+"""Calls a role by its name, and retries when its actor dies or the name is bound to another actor.
 
-The job's table binds a name to an actor. Every process looks a binding up once, and again when the actor does not answer:
-because it died, or because the name means another actor by now. A call is repeated until it is answered, the name is
-unbound, or the role has been gone for longer than `patience_s`.
+The job's table binds a name to an actor. A process caches the binding, and looks it up again when the actor does not answer.
+A call is retried until it is answered, the name is unbound, or the role has been gone for longer than `patience_s`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 _CHECK_S = liveness.RAY_REBOUND.after_s
 _BACKOFF = Backoff(first_s=0.02, longest_s=0.5)
-# The role or its node died, or an answer was lost with its node. All other errors of Ray are for the user.
+# The role or its node died, or a result was lost with its node. All other Ray errors are raised to the caller.
 _GONE = (
     ray_errors.RayActorError,
     ray_errors.ObjectLostError,
@@ -40,7 +39,7 @@ _GONE = (
 
 
 class Names:
-    """The names of one job. Pickles as its namespace, so that handles work inside actors."""
+    """The names of one job. Pickled as its namespace, so that handles work inside actors."""
 
     is_in_process = False
 
@@ -71,11 +70,11 @@ class Names:
     def look_up(self, key: str) -> Any:
         found = None if self.closed.is_set() else self.table.get(f"value/{key}")
         if found is None:
-            raise ClosedError(f"nothing is known as {key!r}; the loader was closed")
+            raise ClosedError(f"no value is published as {key!r}; the loader was closed")
         return pickle.loads(found)
 
-    def actor_name(self, name: str) -> str:
-        """The name of the actor that a role's name is bound to."""
+    def look_up_actor(self, name: str) -> str:
+        """Return the name of the actor that a role's name is bound to."""
         if self.closed.is_set():
             raise ClosedError(f"the engine of role {name!r} is closed; call overlord.start again")
         found = self.table.get(f"role/{name}")
@@ -83,27 +82,27 @@ class Names:
             raise ClosedError(f"no role named {name!r} is running; the loader was closed")
         return found.decode()
 
-    def actor(self, name: str, anew: bool) -> tuple[str, Any]:
-        """The name and the handle of the actor that a role's name is bound to; looked up again if `anew`."""
+    def find_actor(self, name: str, refresh: bool) -> tuple[str, Any]:
+        """Return the name and the handle of the actor that a role's name is bound to. `refresh` bypasses the cache."""
         if self.closed.is_set():
             raise ClosedError(f"the engine of role {name!r} is closed; call overlord.start again")
         known = self._actors.get(name)
-        if known is None or anew:
-            actor = self.actor_name(name)
+        if known is None or refresh:
+            actor = self.look_up_actor(name)
             if known is None or known[0] != actor:
                 known = actor, ray.get_actor(actor, namespace=self.namespace)
                 self._actors[name] = known
         return known
 
     def close(self, timeout_s: float) -> None:
-        """Make every wait of this process raise ClosedError, and wait until they all have."""
+        """Make every waiting caller of this process raise ClosedError, and wait until they all have."""
         self.closed.set()
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts the threads of this process that wait for an answer."""
+    def count_waiter(self) -> Iterator[None]:
+        """Count this thread among those that wait for a result; `close` waits until none is left."""
         with self._changed:
             self._waiting += 1
         try:
@@ -115,7 +114,7 @@ class Names:
 
 
 class RayReply(Generic[T]):
-    """The future of a call, which is sent when the future is made and sent again when its role dies or moves."""
+    """The future of a call. Making it sends the call; `result` sends it again when the role dies or moves."""
 
     __slots__ = ("_actor", "_call", "_lost_at", "_name", "_names", "_pauses", "_ref")
 
@@ -127,11 +126,11 @@ class RayReply(Generic[T]):
         self._ref: Any = None
         self._lost_at: float | None = None
         self._pauses = _BACKOFF.pauses()
-        self._send(anew=False)
+        self._send(refresh=False)
 
     def result(self, timeout: float | None = None) -> T:
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._names.waiting():
+        with self._names.count_waiter():
             while True:
                 left = _CHECK_S if deadline is None else min(_CHECK_S, max(deadline - time.monotonic(), 0.0))
                 try:
@@ -140,22 +139,22 @@ class RayReply(Generic[T]):
                         break
                 except ray_errors.GetTimeoutError:
                     self._check(deadline, timeout)
-                    if self._names.actor_name(self._name) != self._actor:
-                        self._send(anew=True)
+                    if self._names.look_up_actor(self._name) != self._actor:
+                        self._send(refresh=True)
                     continue
                 except _GONE as error:
                     self._note_lost(error)
                 self._check(deadline, timeout)
                 self._names.closed.wait(next(self._pauses))
-                self._send(anew=True)
+                self._send(refresh=True)
         if isinstance(outcome, ErrorEnvelope):
             raise outcome.open()
         return outcome
 
-    def _send(self, anew: bool) -> None:
+    def _send(self, refresh: bool) -> None:
         try:
-            self._actor, actor = self._names.actor(self._name, anew)
-        except ValueError as error:  # the actor is gone, and the name is about to be bound to another
+            self._actor, actor = self._names.find_actor(self._name, refresh)
+        except ValueError as error:  # the actor is gone; the name is about to be bound to another
             self._ref = None
             self._note_lost(error)
         else:

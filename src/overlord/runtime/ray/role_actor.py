@@ -22,20 +22,20 @@ HEALTH_CHECKS = "health_checks"
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """The answer to a health check: which process answers, where, and what its role is busy with."""
+    """The answer to a health check: the process, its node, and the status of its role."""
 
     process: int
     started_at: str
-    """Tells the process from a later one with the same id; empty where the system does not say."""
+    """The start time, which tells the process from a later one with the same id; empty when it is unknown."""
     node: str
     status_lines: tuple[str, ...]
 
 
 class RoleActor:
-    """Makes its role at every start of the actor, and forwards calls to it.
+    """Creates its role whenever the actor starts, and forwards calls to it.
 
-    The role is made in a thread of its own, so that health checks are answered meanwhile: a role that takes long to make
-    must not look hung.
+    The role is created in its own thread, so that health checks are answered meanwhile: a role that starts slowly must not
+    look hung.
     """
 
     def __init__(self, name: str, stored: StoredCall, size: WorkplaceSize) -> None:
@@ -56,13 +56,13 @@ class RoleActor:
             return ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
 
     def wait_until_made(self) -> ErrorEnvelope | None:
-        """Return once the role is made, with the error that making it raised, if any."""
+        """Wait until the role is created. Returns the error that creating it raised, if any."""
         self._made.wait()
         return self._failed
 
     def check_health(self) -> HealthReport:
-        """Answered however busy the role is. `status_lines` takes the role's own locks, where it has any, so that a role
-        whose locks are deadlocked does not answer."""
+        """Return the report, even while the role is busy. `status_lines` takes the role's own locks, so that a deadlocked
+        role does not answer."""
         import ray
 
         status_lines = getattr(self._role, "status_lines", None)
@@ -70,7 +70,7 @@ class RoleActor:
         return HealthReport(os.getpid(), process_start_time(os.getpid()), ray.get_runtime_context().get_node_id(), busy)
 
     def close(self) -> None:
-        """Close the role, as the embedded engine would. The engine kills the process afterwards."""
+        """Close the role. The engine kills the process afterwards."""
         close = getattr(self._role, "close", None)
         if close is not None:
             close()
@@ -82,14 +82,14 @@ class RoleActor:
             make: Callable[[Workplace], Any] = stored.load()
             self._workplace = Workplace(size)
             self._role = make(self._workplace)
-        except Exception as error:  # noqa: BLE001 - raised in every caller; an exit would only tell them that an actor died
+        except Exception as error:  # noqa: BLE001 - raised in every caller; if the actor exited, the cause would be lost
             self._failed = ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
         finally:
             self._made.set()
 
 
 def process_start_time(process: int) -> str:
-    """The start time of a process of this machine, in the kernel's ticks; empty where the system does not say."""
+    """The start time of a process of this machine, in kernel ticks; empty on systems without /proc."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[19]

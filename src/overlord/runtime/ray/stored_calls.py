@@ -1,9 +1,10 @@
-"""The calls that make roles, pickled into the job's table, where actors load them; large shared arguments are stored once.
+"""Stores the pickled calls that create roles in the job's table, where actors load them. Large shared arguments are stored
+once.
 
-A `JobTable` holds values of one job that every process of the cluster can look up while the job runs. It lies in the
-key-value store where Ray keeps its named actors, and lives as long as they do: when a node is lost, an actor that restarts
-elsewhere still finds the call that makes its role. The object store promises less: an actor whose argument there went out
-of scope cannot restart.
+A `JobTable` holds values of one job that every process of the cluster can look up while the job runs. It is kept in Ray's
+internal key-value store, next to the named actors: when a node is lost, an actor that restarts on another node still finds
+the call that creates its role. The object store cannot replace it, because an actor whose argument went out of scope there
+cannot restart.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _LARGE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """Stands for a value that has an entry of its own."""
+    """A placeholder for a value that is stored in its own entry."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCall:
-    """A call in a job's table. Any process may load it, any number of times, also after the process that stored it ended."""
+    """A call in a job's table. Any process may load it, any number of times, even after the process that stored it ended."""
 
     namespace: str
     key: str
@@ -65,8 +66,8 @@ class CallStore:
 
     def store(self, make: Callable[..., Any]) -> StoredCall:
         call = make if isinstance(make, partial) else partial(make)
-        args = [self._stored_if_large(value) for value in call.args]
-        kwargs = {name: self._stored_if_large(value) for name, value in call.keywords.items()}
+        args = [self._store_if_large(value) for value in call.args]
+        kwargs = {name: self._store_if_large(value) for name, value in call.keywords.items()}
         return StoredCall(self._table.namespace, self._put(cloudpickle.dumps((call.func, args, kwargs))).key)
 
     @property
@@ -74,14 +75,15 @@ class CallStore:
         """Entries stored so far: one for each call, and one for each large value."""
         return self._num_stored
 
-    def _stored_if_large(self, value: Any) -> Any:
+    def _store_if_large(self, value: Any) -> Any:
+        """Store a large value and return a reference to it; return other values as they are."""
         if type(value) is dict:
-            return {key: self._stored_if_large(entry) for key, entry in value.items()}
+            return {key: self._store_if_large(entry) for key, entry in value.items()}
         if value is None or isinstance(value, (int, float, str)):
             return value
         if id(value) not in self._known:
             pickled = cloudpickle.dumps(value)
-            # Holding the value keeps another from getting its id.
+            # The value is kept alive so that no other object gets its id.
             self._known[id(value)] = (value, self._put(pickled) if len(pickled) > _LARGE_BYTES else None)
         return self._known[id(value)][1] or value
 
@@ -111,7 +113,7 @@ class JobTable:
         internal_kv._internal_kv_del(self._full(key), namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
 
     def clear(self) -> None:
-        """Delete everything of this job."""
+        """Delete all entries of this job."""
         internal_kv._internal_kv_del(self._full(""), del_by_prefix=True, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
 
     def _full(self, key: str) -> bytes:

@@ -1,9 +1,9 @@
-"""Tells roles that hang from roles that are busy, and restarts those that hang.
+"""Detects roles that hang, as opposed to roles that are busy, and restarts them.
 
-A thread of the process that runs the engine sends every role health checks, which are answered beside all other calls. A
-busy role answers. A role that does not answer for `hung_after_s` (its process is stopped, holds the GIL, or its locks are
-deadlocked) is killed where it runs; Ray restarts it, and its callers repeat their calls. Time in which this thread itself
-did not run does not count: a machine that was suspended is no reason to kill the roles that were suspended with it.
+A thread in the engine's process sends every role health checks. Roles answer them in a separate concurrency group, so a busy
+role answers too. A role that does not answer for `hung_after_s` (its process is stopped, holds the GIL, or is deadlocked) is
+killed; Ray restarts it, and its callers retry their calls. Time in which this thread itself did not run does not count:
+after a machine was suspended, the roles that were suspended with it must not be killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Probe:
     ref: Any = None
     silent_s: float = 0.0
     last: HealthReport | None = None
-    """None until the actor has answered since its last start."""
+    """The last report since the actor was last started; None before the first."""
 
 
 class HangWatch:
@@ -49,7 +49,7 @@ class HangWatch:
     def __init__(self, roles: Callable[[], Mapping[str, tuple[str, Any]]], hung_after_s: float, patience_s: float) -> None:
         self._roles = roles
         self._hung_after_s = hung_after_s
-        # A role that has never answered may still wait for a node with room, or import the user's modules.
+        # A role that has never answered may still be waiting for a node with room, or importing the user's modules.
         self._unstarted_after_s = max(hung_after_s, patience_s)
         self._period_s = hung_after_s / liveness.RAY_HUNG.checks
         self._probes: dict[str, _Probe] = {}
@@ -83,29 +83,27 @@ class HangWatch:
             probe.silent_s += awake_s
             if probe.silent_s >= self._hung_after_s:
                 self._restart(name, probe)
-        except ray_errors.RayError:  # the actor died; Ray noticed and restarts it
+        except ray_errors.RayError:  # the actor died, and Ray restarts it
             probe.ref, probe.last, probe.silent_s = None, None, 0.0
         else:
             probe.ref, probe.last, probe.silent_s = None, report, 0.0
 
     def _restart(self, name: str, probe: _Probe) -> None:
-        """Restart a silent role, unless it has not started yet."""
+        """Restart a role that does not answer, unless it has not started yet."""
         last, silent_s = probe.last, probe.silent_s
         if last is None:
             probe.last = _report_by_ray(probe.actor)
             if probe.last is not None:
-                probe.silent_s = 0.0  # the actor has started by now and gets its time to answer
+                probe.silent_s = 0.0  # the actor has started; its time to answer begins now
             elif silent_s >= self._unstarted_after_s:
-                _log.warning(
-                    "role %r was to be started and has not answered for %.1f s: it is started again", name, silent_s
-                )
+                _log.warning("role %r has not started within %.1f s: it is restarted", name, silent_s)
                 probe.silent_s = 0.0
                 ray.kill(probe.actor, no_restart=False)
             return
         probe.last, probe.silent_s = None, 0.0
         _log.warning(
-            "role %r has not answered for %.1f s, though its process %d on node %s lives: the process is killed and the "
-            "role is started again (Ray(hung_after_s=%g))%s",
+            "role %r has not answered for %.1f s, though its process %d on node %s is alive: the process is killed and the "
+            "role is restarted (Ray(hung_after_s=%g))%s",
             name,
             silent_s,
             last.process,
@@ -114,19 +112,19 @@ class HangWatch:
             "".join(f"\n  at its last health check: {line}" for line in last.status_lines),
         )
         if not _kill(last):
-            ray.kill(probe.actor, no_restart=False)  # this can take Ray a few seconds
+            ray.kill(probe.actor, no_restart=False)  # slower: this can take a few seconds
 
 
 def _report_by_ray(actor: Any) -> HealthReport | None:
-    """Where an actor runs that may have hung before its first answer, as Ray knows it; None before Ray has started it."""
-    known: Any = actors(actor._actor_id.hex())  # noqa: SLF001 - the id is nowhere else
+    """Ray's own record of an actor that has not answered yet; None before Ray has started it."""
+    known: Any = actors(actor._actor_id.hex())  # noqa: SLF001 - Ray has no public accessor
     if not known or known["State"] != "ALIVE":
         return None
     return HealthReport(known["Pid"], "", known["Address"]["NodeID"], ())
 
 
 def _kill(report: HealthReport) -> bool:
-    """Kill the process, with a signal that a stopped process cannot block; False when its node does not answer."""
+    """Send SIGKILL, which also ends a stopped process; False when its node does not answer."""
     if report.node == ray.get_runtime_context().get_node_id():
         kill_process(report.process, report.started_at)
         return True
@@ -140,7 +138,7 @@ def _kill(report: HealthReport) -> bool:
 
 
 def kill_process(process: int, started_at: str) -> None:
-    """Kill a process of this machine, unless its id belongs to another process by now."""
+    """Kill a process of this machine, unless its id has been reused."""
     with suppress(ProcessLookupError):
         if started_at in ("", process_start_time(process)):
             os.kill(process, signal.SIGKILL)
