@@ -382,7 +382,7 @@ def test_numpys_whole_numbers_are_ranks_and_sizes():
         (lambda _: untyped.connect("127.0.0.1:9", rank=0, torch="no"), r"torch is True or False, got 'no' \(str\)"),
         (lambda _: ol.connect("127.0.0.1", rank=0), r"an address is host:port, .* got '127.0.0.1'"),
         (lambda _: untyped.connect(None, rank=0), r"an address is host:port, .* got None"),
-        (lambda _: untyped.connect("127.0.0.1:9", rank=0, tls_root=b"pem"), r"as the path of a PEM file, got b'pem'"),
+        (lambda _: untyped.connect("127.0.0.1:9", rank=0, tls_root=b"pem"), r"must be the path of a PEM file, got b'pem'"),
     ],
 )
 def test_what_a_run_is_asked_wrongly_is_said_at_once(call, message):

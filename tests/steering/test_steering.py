@@ -218,7 +218,7 @@ def test_what_was_decided_about_another_mixture_lapses_and_that_is_said(caplog):
     changed = job_of(SOURCES, mixture=ol.Mixture({"a": 1}, unit="tokens"))
     with caplog.at_level(logging.WARNING, "overlord.planlog"), ol.start(changed, resume=state) as loader:
         assert planned(loader, 0).step.weights.tolist() == [1, 0, 0]
-    assert "1 decisions about weights were made about another mixture" in caplog.text
+    assert "1 decisions about weights were made for another mixture" in caplog.text
 
 
 class Cluster(Embedded):
