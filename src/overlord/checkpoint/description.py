@@ -482,7 +482,7 @@ class Describer:
             return f"object {'; '.join(text)} {self._any(getstate(value), path)}"
         kept = self._kept_attributes(value)
         for name, attribute in sorted(attributes_of(value).items()):
-            if name not in kept and not _is_cached(kind, name):
+            if name not in kept and not _is_cached(kind, name) and _changes_rows(kind, name):
                 text.append(f"{name}={self._any(_as_declared(value, name, attribute, self), f'{path}.{name}')}")
         return f"object {'; '.join(text)}"
 
@@ -609,7 +609,14 @@ def _as_declared(owner: Any, name: str, attribute: Any, describer: Describer) ->
     return attribute if name in declared_options(owner) else _DEFAULT
 
 
-# Kinds of values
+def _changes_rows(kind: type, name: str) -> bool:
+    """Whether rows depend on a field. Overlord's own transforms mark those that choose only how rows are made."""
+    if kind.__module__.partition(".")[0] != "overlord" or not is_dataclass(kind):
+        return True
+    return all(each.metadata.get("changes_rows", True) for each in fields(kind) if each.name == name)
+
+
+# What values are
 
 
 def _home(module: str | None, file: str | None) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel
 from overlord.chunks.transforms.outcome import ORIGIN, RowError, row_error
 from overlord.errors import DataError, SchemaError, SpecError
 
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 
 Tokens = NDArray[np.int32]
-TokenizerLike: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenizer | Callable[[str], Any]"
+Engine: TypeAlias = Literal["tokenizers", "tiktoken"]
+Encoding: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenizer | Callable[[str], Any]"
 MOST_TOKENS = 2**31 - 1
 """Arrow's list<int32> counts its values in 32 bits."""
 
@@ -35,6 +38,8 @@ SLICE_BYTES = 1 << 20
 
 _ROW_BYTES = 256
 """The overhead of one text while it is encoded."""
+
+_log = logging.getLogger(__name__)
 
 
 class ByteTokenizer:
@@ -71,6 +76,10 @@ class Tokenize:
     `special_tokens=True` it becomes that token, for text that a chat template has rendered. Tokens that were added to a
     vocabulary without being marked as special are ordinary words of it in both cases. A function decides for itself.
 
+    A byte-level BPE of the `tokenizers` library (GPT-2, Llama 3, Qwen) is encoded by tiktoken's core, several times faster and
+    with the same ids, unless its rules are not known to mean the same there. `engine="tokenizers"` leaves it to its library;
+    `engine="tiktoken"` makes it an error if it cannot be encoded by tiktoken. `engine_used` says which one it is.
+
     A null text is an empty one. Names and paths are loaded when first used, in each process that uses them; tokenizer
     objects are copied then, and never changed.
     """
@@ -83,6 +92,7 @@ class Tokenize:
     bos: int | str | None = None
     keep: Sequence[str] = ()
     special_tokens: bool = False
+    engine: Engine | None = field(default=None, metadata={"changes_rows": False})
 
     def __post_init__(self) -> None:
         named = isinstance(self.encoding, (str, Path))
@@ -101,6 +111,8 @@ class Tokenize:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 2**31:
                 raise SpecError(f"{name} is a token id from 0 to 2**31 - 1, or the name of a token; got {value!r}")
+        if self.engine not in (None, "tokenizers", "tiktoken"):
+            raise SpecError(f"engine is 'tokenizers' or 'tiktoken', or None to choose; got {self.engine!r}")
         if self.special_tokens and (isinstance(self.encoding, ByteTokenizer) or _is_function(self.encoding)):
             raise SpecError(
                 "special_tokens=True is for tokenizers that know their special tokens; a function from str to ids decides "
@@ -113,7 +125,7 @@ class Tokenize:
         if missing:
             raise SchemaError(f"Tokenize: no column {', '.join(map(repr, missing))}; the columns are {present}")
         column = _as_text(table.column(self.column), self.column)
-        encoder = _encoder(self.encoding, self.special_tokens)
+        encoder = _encoder(self.encoding, self.special_tokens, self.engine)
         bos, eos = (_token_id(encoder, name, getattr(self, name)) for name in ("bos", "eos"))
         try:
             flat, lengths = _encode(encoder, column)
@@ -122,6 +134,14 @@ class Tokenize:
         tokens = _to_lists(flat, lengths, bos, eos)
         kept = {name: table.column(name) for name in (*self.keep, ORIGIN) if name in table.column_names}
         return pa.table({self.into: tokens, **kept})
+
+
+    @property
+    def engine_used(self) -> str:
+        """What encodes the texts: "tiktoken", "tokenizers", "tokenizers: " and why it is not tiktoken, "transformers",
+        "bytes" or "function". Loads the encoding."""
+        encoder = _encoder(self.encoding, self.special_tokens, self.engine)
+        return "bytes" if isinstance(encoder, ByteTokenizer) else encoder.engine
 
 
 def _as_text(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
@@ -146,23 +166,26 @@ def _encode(encoder: _Encoder, column: pa.ChunkedArray) -> tuple[Tokens, Ints]:
     flat, lengths = [np.zeros(0, np.int32)], np.zeros(len(column), np.int64)
     first = 0
     for texts in _slices(column):
-        lists = [np.asarray(ids) for ids in encoder.encode(texts)]
-        ids, counts = _as_int32(lists, first)
+        if isinstance(encoder, _Bpe):
+            ids, counts = encoder.bpe.encode_column(texts)
+        else:
+            ids, counts = _as_int32([np.asarray(ids) for ids in encoder.encode(texts.to_pylist())], first)
         flat.append(ids)
         lengths[first : first + len(texts)] = counts
         first += len(texts)
     return np.concatenate(flat), lengths
 
 
-def _slices(column: pa.ChunkedArray) -> Iterator[list[str]]:
+def _slices(column: pa.ChunkedArray) -> Iterator[pa.Array]:
     """The texts, about SLICE_BYTES at a time: as Python objects a whole column would take several times its size."""
+    nothing = pa.scalar("", column.type)
     for chunk in column.chunks:
         texts: Any = chunk  # strings or large strings
         lengths = pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False)
         sizes = lengths.astype(np.int64) + _ROW_BYTES
         ends = np.flatnonzero(np.diff(np.cumsum(sizes) // SLICE_BYTES)) + 1
         for begin, end in zip([0, *ends.tolist()], [*ends.tolist(), len(chunk)], strict=True):
-            yield ["" if text is None else text for text in chunk.slice(begin, end - begin).to_pylist()]
+            yield texts.slice(begin, end - begin).fill_null(nothing)
 
 
 def _as_int32(lists: Sequence[NDArray[Any]], first_row: int) -> tuple[Tokens, list[int]]:
@@ -217,11 +240,17 @@ class _Encoder(Protocol):
         """The id of a token by its name; None where the encoding does not know it."""
         ...
 
+    @property
+    def engine(self) -> str:
+        """See `Tokenize.engine_used`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Tiktoken:
     encoding: tiktoken.Encoding
     special_tokens: bool
+    engine: str = "tiktoken"
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
         allowed = self.encoding.special_tokens_set if self.special_tokens else set[str]()
@@ -240,6 +269,7 @@ class _Tokenizers:
     """A configured `tokenizers.Tokenizer`, or an object with its interface."""
 
     tokenizer: Any
+    engine: str = "tokenizers"
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
         fast = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)  # skips offsets
@@ -250,11 +280,27 @@ class _Tokenizers:
 
 
 @dataclass(frozen=True, slots=True)
+class _Bpe:
+    """A tokenizer of the `tokenizers` library that tiktoken's core encodes, whole columns at a time."""
+
+    bpe: ByteLevelBpe
+    engine: str = "tiktoken"
+
+    def encode(self, texts: list[str]) -> Iterable[Any]:
+        ids, lengths = self.bpe.encode_column(pa.array(texts, pa.large_string()))
+        return np.split(ids, np.cumsum(lengths)[:-1])
+
+    def id_of(self, token: str) -> int | None:
+        return self.bpe.id_of(token)
+
+
+@dataclass(frozen=True, slots=True)
 class _Transformers:
     """A tokenizer of `transformers` that is written in Python."""
 
     tokenizer: Any
     special_tokens: bool
+    engine: str = "transformers"
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
         options = {"add_special_tokens": False, "split_special_tokens": not self.special_tokens}
@@ -268,6 +314,7 @@ class _Transformers:
 @dataclass(frozen=True, slots=True)
 class _FunctionEncoder:
     function: Callable[[str], Any]
+    engine: str = "function"
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
         for text in texts:
@@ -294,35 +341,50 @@ def _token_id(encoder: Any, option: str, token: int | str | None) -> int | None:
 
 _preparing = threading.Lock()
 _MOST_PREPARED = 16
-_prepared: dict[tuple[int, bool], tuple[TokenizerLike, Any]] = {}
+_prepared: dict[tuple[int, bool, Engine | None], tuple[Encoding, Any]] = {}
 """Encoders of users' objects, by id(object). The object is kept here too, so that its id is not reused."""
 
 
-def _encoder(encoding: TokenizerLike, special_tokens: bool) -> Any:
+def _encoder(encoding: Encoding, special_tokens: bool, engine: Engine | None) -> Any:
     with _preparing:  # threads that start together load a vocabulary once
         if isinstance(encoding, (str, Path)):
-            return _load(os.fspath(encoding), special_tokens)
-        key = id(encoding), special_tokens
+            return _load(os.fspath(encoding), special_tokens, engine)
+        key = id(encoding), special_tokens, engine
         if key not in _prepared:
             while len(_prepared) >= _MOST_PREPARED:
                 del _prepared[next(iter(_prepared))]
-            _prepared[key] = encoding, _wrap(encoding, special_tokens)
+            _prepared[key] = encoding, _wrap(encoding, special_tokens, engine)
         return _prepared[key][1]
 
 
-def _wrap(encoding: Any, special_tokens: bool) -> Any:
+def _wrap(encoding: Any, special_tokens: bool, engine: Engine | None) -> Any:
     if isinstance(encoding, ByteTokenizer):
         return encoding
     if hasattr(encoding, "encode_to_numpy"):
         return _Tiktoken(encoding, special_tokens)
     if hasattr(encoding, "encode_batch"):
-        return _Tokenizers(_configure(encoding, special_tokens))
+        return _choose_engine(_configure(encoding, special_tokens), type(encoding).__name__, engine)
     backend = getattr(encoding, "backend_tokenizer", None)
     if hasattr(backend, "encode_batch"):
-        return _Tokenizers(_configure(backend, special_tokens))
+        return _choose_engine(_configure(backend, special_tokens), type(encoding).__name__, engine)
     if hasattr(encoding, "convert_tokens_to_ids"):
         return _Transformers(encoding, special_tokens)
     return _FunctionEncoder(encoding)
+
+
+def _choose_engine(tokenizer: Any, name: str, engine: Engine | None) -> _Bpe | _Tokenizers:
+    """Says which engine encodes, and why if that is the slower one."""
+    if engine == "tokenizers":
+        return _Tokenizers(tokenizer)
+    try:
+        made = _Bpe(ByteLevelBpe.of(tokenizer))
+    except NotByteLevel as error:
+        if engine == "tiktoken":
+            raise SpecError(f"Tokenize: engine='tiktoken' cannot encode with {name}: it {error}; leave engine out") from None
+        _log.info("%s is encoded by the tokenizers library, because it %s", name, error)
+        return _Tokenizers(tokenizer, f"tokenizers: it {error}")
+    _log.info("%s is encoded by tiktoken's core, with the same ids", name)
+    return made
 
 
 def _configure(tokenizer: Any, special_tokens: bool) -> Any:
@@ -347,9 +409,9 @@ def _configure(tokenizer: Any, special_tokens: bool) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _load(name: str, special_tokens: bool) -> Any:
+def _load(name: str, special_tokens: bool, engine: Engine | None) -> Any:
     if name.endswith(".json") or os.sep in name:
-        return _Tokenizers(_configure(_tokenizer_file(name), special_tokens))
+        return _choose_engine(_configure(_tokenizer_file(name), special_tokens), name, engine)
     try:
         import tiktoken
     except ModuleNotFoundError:

@@ -1,0 +1,454 @@
+"""Encodes with a byte-level BPE `tokenizer.json` by tiktoken's core, with exactly the ids of the `tokenizers` library.
+
+`ByteLevelBpe.of` takes a tokenizer whose parts are all known to mean the same to both libraries, and raises `NotByteLevel`
+with the reason for any other. Rows that only the library is sure to encode as it does are left to the library, a row at a
+time: those that contain an added token with rules of its own, a character that the two regular expression engines know
+differently, or text that is not in the normal form that the tokenizer asks for.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from overlord.chunks.transforms.merge_ranks import NotRankable, RankedTokens, rank_tokens, token_bytes
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from overlord.stream.facts import Ints
+
+Tokens = NDArray[np.int32]
+_Flags = NDArray[np.bool_]
+
+_SEPARATOR = "\x00overlord: next row\x01"
+"""Stands between the rows of a column, as a special token. No part of its beginning is part of its end, so it cannot begin
+inside a row that does not contain it whole."""
+
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern that is built into `tokenizers.pre_tokenizers.ByteLevel`."""
+
+_CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_AT_END = r"\s+(?!\S)"
+_ALTERNATIVES: Mapping[str, str] = {
+    **dict.fromkeys(_CONTRACTIONS, ""),
+    _ENDING: "",
+    r"'(?i:[sdmt]|ll|ve|re)": "",
+    **{f"{before}\\p{{L}}+": "ul" for before in ("", " ?", _BEFORE)},
+    **{f"{before}[\\p{{L}}\\p{{M}}]+": "ulm" for before in ("", " ?", _BEFORE, r"[^\r\n\p{L}\p{M}\p{N}]?")},
+    **{f"{_BEFORE}{_CAPITALS}*{_SMALL}+{ending}": "l" for ending in ("", f"{_ENDING}?")},
+    **{f"{_BEFORE}{_CAPITALS}+{_SMALL}*{ending}": "u" for ending in ("", f"{_ENDING}?")},
+    **dict.fromkeys((r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,2}", r"\p{N}{1,3}"), "n"),
+    **{f" ?[^\\s\\p{{L}}\\p{{N}}]+{after}": "mo" for after in ("", r"[\r\n]*", r"[\r\n/]*")},
+    **{f" ?[^\\s\\p{{L}}\\p{{M}}\\p{{N}}]+{after}": "o" for after in ("", r"[\r\n]*", r"[\r\n/]*")},
+    r"\s*[\r\n]": "",
+    r"\s*[\r\n]+": "",
+    _AT_END: "",
+    r"\s+": "s",
+}
+"""The parts of splitting patterns that mean the same to Oniguruma and to fancy-regex, and of which kinds of characters each
+matches every single one: capitals and other letters, small letters, marks, numbers, others, spaces. A pattern of such parts
+that covers all kinds leaves no gap between its matches; tiktoken would drop the text in a gap."""
+_KINDS = "ulmnos"
+
+_DIGITS = "Digits"
+"""The characters that the pre-tokenizer Digits splits by, beside classes like \\p{L}."""
+
+
+class NotByteLevel(ValueError):
+    """Why a tokenizer is left to its library, as the end of a sentence that begins with "it ..."."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How texts are cut into words."""
+
+    pattern: str
+    classes: frozenset[str]
+    """The classes of characters that the pattern names."""
+    has_prefix_space: bool = False
+
+    @staticmethod
+    def of(rules: Mapping[str, Any] | None) -> Splitting:
+        """From the pre-tokenizer of a tokenizer.json."""
+        parts = _flat(rules, "pretokenizers")
+        if not parts or parts[-1].get("type") != "ByteLevel":
+            raise NotByteLevel("has no byte-level pre-tokenizer")
+        *before, last = parts
+        patterns = [_split_pattern(part) for part in before] + ([_GPT_2] if last.get("use_regex", True) else [])
+        prefix = bool(last.get("add_prefix_space", True))
+        if prefix and before:
+            raise NotByteLevel("puts a space before every word")
+        if not 1 <= len(patterns) <= 2:
+            raise NotByteLevel(f"splits texts by {len(patterns)} patterns")
+        *numbers, pattern = patterns
+        alternatives = _alternatives(pattern)
+        classes: set[str] = set()
+        if numbers:
+            alternatives = _with_numbers_apart(numbers[0], alternatives)
+            classes.add(_DIGITS if numbers[0].startswith(_DIGITS) else r"\p{N}")
+        elif {kind for each in alternatives for kind in _ALTERNATIVES[each]} != set(_KINDS):
+            raise NotByteLevel(f"splits texts by a pattern that may leave gaps: {pattern}")
+        whole = "|".join(alternatives)
+        classes |= {r"\s", *re.findall(r"\\p\{\w+\}", whole)} | ({"(?i:[sdmtlrev])"} if "(?i:" in whole else set())
+        return Splitting(whole, frozenset(classes), prefix)
+
+
+def _flat(rules: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+    """The parts of a sequence, and of sequences in it."""
+    if rules is None:
+        return []
+    return [rules] if rules.get("type") != "Sequence" else [each for part in rules[inner] for each in _flat(part, inner)]
+
+
+def _split_pattern(part: Mapping[str, Any]) -> str:
+    if part.get("type") == "Digits":
+        return f"{_DIGITS}{'' if part.get('individual_digits') else '+'}"
+    pattern = part.get("pattern", {}).get("Regex") if part.get("type") == "Split" else None
+    keeps_matches = (part.get("behavior"), part.get("invert")) in (("Isolated", False), ("Removed", True))
+    if pattern is None or not keeps_matches:
+        raise NotByteLevel(f"splits texts by {part.get('type')} with {part.get('behavior', 'rules of its own')}")
+    return pattern.replace("\r", r"\r").replace("\n", r"\n")
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """The top-level alternatives of a pattern, each one known."""
+    found, depth, begin = [], 0, 0
+    for at, letter in enumerate(pattern):  # no known part has an escaped bracket
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "|" and not depth:
+            found.append(pattern[begin:at])
+            begin = at + 1
+    found.append(pattern[begin:])
+    unknown = [each for each in found if each not in _ALTERNATIVES]
+    if unknown:
+        raise NotByteLevel(f"splits texts by a pattern with a part that is not known to be safe: {unknown[0]}")
+    return found
+
+
+def _with_numbers_apart(numbers: str, alternatives: Sequence[str]) -> list[str]:
+    """One pattern for two steps, of which the first sets numbers apart: a text then ends where a number begins."""
+    wanted = {_DIGITS: r"\p{N}", f"{_DIGITS}+": r"\p{N}+"}.get(numbers, numbers)
+    if wanted not in (r"\p{N}", r"\p{N}+", r"\p{N}{1,2}", r"\p{N}{1,3}"):
+        raise NotByteLevel(f"splits texts by two patterns, the first of which is not of numbers: {numbers}")
+    rest = [each for each in alternatives if _ALTERNATIVES[each] != "n"]
+    if {kind for each in rest for kind in _ALTERNATIVES[each]} != set(_KINDS) - {"n"}:
+        raise NotByteLevel("splits texts by a pattern that may leave gaps")
+    if wanted == r"\p{N}+" and any(_ALTERNATIVES[each] == "n" and "+" not in each for each in alternatives):
+        raise NotByteLevel("splits numbers twice")
+    return [wanted, *(r"\s+(?![^\s\p{N}])" if each == _AT_END else each for each in rest)]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokens:
+    """The tokens that are looked for in a text before it is split."""
+
+    plain: Mapping[str, int]
+    """By their ids: found by tiktoken as the library finds them."""
+    awkward: tuple[str, ...]
+    """Rows that contain one of these are left to the library."""
+
+    @staticmethod
+    def of(added: Sequence[Mapping[str, Any]], with_special: bool, normalize: Callable[[str], str] | None) -> AddedTokens:
+        active = {each["content"]: each for each in added if with_special or not each["special"]}
+        overlapping = _overlapping([each["content"] for each in added], set(active))
+        plain, awkward = {}, []
+        for content, each in active.items():
+            is_changed = normalize is not None and each["normalized"] and normalize(content) != content
+            if is_changed:
+                raise NotByteLevel(f"has an added token that its normalizer changes: {content!r}")
+            has_rules = each["single_word"] or each["lstrip"] or each["rstrip"]
+            if has_rules or content in overlapping or _SEPARATOR[0] in content or _SEPARATOR[-1] in content:
+                awkward.append(content)
+            else:
+                plain[content] = each["id"]
+        return AddedTokens(plain, tuple(awkward))
+
+
+def _overlapping(contents: Sequence[str], active: set[str]) -> set[str]:
+    """The active tokens that can share a letter with an occurrence of another token, or of themselves: which of the two
+    is found depends on the order in which they are looked for."""
+    if not active:
+        return set()
+    every = set(contents)
+    begins: dict[str, set[str]] = {}
+    for content in every:
+        for end in range(1, len(content)):
+            begins.setdefault(content[:end], set()).add(content)
+    found: set[str] = set()
+    for content in every:
+        for begin in range(len(content)):
+            for end in range(begin + 1, len(content) + 1):
+                if (begin, end) != (0, len(content)) and content[begin:end] in every:
+                    found |= {content, content[begin:end]}
+            if begin and content[begin:] in begins:
+                found |= {content, *begins[content[begin:]]}
+    return found & active
+
+
+class Characters:
+    """What is known of each character, learnt when it is first met: whether both regular expression engines put it into
+    the same classes, and whether it can be changed by NFC.
+
+    Threads may learn the same characters at once: each writes the same values.
+    """
+
+    UNKNOWN, SAME, MAY_CHANGE, DIFFERENT = 0, 1, 2, 4
+
+    def __init__(self, classes: Iterable[str], normalize: Callable[[str], str] | None) -> None:
+        self._classes = sorted(classes)
+        self._normalize = normalize
+        self._known = np.zeros(0x110000, np.uint8)
+        self._known[:128] = self.SAME
+
+    def flags(self, text: str) -> NDArray[np.uint8]:
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        found = self._known[codes]
+        if (found == self.UNKNOWN).any():
+            self._learn(np.unique(codes[found == self.UNKNOWN]))
+            found = self._known[codes]
+        return found
+
+    def _learn(self, codes: NDArray[np.uint32]) -> None:
+        letters = codes.astype("<u4").tobytes().decode("utf-32-le")
+        differ = set[str]()
+        for each in self._classes:
+            ours, theirs = _tiktoken_members(each, letters), _library_members(each, letters)
+            # A letter of another alphabet that is an ASCII one but for its case.
+            differ |= ours ^ theirs if not each.startswith("(?i:") else ours | theirs
+        flags = np.full(len(codes), self.SAME, np.uint8)
+        for at, letter in enumerate(letters):
+            if letter in differ:
+                flags[at] |= self.DIFFERENT
+            if self._normalize is not None and (_may_compose(letter) or self._normalize(letter) != letter):
+                flags[at] |= self.MAY_CHANGE
+        self._known[codes] = flags
+
+
+def _tiktoken_members(name: str, letters: str) -> set[str]:
+    """The letters of a class: tiktoken drops what its pattern does not match."""
+    ids = np.frombuffer(_class_of_tiktoken(name).encode_to_tiktoken_buffer(letters, set()), np.uint32)
+    return set(ids.astype(np.uint8).tobytes().decode())
+
+
+@lru_cache(maxsize=64)
+def _class_of_tiktoken(name: str) -> Any:
+    from tiktoken import _tiktoken
+
+    pattern = r"\p{N}" if name == _DIGITS else name
+    return _tiktoken.CoreBPE({bytes([byte]): byte for byte in range(256)}, {_SEPARATOR: 256}, pattern)
+
+
+def _library_members(name: str, letters: str) -> set[str]:
+    from tokenizers import Regex, pre_tokenizers
+
+    if name == _DIGITS:  # a digit is a word of its own between other letters
+        pieces = pre_tokenizers.Digits(individual_digits=True).pre_tokenize_str(f"x{'x'.join(letters)}x")
+        return {piece for piece, _ in pieces if len(piece) == 1 and piece != "x"}
+    pieces = pre_tokenizers.Split(Regex(f"(?:{name})+"), "removed", invert=True).pre_tokenize_str(letters)
+    return set("".join(piece for piece, _ in pieces))
+
+
+def _may_compose(letter: str) -> bool:
+    """Whether NFC can join a character to the one before it, or move it. Of characters that Python does not know, nothing is
+    known either."""
+    return unicodedata.combining(letter) != 0 or unicodedata.category(letter) == "Cn" or letter in _second_letters()
+
+
+@lru_cache(maxsize=1)
+def _second_letters() -> frozenset[str]:
+    """The characters that are second in a canonical composition."""
+    found = {chr(code) for code in (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3))}  # of Hangul, by rule
+    for code in range(0x80, 0x30000):
+        parts = unicodedata.decomposition(chr(code)).split()
+        if len(parts) == 2 and not parts[0].startswith("<"):
+            found.add(chr(int(parts[1], 16)))
+    return frozenset(found)
+
+
+class ByteLevelBpe:
+    """A tokenizer of the `tokenizers` library, encoded by tiktoken's core with the same ids.
+
+    A call works in the thread that makes it, without the GIL, except for rows that are left to the library. Instances are
+    shared between threads; they are made anew in each process rather than pickled.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        splitting: Splitting,
+        added: AddedTokens,
+        ranked: RankedTokens,
+        normalize: Callable[[str], str] | None,
+    ) -> None:
+        from tiktoken import _tiktoken
+
+        self.tokenizer = tokenizer
+        self._added = added
+        self._has_prefix_space = splitting.has_prefix_space
+        self._normalize = normalize
+        self._characters = Characters(splitting.classes, normalize)
+        size = len(ranked.tokens)
+        special = {token: size + i for i, token in enumerate(added.plain)}
+        self._allowed = {*special, _SEPARATOR}
+        self._separator = size + len(special)
+        self._ids = np.concatenate([ranked.ids, np.array([*added.plain.values(), -1], np.int32)])
+        self._core = _tiktoken.CoreBPE(
+            {token: rank for rank, token in enumerate(ranked.tokens)}, {**special, _SEPARATOR: self._separator}, splitting.pattern
+        )
+
+    @staticmethod
+    def of(tokenizer: tokenizers.Tokenizer) -> ByteLevelBpe:
+        """Raises NotByteLevel. The tokenizer must not be changed afterwards."""
+        try:
+            import tiktoken  # noqa: F401 - whether it is there
+        except ModuleNotFoundError:
+            raise NotByteLevel("needs tiktoken, which is not installed") from None
+        try:
+            rules = orjson.loads(tokenizer.to_str())
+        except Exception as error:  # noqa: BLE001 - the library raises a bare Exception for parts written in Python
+            raise NotByteLevel(f"cannot be looked into: {error}") from None
+        _check_model(rules["model"])
+        _check_ends(rules.get("post_processor"))
+        names = [part.get("type") for part in _flat(rules["normalizer"], "normalizers")]
+        if names not in ([], ["NFC"]):
+            raise NotByteLevel(f"has the normalizer {', '.join(map(str, names))}")
+        splitting = Splitting.of(rules["pre_tokenizer"])
+        normalize = tokenizer.normalizer.normalize_str if names and tokenizer.normalizer is not None else None
+        added = AddedTokens.of(rules["added_tokens"], not tokenizer.encode_special_tokens, normalize)
+        if splitting.has_prefix_space:  # it is put before each part of a text that is cut by an added token
+            added = AddedTokens({}, (*added.awkward, *added.plain))
+        try:
+            ranked = rank_tokens(rules["model"]["vocab"], [_pair(merge) for merge in rules["model"]["merges"]])
+        except NotRankable as error:
+            raise NotByteLevel(str(error)) from None
+        if rules["model"].get("ignore_merges"):
+            _check_whole_words(ranked.left_out, tokenizer, splitting)
+        return ByteLevelBpe(tokenizer, splitting, added, ranked, normalize)
+
+    def encode_column(self, texts: pa.Array) -> tuple[Tokens, Ints]:
+        """(all ids, number of ids of each text) of strings or large strings without nulls."""
+        joined = _join(texts)
+        left = self._rows_left(texts, joined)
+        if left is None:
+            return self._by_tiktoken(texts, joined)
+        flat, lengths = np.zeros(0, np.int32), np.zeros(len(texts), np.int64)
+        ours = texts.filter(pa.array(~left))
+        theirs = texts.filter(pa.array(left))
+        parts = []
+        for rows, (ids, counts) in ((~left, self._by_tiktoken(ours, _join(ours))), (left, self._by_library(theirs))):
+            lengths[rows] = counts
+            parts.append((rows, ids))
+        flat = np.empty(lengths.sum(), np.int32)
+        for rows, ids in parts:
+            flat[np.repeat(rows, lengths)] = ids
+        return flat, lengths
+
+    def id_of(self, token: str) -> int | None:
+        return self.tokenizer.token_to_id(token)
+
+    def _rows_left(self, texts: pa.Array, joined: str) -> _Flags | None:
+        """The rows to leave to the library; None if there are none."""
+        left = np.zeros(len(texts), bool)
+        for token in self._added.awkward:
+            if token in joined:
+                left |= _contains(texts, token)
+        if joined.count(_SEPARATOR) != max(0, len(texts) - 1):
+            left |= _contains(texts, _SEPARATOR)
+        if not joined.isascii():
+            flags = self._characters.flags(joined)
+            if (flags > Characters.SAME).any():
+                rows = np.repeat(np.arange(len(texts)), pc.utf8_length(texts).to_numpy(zero_copy_only=False) + len(_SEPARATOR))
+                rows = rows[: len(flags)]
+                left[rows[flags & Characters.DIFFERENT != 0]] = True
+                for row in np.unique(rows[flags & Characters.MAY_CHANGE != 0]).tolist():
+                    text = texts[row].as_py()
+                    left[row] |= self._normalize is not None and self._normalize(text) != text
+        return left if left.any() else None
+
+    def _by_tiktoken(self, texts: pa.Array, joined: str) -> tuple[Tokens, Ints]:
+        if not len(texts):
+            return np.zeros(0, np.int32), np.zeros(0, np.int64)
+        if self._has_prefix_space:
+            joined = _join(_with_prefix_space(texts))
+        try:
+            buffer = self._core.encode_to_tiktoken_buffer(joined, self._allowed)
+        except ValueError:  # more spaces in a row than its regular expressions can step back over
+            return self._by_library(texts)
+        ranks = np.frombuffer(buffer, np.uint32)
+        ends = np.flatnonzero(ranks == self._separator)
+        lengths = np.diff(np.concatenate([[-1], ends, [len(ranks)]])) - 1
+        ids = self._ids[ranks]
+        return np.delete(ids, ends) if len(ends) else ids, lengths
+
+    def _by_library(self, texts: pa.Array) -> tuple[Tokens, Ints]:
+        fast = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)  # skips offsets
+        lists = [np.array(encoding.ids, np.int32) for encoding in fast(texts.to_pylist(), add_special_tokens=False)]
+        return np.concatenate([np.zeros(0, np.int32), *lists]), np.array([len(ids) for ids in lists], np.int64)
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    if model.get("type") != "BPE":
+        raise NotByteLevel(f"is not a BPE but {model.get('type')}")
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(option):
+            raise NotByteLevel(f"is a BPE with {option}")
+
+
+def _check_ends(rules: Mapping[str, Any] | None) -> None:
+    """Raises NotByteLevel for a post-processor that may change the ids of a text even where it adds no special tokens."""
+    for part in _flat(rules, "processors"):
+        kind = part.get("type")
+        if kind == "TemplateProcessing":
+            texts = [next(iter(piece.values())).get("id") for piece in part["single"] if "Sequence" in piece]
+            if texts != ["A"]:
+                raise NotByteLevel("has a template that does not contain the text once")
+        elif kind not in ("ByteLevel", "RobertaProcessing", "BertProcessing"):
+            raise NotByteLevel(f"has the post-processor {kind}")
+
+
+def _check_whole_words(left_out: Sequence[str], tokenizer: tokenizers.Tokenizer, splitting: Splitting) -> None:
+    """A model with ignore_merges takes a word that is in the vocabulary as it is: tokens that no merge reaches matter unless
+    no text has them as a word."""
+    if splitting.has_prefix_space:
+        raise NotByteLevel("ignores merges, and puts a space before the text")
+    for token in left_out:
+        try:
+            text = (token_bytes(token) or b"").decode()
+        except UnicodeDecodeError:
+            continue  # words are whole characters
+        if tokenizer.pre_tokenizer is not None and len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) == 1:
+            raise NotByteLevel(f"has a word that no merge makes: {token!r}")
+
+
+def _pair(merge: Any) -> Sequence[str]:
+    return merge.split(" ") if isinstance(merge, str) else merge
+
+
+def _join(texts: pa.Array) -> str:
+    listed = pa.LargeListArray if pa.types.is_large_string(texts.type) else pa.ListArray
+    whole = listed.from_arrays(pa.array([0, len(texts)], listed is pa.ListArray and pa.int32() or pa.int64()), texts)
+    return pc.binary_join(whole, pa.scalar(_SEPARATOR, texts.type))[0].as_py()
+
+
+def _contains(texts: pa.Array, token: str) -> _Flags:
+    return pc.match_substring(texts, token).to_numpy(zero_copy_only=False)
+
+
+def _with_prefix_space(texts: pa.Array) -> pa.Array:
+    space, nothing = (pa.scalar(each, texts.type) for each in (" ", ""))
+    is_as_it_is = pc.or_(pc.starts_with(texts, " "), pc.equal(texts, nothing))
+    return pc.binary_join_element_wise(pc.if_else(is_as_it_is, nothing, space), texts, nothing)

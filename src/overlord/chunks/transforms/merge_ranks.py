@@ -1,0 +1,199 @@
+"""From the merges of a byte-level BPE to a rank per token, where both encode every text alike.
+
+The `tokenizers` library merges the pair of neighbours whose merge was listed first; a pair that is not listed never merges.
+tiktoken merges the neighbours whose joined bytes have the lowest rank, whichever pair they are. `rank_tokens` proves that
+the two agree for all texts, or raises `NotRankable`.
+
+The proof. Choose one merge (l, r) for each token T, with the place m(T) of that merge in the list, such that
+
+1. m(T) > m(l) and m(T) > m(r), where single bytes come before all merges;
+2. the chosen merges alone, applied to the bytes of T, reach the two parts [l, r].
+
+By 1 the chosen merges are applied in the order of their places: a merge never makes an earlier one possible. So the parts
+inside a span of text depend only on the bytes of the span, as long as no merge has crossed its borders. Let two neighbours
+u, v join to the bytes of T. No merge has crossed the borders of their span, so the bytes of T alone have the parts [u, v] at
+that point too. These two parts can only become T, and by 2 they do so as [l, r]: u, v is l, r. Hence no other listed pair
+that joins to T, and no other pair that tiktoken would join, ever stands side by side. A token that no merge can be chosen
+for must be unreachable: none of its listed pairs may be left over when the chosen merges are applied to its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Ints = NDArray[np.int64]
+_Flags = NDArray[np.bool_]
+
+_NEVER = 2**62
+_MOST_ID = 2**24
+"""Larger ids are not those of a real vocabulary, and tables are indexed by them."""
+
+_MOST_ROUNDS = 32
+
+
+class NotRankable(ValueError):
+    """The merges are not known to be equal to any ranks of tokens. The message says why, after "it ..."."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankedTokens:
+    tokens: list[bytes]
+    """By rank: the single bytes, then what merges make, in the order of the merges."""
+    ids: NDArray[np.int32]
+    """The id of each in the vocabulary."""
+    left_out: list[str]
+    """The rest of the vocabulary, which no merge of bytes reaches."""
+
+
+def _alphabet() -> dict[str, int]:
+    """The letters that stand for bytes in a byte-level vocabulary: printable Latin-1 for itself, the rest from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+ALPHABET = _alphabet()
+_TO_LATIN_1 = str.maketrans({letter: chr(byte) for letter, byte in ALPHABET.items()})
+_LETTERS = frozenset(ALPHABET)
+
+
+def token_bytes(token: str) -> bytes | None:
+    """The bytes of a token of a byte-level vocabulary; None where it has other letters, so that no text contains it."""
+    return token.translate(_TO_LATIN_1).encode("latin-1") if _LETTERS.issuperset(token) else None
+
+
+def rank_tokens(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]) -> RankedTokens:
+    """`merges` are pairs in the order of their priority, each once."""
+    missing = sorted(byte for letter, byte in ALPHABET.items() if letter not in vocabulary)
+    if missing:
+        raise NotRankable(f"has no token for the byte {missing[0]:#04x}")
+    if len(set(vocabulary.values())) != len(vocabulary) or not 0 <= max(vocabulary.values()) <= _MOST_ID:
+        raise NotRankable("gives one id to several tokens, or has ids that are too large")
+    bytes_of = {token: value for token in vocabulary if (value := token_bytes(token)) is not None}
+    found = _Merges.of(vocabulary, [(left, right) for left, right in merges if left + right in bytes_of])
+    chosen = found.choose()
+    found.check(chosen)
+    by_id = {i: token for token, i in vocabulary.items()}
+    single = [vocabulary[letter] for letter, _ in sorted(ALPHABET.items(), key=lambda entry: entry[1])]
+    ids = np.array([*single, *found.made[chosen].tolist()], np.int32)
+    ranked = [by_id[i] for i in ids.tolist()]
+    left_out = sorted(bytes_of.keys() - set(ranked))
+    return RankedTokens([bytes_of[token] for token in ranked], ids, left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Which merge makes each token: by id, its place in the list and its two parts. Single bytes have place -1, tokens that
+    are never made _NEVER; both are their own parts."""
+
+    place: _Ints
+    left: _Ints
+    right: _Ints
+    pairs: _Ints
+    """The pairs that merge, as left * size + right, sorted."""
+    pair_place: _Ints
+
+    def place_of_pair(self, left: _Ints, right: _Ints) -> _Ints:
+        """_NEVER for a pair that does not merge."""
+        if not len(self.pairs):
+            return np.full(len(left), _NEVER)
+        wanted = left * len(self.place) + right
+        at = np.minimum(np.searchsorted(self.pairs, wanted), len(self.pairs) - 1)
+        return np.where(self.pairs[at] == wanted, self.pair_place[at], _NEVER)
+
+    def is_crossed(self, left: _Ints, right: _Ints, before: _Ints) -> _Flags:
+        """Whether a merge with a place lower than `before` joins the end of `left` to the beginning of `right`, when the
+        bytes of both are encoded side by side.
+
+        Until then each side is merged as it is alone. So the walk goes back in time from the two whole tokens: it takes the
+        later one apart, and looks at the two parts that touch. They touch until the younger of their owners is made. Where
+        a run of one part x goes over the border and (x, x) is the merge, pairs are taken from the left: the right owner,
+        made by that same merge, is too late, and the left one is not. Hence < and <=.
+        """
+        crossed = np.zeros(len(left), bool)
+        lane = np.arange(len(left))
+        left_until = right_until = np.full(len(left), _NEVER)
+        while len(lane):
+            joined = self.place_of_pair(left, right)
+            hit = (joined < left_until) & (joined <= right_until) & (joined < before)
+            crossed[lane[hit]] = True
+            left_place, right_place = self.place[left], self.place[right]
+            later = np.maximum(left_place, right_place)
+            goes_on = ~hit & (later >= 0) & (later < _NEVER)
+            opens_left = left_place > right_place
+            left_until = np.where(opens_left, left_place, left_until)[goes_on]
+            right_until = np.where(opens_left, right_until, right_place)[goes_on]
+            left, right = (
+                np.where(opens_left, self.right[left], left)[goes_on],
+                np.where(opens_left, right, self.left[right])[goes_on],
+            )
+            lane, before = lane[goes_on], before[goes_on]
+        return crossed
+
+
+@dataclass(frozen=True, slots=True)
+class _Merges:
+    """The listed merges, in order, by ids; `size` is above every id."""
+
+    left: _Ints
+    right: _Ints
+    made: _Ints
+    size: int
+    single: _Ints
+
+    @staticmethod
+    def of(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> _Merges:
+        left = np.array([vocabulary[left] for left, _ in merges], np.int64)
+        right = np.array([vocabulary[right] for _, right in merges], np.int64)
+        made = np.array([vocabulary[left + right] for left, right in merges], np.int64)
+        single = np.array([vocabulary[letter] for letter in ALPHABET], np.int64)
+        return _Merges(left, right, made, max(vocabulary.values()) + 1, single)
+
+    def choose(self) -> _Ints:
+        """One merge for each token that can be made, by its place. Only a guess where several merges make one token:
+        `check` decides."""
+        _, first, which = np.unique(self.made, return_index=True, return_inverse=True)
+        first_place = first[which]  # of the merges that make the same token
+        chosen = np.sort(first)
+        if len(chosen) == len(self.made):
+            return chosen
+        for _ in range(_MOST_ROUNDS):
+            # All pairs, at the first place of their token: as tiktoken merges.
+            split = self._split(chosen, np.arange(len(self.made)), first_place)
+            fits = self._is_after_parts(split, np.arange(len(self.made)), first_place)
+            fits[fits] = ~split.is_crossed(self.left[fits], self.right[fits], first_place[fits])
+            places = np.flatnonzero(fits)
+            better = np.sort(places[np.unique(self.made[places], return_index=True)[1]])
+            if np.array_equal(better, chosen):
+                return chosen
+            chosen = better
+        raise NotRankable("has several merges for one token, none of which is sure to be the one that is used")
+
+    def check(self, chosen: _Ints) -> None:
+        """Raises NotRankable unless the chosen merges encode every text as all of them do; see the module's proof."""
+        split = self._split(chosen, chosen, chosen)
+        fits = self._is_after_parts(split, chosen, chosen)
+        fits[fits] = ~split.is_crossed(self.left[chosen[fits]], self.right[chosen[fits]], chosen[fits])
+        if not fits.all():
+            raise NotRankable("has merges that are never reached, or not in the order in which they are listed")
+        spare = np.flatnonzero(split.place[self.made] == _NEVER)
+        spare = spare[np.maximum(split.place[self.left[spare]], split.place[self.right[spare]]) < _NEVER]
+        if not split.is_crossed(self.left[spare], self.right[spare], np.full(len(spare), _NEVER)).all():
+            raise NotRankable("has merges whose parts are made only after the merge is due")
+
+    def _split(self, chosen: _Ints, pairs: _Ints, pair_place: _Ints) -> _Split:
+        place, left, right = np.full(self.size, _NEVER), np.arange(self.size), np.arange(self.size)
+        place[self.made[chosen]] = pair_place[np.searchsorted(pairs, chosen)]
+        left[self.made[chosen]] = self.left[chosen]
+        right[self.made[chosen]] = self.right[chosen]
+        place[self.single] = -1
+        keys = self.left[pairs] * self.size + self.right[pairs]
+        order = np.argsort(keys)
+        return _Split(place, left, right, keys[order], pair_place[order])
+
+    def _is_after_parts(self, split: _Split, merges: _Ints, place: _Ints) -> _Flags:
+        return np.maximum(split.place[self.left[merges]], split.place[self.right[merges]]) < place

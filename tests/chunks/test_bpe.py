@@ -1,0 +1,447 @@
+"""Byte-level BPE by tiktoken's core: the ids of the `tokenizers` library for every text, or its reason to leave it to that."""
+
+import itertools
+import json
+import logging
+import pickle
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import overlord as ol
+from overlord.checkpoint.description import Describer
+from overlord.chunks.transforms import Tokenize, bpe
+from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel
+from overlord.chunks.transforms.merge_ranks import ALPHABET, NotRankable, rank_tokens
+
+pytest.importorskip("tiktoken")
+tokenizers = pytest.importorskip("tokenizers")
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
+
+pytestmark = pytest.mark.strangers
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_2 = LLAMA_3.replace("{1,3}", "")
+CAPITALS, SMALL, ENDING = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = "|".join(
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}*{SMALL}+{ENDING}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}+{SMALL}*{ENDING}",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+WITH_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_by(pattern: str, *before: Any, behavior: str = "isolated", invert: bool = False) -> Any:
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*before, pre_tokenizers.Split(Regex(pattern), behavior, invert), bytes_of])
+
+
+def gpt_2(prefix: bool = False) -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+
+
+def apart(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+STYLES: dict[str, Any] = {
+    "gpt-2": gpt_2,
+    "gpt-2, prefix space": lambda: gpt_2(prefix=True),
+    "llama 3": lambda: split_by(LLAMA_3),
+    "llama 3, matches kept": lambda: split_by(LLAMA_3, behavior="removed", invert=True),
+    "line feeds unescaped": lambda: split_by(LLAMA_3.replace(r"\r\n", "\r\n")),
+    "qwen 2": lambda: split_by(QWEN_2),
+    "o200k": lambda: split_by(O200K),
+    "letters with marks": lambda: split_by(WITH_MARKS),
+    "each digit": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt_2()]),
+    "digits": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=False), gpt_2()]),
+    "three digits, then gpt-2": lambda: pre_tokenizers.Sequence([apart(r"\p{N}{1,3}"), gpt_2()]),
+    "three digits, then llama 3": lambda: split_by(LLAMA_3, apart(r"\p{N}{1,3}")),
+}
+every_style = pytest.mark.parametrize("style", STYLES)
+
+
+@cache
+def real_texts() -> list[str]:
+    """Code, prose and data of this Python, and of what is installed."""
+    home, packages = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
+    files = [
+        *sorted(home.glob("*.py"))[:40],
+        *sorted(home.glob("encodings/*.py"))[:10],
+        *sorted(packages.glob("*.dist-info/METADATA"))[:30],
+        *sorted(packages.glob("numpy/lib/*.py"))[:10],
+    ]
+    return [file.read_bytes()[:20_000].decode(errors="replace") for file in files]
+
+
+FOREIGN = [
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю. ",
+    "天地玄黃，宇宙洪荒。日月盈昃，辰宿列張。いろはにほへと　ちりぬるを。",
+    "다람쥐 헌 쳇바퀴에 타고파. नमस्ते दुनिया। สวัสดีชาวโลก العالم مرحبا שלום עולם ",
+    "👩‍👩‍👧 ½ ² Ⅷ ٣٤ e\u0301 \u1100\u1161 ſ 'ſ K ﬁ \u00a0\u2003\u3000\u0085 \ufeff",
+]
+
+
+@cache
+def trained(style: str, size: int = 1500) -> Any:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = STYLES[style]()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|eot|>"], show_progress=False
+    )
+    made.train_from_iterator([*real_texts()[:30], *FOREIGN * 20], trainer)
+    return made
+
+
+def changed(tokenizer: Any, **parts: Any) -> Any:
+    """A copy; `model` replaces options of the model."""
+    rules = json.loads(tokenizer.to_str())
+    rules["model"] |= parts.pop("model", {})
+    return Tokenizer.from_str(json.dumps(rules | parts))
+
+
+def by_library(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def by_tiktoken(engine: ByteLevelBpe, texts: list[str], kind: Any = None) -> list[list[int]]:
+    flat, lengths = engine.encode_column(pa.array(texts, kind or pa.large_string()))
+    assert flat.dtype == np.int32
+    assert lengths.sum() == len(flat)
+    return [ids.tolist() for ids in np.split(flat, np.cumsum(lengths)[:-1])]
+
+
+def assert_same(tokenizer: Any, texts: list[str]) -> ByteLevelBpe:
+    engine = ByteLevelBpe.of(tokenizer)
+    assert by_tiktoken(engine, texts) == by_library(tokenizer, texts)
+    return engine
+
+
+SNIPPETS = st.sampled_from(
+    ["the", " The", "HELLO", "I'll", "'S", "'ſ", "12345", " 7", "½²", "٣٤", "  ", "\n", "\r\n", "\t", " \n ", "\u00a0", "\u2003"]
+    + ["\u3000", "_", "--", "/", "!?", "://", "e\u0301", "\u0301", "한", "\u1100\u1161", "你好", "ไทย", "नमस्ते", "👩‍👧", "\x00", "\x01"]
+    + ["<|eot|>", "<|eo", "|>", "<think>", "<b>", " <b> ", "def f(x):\n    return x\n", "\u0378", "\U000e0001", "\ue000", "İ"]
+    + [bpe._SEPARATOR, bpe._SEPARATOR[:9], bpe._SEPARATOR[4:], "\ufffd"]
+)
+TEXTS = st.lists(SNIPPETS | st.text(max_size=6), max_size=14).map("".join)
+COLUMNS = st.lists(TEXTS, min_size=1, max_size=6)
+
+
+@every_style
+@given(texts=COLUMNS)
+def test_ids_are_those_of_the_library(style, texts):
+    assert by_tiktoken(engine_of(style), texts) == by_library(trained(style), texts)
+
+
+@cache
+def engine_of(style: str) -> ByteLevelBpe:
+    return ByteLevelBpe.of(trained(style))
+
+
+@every_style
+@pytest.mark.parametrize("size", [300, 6000])
+def test_ids_of_real_texts_are_those_of_the_library(style, size):
+    if size != 300 and style not in ("gpt-2", "llama 3", "qwen 2"):
+        pytest.skip("one size is enough for the rest")
+    assert_same(trained(style, size), [*real_texts()[:: 1 if size == 300 else 4], *FOREIGN, ""])
+
+
+@given(texts=COLUMNS)
+def test_nfc_is_applied_as_the_library_applies_it(texts):
+    assert by_tiktoken(with_nfc(), texts) == by_library(with_nfc().tokenizer, texts)
+
+
+@cache
+def with_nfc() -> ByteLevelBpe:
+    tokenizer = changed(trained("qwen 2"), normalizer={"type": "NFC"})
+    tokenizer.add_tokens([AddedToken("<think>", normalized=True), AddedToken("<b>", normalized=False)])
+    return ByteLevelBpe.of(tokenizer)
+
+
+ADDED = {
+    "plain": [AddedToken("<think>", normalized=False), AddedToken("<b>", normalized=True)],
+    "with rules": [
+        AddedToken("the", single_word=True),
+        AddedToken("<b>", lstrip=True, normalized=False),
+        AddedToken("<think>", rstrip=True),
+    ],
+    "overlapping": [AddedToken("<think>"), AddedToken("<th"), AddedToken("k><"), AddedToken("  "), AddedToken("   ")],
+    "inside a special token": [AddedToken("eot"), AddedToken("|><|")],
+    "with control letters": [AddedToken("\x00"), AddedToken("\x01a")],
+}
+
+
+@pytest.mark.parametrize("style", ["gpt-2", "gpt-2, prefix space", "llama 3"])
+@pytest.mark.parametrize("kind", ADDED)
+@pytest.mark.parametrize("special", [False, True])
+@given(texts=COLUMNS)
+def test_added_tokens_are_found_as_the_library_finds_them(style, kind, special, texts):
+    engine = with_added(style, kind, special)
+    assert by_tiktoken(engine, texts) == by_library(engine.tokenizer, texts)
+
+
+@cache
+def with_added(style: str, kind: str, special: bool) -> ByteLevelBpe:
+    tokenizer = changed(trained(style))
+    tokenizer.add_tokens(ADDED[kind])
+    tokenizer.encode_special_tokens = not special
+    return ByteLevelBpe.of(tokenizer)
+
+
+def all_splits(tokenizer: Any) -> Any:
+    """Every way to put a token together is a merge, as in files that were converted from ranks."""
+    rules = json.loads(tokenizer.to_str())
+    vocabulary = rules["model"]["vocab"]
+    made = dict.fromkeys(left + right for left, right in rules["model"]["merges"])
+    merges = []
+    for token in made:
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    return changed(tokenizer, model={"merges": merges, "ignore_merges": True})
+
+
+@given(texts=COLUMNS)
+def test_a_vocabulary_converted_from_ranks_is_encoded_alike(texts):
+    assert by_tiktoken(converted(), texts) == by_library(converted().tokenizer, texts)
+
+
+@cache
+def converted() -> ByteLevelBpe:
+    tokenizer = all_splits(trained("llama 3", 6000))
+    assert_same(tokenizer, real_texts()[::5])
+    return ByteLevelBpe.of(tokenizer)
+
+
+def test_ids_need_not_be_in_the_order_of_merges():
+    tokenizer = trained("gpt-2")
+    rules = json.loads(tokenizer.to_str())
+    order = np.random.default_rng(3).permutation(len(rules["model"]["vocab"])).tolist()
+    shuffled = {token: order[i] for token, i in rules["model"]["vocab"].items()}
+    assert_same(changed(tokenizer, added_tokens=[], model={"vocab": shuffled}), real_texts()[:10])
+
+
+@given(data=st.data())
+def test_any_merges_are_encoded_alike_or_not_at_all(data):
+    # Merges of any kind: in any order, of parts that are made later or never, several for one token.
+    made = ["a", "b"]
+    merges: list[tuple[str, str]] = []
+    for _ in range(data.draw(st.integers(1, 10))):
+        pair = data.draw(st.sampled_from(made)), data.draw(st.sampled_from(made))
+        if len("".join(pair)) <= 6 and pair not in merges:
+            merges.append(pair)
+            made.append("".join(pair))
+    if data.draw(st.booleans()):
+        merges = data.draw(st.permutations(merges))
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*ALPHABET, *made]))}
+    try:
+        ranked = rank_tokens(vocabulary, merges)
+    except NotRankable:
+        return
+    from tiktoken import _tiktoken
+
+    library = models.BPE(vocab=vocabulary, merges=merges)
+    core = _tiktoken.CoreBPE({token: rank for rank, token in enumerate(ranked.tokens)}, {"\x00": len(ranked.tokens)}, r"\S+")
+    for length in range(1, 9):
+        for letters in itertools.product("ab", repeat=length):
+            text = "".join(letters)
+            assert ranked.ids[core.encode_ordinary(text)].tolist() == [token.id for token in library.tokenize(text)]
+
+
+def test_merges_that_training_makes_are_ranked():
+    for style in ("gpt-2", "llama 3"):
+        rules = json.loads(trained(style, 6000).to_str())["model"]
+        ranked = rank_tokens(rules["vocab"], rules["merges"])
+        assert len(ranked.tokens) + len(ranked.left_out) == len(rules["vocab"])
+        assert ranked.left_out == ["<|eot|>"]
+
+
+def test_merges_in_another_order_are_not_ranked():
+    rules = json.loads(trained("gpt-2").to_str())["model"]
+    with pytest.raises(NotRankable, match="order"):
+        rank_tokens(rules["vocab"], rules["merges"][::-1])
+
+
+UNKNOWN = {
+    "dropout": ({"model": {"dropout": 0.1}}, "is a BPE with dropout"),
+    "byte fallback": ({"model": {"byte_fallback": True}}, "is a BPE with byte_fallback"),
+    "lower case": ({"normalizer": {"type": "Lowercase"}}, "has the normalizer Lowercase"),
+    "no splitting": ({"pre_tokenizer": None}, "has no byte-level pre-tokenizer"),
+    "words": ({"pre_tokenizer": {"type": "Whitespace"}}, "has no byte-level pre-tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_another_tokenizer_is_left_to_its_library_and_it_says_why(case, caplog):
+    parts, why = UNKNOWN[case]
+    tokenizer = changed(trained("gpt-2"), **parts)
+    with pytest.raises(NotByteLevel, match=why):
+        ByteLevelBpe.of(tokenizer)
+    with caplog.at_level(logging.INFO):
+        assert Tokenize(encoding=tokenizer).engine_used == f"tokenizers: it {why}"
+    assert f"is encoded by the tokenizers library, because it {why}" in caplog.text
+    with pytest.raises(ol.errors.SpecError, match=f"engine='tiktoken' cannot encode with Tokenizer: it {why}; leave engine out"):
+        Tokenize(encoding=tokenizer, engine="tiktoken")(pa.table({"text": ["a"]}))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: split_by(r"\w+|\W+"), r"not known to be safe: \\w\+"),
+        (lambda: split_by(r" ?\p{L}+|\s+"), "may leave gaps"),
+        (lambda: split_by(LLAMA_3, behavior="merged_with_next"), "MergedWithNext"),
+        (lambda: split_by(LLAMA_3, apart(r"\p{L}+")), "the first of which is not of numbers"),
+        (lambda: split_by(LLAMA_3, apart(r"\p{N}"), apart(r"\p{N}")), "by 3 patterns"),
+        (lambda: pre_tokenizers.Sequence([apart(LLAMA_3), pre_tokenizers.ByteLevel(add_prefix_space=True)]), "a space before every"),
+    ],
+)
+def test_a_pattern_that_may_mean_something_else_is_left_to_the_library(make, why):
+    tokenizer = changed(trained("gpt-2"))
+    tokenizer.pre_tokenizer = make()
+    with pytest.raises(NotByteLevel, match=why):
+        ByteLevelBpe.of(tokenizer)
+
+
+def test_a_vocabulary_without_some_byte_is_left_to_the_library():
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer = gpt_2()
+    with pytest.raises(NotByteLevel, match="has no token for the byte 0x00"):
+        ByteLevelBpe.of(tokenizer)
+
+
+def test_a_word_that_no_merge_makes_is_left_to_the_library_if_merges_are_ignored():
+    rules = json.loads(trained("gpt-2").to_str())["model"]
+    vocabulary = rules["vocab"] | {"Qxqxqz": len(rules["vocab"])}
+    without = changed(trained("gpt-2"), model={"vocab": vocabulary})
+    assert_same(without, ["Qxqxqz", "a Qxqxqz"])
+    with pytest.raises(NotByteLevel, match="has a word that no merge makes: 'Qxqxqz'"):
+        ByteLevelBpe.of(changed(without, model={"vocab": vocabulary, "ignore_merges": True}))
+    assert_same(changed(trained("gpt-2"), model={"ignore_merges": True}), ["<|eot|> eot"])
+
+
+def test_post_processors_add_nothing():
+    tokenizer = changed(trained("gpt-2"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|eot|> $A", special_tokens=[("<|eot|>", 0)])
+    assert_same(tokenizer, ["some text"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
+    with pytest.raises(NotByteLevel, match="a template that does not contain the text once"):
+        ByteLevelBpe.of(tokenizer)
+
+
+def test_characters_that_the_engines_know_differently_are_left_to_the_library(monkeypatch):
+    engine = ByteLevelBpe.of(trained("gpt-2"))
+    members = bpe._library_members
+    monkeypatch.setattr(bpe, "_library_members", lambda name, letters: members(name, letters) - {"é"})
+    left = []
+    monkeypatch.setattr(ByteLevelBpe, "_by_library", lambda self, texts: left.extend(texts.to_pylist()) or by_lists(self, texts))
+    assert by_tiktoken(engine, ["ab", "café", "Zwölf"]) == by_library(engine.tokenizer, ["ab", "café", "Zwölf"])
+    assert left == ["café"]
+
+
+def by_lists(engine: ByteLevelBpe, texts: pa.Array) -> Any:
+    lists = by_library(engine.tokenizer, texts.to_pylist())
+    return np.array([i for ids in lists for i in ids], np.int32), np.array([len(ids) for ids in lists])
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "\n", "!", "a\u0301", "\u3000", "ab", " \n", "'s", "0", "你"])
+@pytest.mark.parametrize("style", ["gpt-2", "llama 3", "o200k", "each digit"])
+def test_a_long_run_of_one_letter_takes_no_longer_than_in_the_library(style, unit):
+    # Both a run at the end of a text and one before a word: the second needs a step back.
+    tokenizer, engine = trained(style), engine_of(style)
+    texts = [unit * (150_000 // len(unit)), unit * (150_000 // len(unit)) + "x"]
+    began = time.process_time()
+    expected = by_library(tokenizer, texts)
+    middle = time.process_time()
+    assert by_tiktoken(engine, texts) == expected
+    assert time.process_time() - middle < 3 * (middle - began) + 0.5
+
+
+def test_more_spaces_than_a_regular_expression_can_step_over_are_left_to_the_library():
+    texts = [" " * 1_100_000 + "x", "a"]
+    assert_same(trained("gpt-2"), texts)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_slices_of_columns_and_empty_ones_are_encoded(kind):
+    engine = engine_of("gpt-2")
+    texts = ["", "a b", "", "c", ""]
+    assert by_tiktoken(engine, texts, kind) == by_library(engine.tokenizer, texts)
+    ids, lengths = engine.encode_column(pa.array(texts, kind).slice(1, 3))
+    assert (ids.tolist(), lengths.tolist()) == (engine.tokenizer.encode("a b").ids + engine.tokenizer.encode("c").ids, [2, 0, 1])
+    assert [len(part) for part in engine.encode_column(pa.array([], kind))] == [0, 0]
+
+
+def test_tokenize_encodes_alike_with_both_engines():
+    table = pa.table({"text": pa.chunked_array([["some <|eot|> text", None], ["", "é́ more"]])})
+    for options in ({}, {"special_tokens": True}, {"bos": "<|eot|>", "eos": 7}):
+        by_default, by_force = (Tokenize(encoding=trained("gpt-2"), engine=engine, **options) for engine in (None, "tokenizers"))
+        assert (by_default.engine_used, by_force.engine_used) == ("tiktoken", "tokenizers")
+        assert by_default(table) == by_force(table)
+
+
+def test_the_engine_is_not_part_of_the_fingerprint():
+    texts = {Describer().text(Tokenize(encoding=trained("gpt-2"), engine=engine), "t") for engine in (None, "tokenizers", "tiktoken")}
+    assert len(texts) == 1
+    assert "engine" not in texts.pop(), "states of earlier releases have no such field"
+
+
+def test_an_engine_that_is_none_is_refused():
+    with pytest.raises(ol.errors.SpecError, match="engine is 'tokenizers' or 'tiktoken', or None to choose; got 'fast'"):
+        Tokenize(encoding=trained("gpt-2"), engine="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "engine"), [(ol.ByteTokenizer(), "bytes"), (lambda text: [1], "function")], ids=["bytes", "function"]
+)
+def test_every_encoding_names_its_engine(encoding, engine):
+    assert Tokenize(encoding=encoding).engine_used == engine
+
+
+def test_threads_share_an_engine():
+    engine, texts = ByteLevelBpe.of(trained("llama 3")), [*FOREIGN, *real_texts()[:5]]
+    expected, found = by_library(engine.tokenizer, texts), {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: by_tiktoken(engine, texts)})) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == [expected] * 6
+
+
+ONE_THREAD = """
+import pickle, sys, time, pyarrow as pa
+tokenize = pickle.load(sys.stdin.buffer)
+tokenize(pa.table({"text": ["warm"]}))
+table = pa.table({"text": ["The cat sat on the mat. " * 50] * 2000})
+here, everywhere = time.thread_time(), time.process_time()
+tokenize(table)
+print(tokenize.engine_used, (time.thread_time() - here) / (time.process_time() - everywhere))
+"""
+
+
+def test_another_process_encodes_in_the_thread_that_calls(tmp_path: Path):
+    trained("gpt-2").save(str(tmp_path / "tokenizer.json"))
+    for encoding in (tmp_path / "tokenizer.json", trained("gpt-2")):
+        data = pickle.dumps(Tokenize(encoding=encoding))
+        found = subprocess.run([sys.executable, "-c", ONE_THREAD], input=data, capture_output=True, check=True)
+        engine, share = found.stdout.decode().split()
+        assert engine == "tiktoken"
+        assert float(share) > 0.9, "of the CPU time"
