@@ -137,8 +137,8 @@ def assert_same(tokenizer: Any, texts: list[str]) -> ByteLevelBpe:
 
 SNIPPETS = st.sampled_from(
     ["the", " The", "HELLO", "I'll", "'S", "'ſ", "12345", " 7", "½²", "٣٤", "  ", "\n", "\r\n", "\t", " \n ", "\u00a0", "\u2003"]
-    + ["\u3000", "_", "--", "/", "!?", "://", "e\u0301", "\u0301", "한", "\u1100\u1161", "你好", "ไทย", "नमस्ते", "👩‍👧", "\x00", "\x01"]
-    + ["<|eot|>", "<|eo", "|>", "<think>", "<b>", " <b> ", "def f(x):\n    return x\n", "\u0378", "\U000e0001", "\ue000", "İ"]
+    + ["\u3000", "_", "--", "/", "!?", "://", "e\u0301", "\u0301", "한", "\u1100\u1161", "你好", "ไทย", "नमस्ते", "👩‍👧", "\x00", "\x01", "\x02"]
+    + ["<|eot|>", "<|eo", "|>", "<think>", "<b>", " <b> ", "def f(x):\n    return x\n", "\u0378", "\U000e0001", "\ue000", "İ", "\u0102", "\u0100"]
     + [bpe._SEPARATOR, bpe._SEPARATOR[:9], bpe._SEPARATOR[4:], "\ufffd"]
 )
 TEXTS = st.lists(SNIPPETS | st.text(max_size=6), max_size=14).map("".join)
@@ -185,7 +185,8 @@ ADDED = {
     ],
     "overlapping": [AddedToken("<think>"), AddedToken("<th"), AddedToken("k><"), AddedToken("  "), AddedToken("   ")],
     "inside a special token": [AddedToken("eot"), AddedToken("|><|")],
-    "with control letters": [AddedToken("\x00"), AddedToken("\x01a")],
+    "with control letters": [AddedToken("\x00"), AddedToken("\x01a"), AddedToken("\x02")],
+    "with letters of bytes": [AddedToken("\u0102"), AddedToken("\u0100")],
 }
 
 

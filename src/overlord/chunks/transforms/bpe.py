@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -32,8 +32,10 @@ Tokens = NDArray[np.int32]
 _Flags = NDArray[np.bool_]
 
 _SEPARATOR = "\x00overlord: next row\x01"
-"""Stands between the rows of a column, as a special token. No part of its beginning is part of its end, so it cannot begin
-inside a row that does not contain it whole."""
+"""Stands between the rows of a column, as a special token. Rows that contain its first letter are left to the library."""
+
+_MARK = "\x02"
+"""Stands in a text where spaces are cut, see `Spaces`."""
 
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern that is built into `tokenizers.pre_tokenizers.ByteLevel`."""
@@ -68,6 +70,10 @@ _DIGITS = "Digits"
 """The characters that the pre-tokenizer Digits splits by, beside classes like \\p{L}."""
 
 
+_NUMBERS_APART = r"\s+(?![^\s\p{N}])"
+"""Like _AT_END, for texts that end where a number begins."""
+
+
 class NotByteLevel(ValueError):
     """Why a tokenizer is left to its library, as the end of a sentence that begins with "it ..."."""
 
@@ -80,6 +86,8 @@ class Splitting:
     classes: frozenset[str]
     """The classes of characters that the pattern names."""
     has_prefix_space: bool = False
+    spaces: Spaces | None = None
+    """How to do without the lookahead of the pattern; None if it has none that is known, and is used as it is."""
 
     @staticmethod
     def of(rules: Mapping[str, Any] | None) -> Splitting:
@@ -102,9 +110,12 @@ class Splitting:
             classes.add(_DIGITS if numbers[0].startswith(_DIGITS) else r"\p{N}")
         elif {kind for each in alternatives for kind in _ALTERNATIVES[each]} != set(_KINDS):
             raise NotByteLevel(f"splits texts by a pattern that may leave gaps: {pattern}")
+        spaces = Spaces.of(alternatives)
+        if spaces is not None:
+            alternatives = spaces.without_lookahead(alternatives)
         whole = "|".join(alternatives)
         classes |= {r"\s", *re.findall(r"\\p\{\w+\}", whole)} | ({"(?i:[sdmtlrev])"} if "(?i:" in whole else set())
-        return Splitting(whole, frozenset(classes), prefix)
+        return Splitting(whole, frozenset(classes), prefix, spaces)
 
 
 def _flat(rules: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
@@ -149,7 +160,54 @@ def _with_numbers_apart(numbers: str, alternatives: Sequence[str]) -> list[str]:
         raise NotByteLevel("splits texts by a pattern that may leave gaps")
     if wanted == r"\p{N}+" and any(_ALTERNATIVES[each] == "n" and "+" not in each for each in alternatives):
         raise NotByteLevel("splits numbers twice")
-    return [wanted, *(r"\s+(?![^\s\p{N}])" if each == _AT_END else each for each in rest)]
+    return [wanted, *(_NUMBERS_APART if each == _AT_END else each for each in rest)]
+
+
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """Where a pattern cuts spaces by looking ahead: before the last of several, if a word follows.
+
+    A lookahead makes tiktoken's regular expressions half as fast. Without it, texts get a mark at these places, which is a
+    word of its own to the pattern and is dropped from the ids. All alternatives that match the last space match it as the
+    first letter of a word, so none goes over the mark; those that end with a line break match all spaces up to it, so spaces
+    that end with one get no mark.
+    """
+
+    keeps_line_breaks: bool
+    stops_at_numbers: bool
+
+    @staticmethod
+    def of(alternatives: Sequence[str]) -> Spaces | None:
+        if len(alternatives) < 2 or alternatives[-2] not in (_AT_END, _NUMBERS_APART) or alternatives[-1] != r"\s+":
+            return None
+        rest = alternatives[:-2]
+        matches_breaks = [each for each in rest if each.endswith((r"[\r\n]*", r"[\r\n/]*", r"[\r\n]", r"[\r\n]+"))]
+        keeps = any(each.startswith(r"\s*") for each in matches_breaks)
+        if (matches_breaks and not keeps) or _AT_END in rest or r"\s+" in rest:
+            return None
+        return Spaces(keeps, alternatives[-2] == _NUMBERS_APART)
+
+    def without_lookahead(self, alternatives: Sequence[str]) -> list[str]:
+        mark = f"\\x{ord(_MARK):02x}"
+        return [*(each.replace("[^", f"[^{mark}") for each in alternatives[:-2]), r"\s+", mark]
+
+    def mark(self, text: str, characters: Characters, added: re.Pattern[str] | None) -> str:
+        """The text with marks. `added` matches the tokens that a text is cut at before it is split."""
+        codes = codes_of(text)
+        known = characters.look_up(codes)
+        is_space = known & Characters.SPACE != 0
+        is_word = known & (Characters.SPACE | Characters.NUMBER if self.stops_at_numbers else Characters.SPACE) == 0
+        at = np.flatnonzero(is_space[1:-1] & is_space[:-2] & is_word[2:]) + 1
+        cuts = codes[at + 1] != ord(_SEPARATOR[0])
+        if self.keeps_line_breaks:
+            cuts &= (codes[at] != 10) & (codes[at] != 13)
+        at = at[cuts]
+        if added is not None and len(at):
+            at = np.array([i for i in at.tolist() if added.match(text, i + 1) is None], np.int64)
+        if not len(at):
+            return text
+        marked = np.insert(codes, at, ord(_MARK))
+        return str(memoryview(marked).cast("B"), "ascii" if codes.itemsize == 1 else "utf-32-le")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +229,7 @@ class AddedTokens:
             if is_changed:
                 raise NotByteLevel(f"has an added token that its normalizer changes: {content!r}")
             has_rules = each["single_word"] or each["lstrip"] or each["rstrip"]
-            if has_rules or content in overlapping or _SEPARATOR[0] in content or _SEPARATOR[-1] in content:
+            if has_rules or content in overlapping or any(letter in content for letter in (_SEPARATOR[0], _SEPARATOR[-1], _MARK)):
                 awkward.append(content)
             else:
                 plain[content] = each["id"]
@@ -201,41 +259,53 @@ def _overlapping(contents: Sequence[str], active: set[str]) -> set[str]:
 
 class Characters:
     """What is known of each character, learnt when it is first met: whether both regular expression engines put it into
-    the same classes, and whether it can be changed by NFC.
+    the same classes, whether it can be changed by NFC, and whether it is a space or a number.
 
     Threads may learn the same characters at once: each writes the same values.
     """
 
-    UNKNOWN, SAME, MAY_CHANGE, DIFFERENT = 0, 1, 2, 4
+    UNKNOWN, KNOWN, MAY_CHANGE, DIFFERENT, SPACE, NUMBER = 0, 1, 2, 4, 8, 16
 
     def __init__(self, classes: Iterable[str], normalize: Callable[[str], str] | None) -> None:
         self._classes = sorted(classes)
         self._normalize = normalize
         self._known = np.zeros(0x110000, np.uint8)
-        self._known[:128] = self.SAME
+        self._learn(np.arange(128, dtype=np.uint32))
+        if (self._known[:128] & (self.MAY_CHANGE | self.DIFFERENT)).any():
+            raise NotByteLevel("splits ASCII text in another way than tiktoken does")
 
-    def flags(self, text: str) -> NDArray[np.uint8]:
-        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    def look_up(self, codes: Codes) -> NDArray[np.uint8]:
         found = self._known[codes]
-        if (found == self.UNKNOWN).any():
-            self._learn(np.unique(codes[found == self.UNKNOWN]))
+        if codes.itemsize > 1 and (unknown := found == self.UNKNOWN).any():
+            self._learn(np.unique(codes[unknown]))
             found = self._known[codes]
         return found
 
-    def _learn(self, codes: NDArray[np.uint32]) -> None:
+    def _learn(self, codes: Codes) -> None:
         letters = codes.astype("<u4").tobytes().decode("utf-32-le")
         differ = set[str]()
         for each in self._classes:
             ours, theirs = _tiktoken_members(each, letters), _library_members(each, letters)
-            # A letter of another alphabet that is an ASCII one but for its case.
-            differ |= ours ^ theirs if not each.startswith("(?i:") else ours | theirs
-        flags = np.full(len(codes), self.SAME, np.uint8)
+            # Beyond ASCII, a letter that is an ASCII one but for its case counts as different: it is rare enough.
+            differ |= {letter for letter in ours | theirs if letter > "\x7f"} if each.startswith("(?i:") else ours ^ theirs
+        spaces, numbers = _tiktoken_members(r"\s", letters), _tiktoken_members(r"\p{N}", letters)
+        flags = np.full(len(codes), self.KNOWN, np.uint8)
         for at, letter in enumerate(letters):
-            if letter in differ:
-                flags[at] |= self.DIFFERENT
+            flags[at] |= self.DIFFERENT * (letter in differ)
+            flags[at] |= self.SPACE * (letter in spaces) | self.NUMBER * (letter in numbers)
             if self._normalize is not None and (_may_compose(letter) or self._normalize(letter) != letter):
                 flags[at] |= self.MAY_CHANGE
         self._known[codes] = flags
+
+
+Codes: TypeAlias = "NDArray[np.uint8] | NDArray[np.uint32]"
+
+
+def codes_of(text: str) -> Codes:
+    """The number of each character; of ASCII text in a byte."""
+    if text.isascii():
+        return np.frombuffer(text.encode(), np.uint8)
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 def _tiktoken_members(name: str, letters: str) -> set[str]:
@@ -300,12 +370,14 @@ class ByteLevelBpe:
         self._added = added
         self._has_prefix_space = splitting.has_prefix_space
         self._normalize = normalize
+        self._spaces = splitting.spaces
+        self._added_pattern = re.compile("|".join(map(re.escape, added.plain))) if added.plain else None
         self._characters = Characters(splitting.classes, normalize)
         size = len(ranked.tokens)
         special = {token: size + i for i, token in enumerate(added.plain)}
         self._allowed = {*special, _SEPARATOR}
         self._separator = size + len(special)
-        self._ids = np.concatenate([ranked.ids, np.array([*added.plain.values(), -1], np.int32)])
+        self._ids = np.concatenate([ranked.ids, np.array([*added.plain.values()], np.int32)])
         self._core = _tiktoken.CoreBPE(
             {token: rank for rank, token in enumerate(ranked.tokens)}, {**special, _SEPARATOR: self._separator}, splitting.pattern
         )
@@ -366,11 +438,13 @@ class ByteLevelBpe:
         for token in self._added.awkward:
             if token in joined:
                 left |= _contains(texts, token)
-        if joined.count(_SEPARATOR) != max(0, len(texts) - 1):
-            left |= _contains(texts, _SEPARATOR)
+        if joined.count(_SEPARATOR[0]) != max(0, len(texts) - 1):
+            left |= _contains(texts, _SEPARATOR[0])
+        if _MARK in joined:
+            left |= _contains(texts, _MARK)
         if not joined.isascii():
-            flags = self._characters.flags(joined)
-            if (flags > Characters.SAME).any():
+            flags = self._characters.look_up(codes_of(joined))
+            if (flags & (Characters.DIFFERENT | Characters.MAY_CHANGE)).any():
                 rows = np.repeat(np.arange(len(texts)), pc.utf8_length(texts).to_numpy(zero_copy_only=False) + len(_SEPARATOR))
                 rows = rows[: len(flags)]
                 left[rows[flags & Characters.DIFFERENT != 0]] = True
@@ -384,15 +458,18 @@ class ByteLevelBpe:
             return np.zeros(0, np.int32), np.zeros(0, np.int64)
         if self._has_prefix_space:
             joined = _join(_with_prefix_space(texts))
+        if self._spaces is not None:
+            joined = self._spaces.mark(joined, self._characters, self._added_pattern)
         try:
             buffer = self._core.encode_to_tiktoken_buffer(joined, self._allowed)
-        except ValueError:  # more spaces in a row than its regular expressions can step back over
+        except ValueError:  # more spaces in a row than a pattern with a lookahead can step back over
             return self._by_library(texts)
         ranks = np.frombuffer(buffer, np.uint32)
+        if self._spaces is not None:
+            ranks = ranks[ranks != ord(_MARK)]  # single bytes are their own ranks
         ends = np.flatnonzero(ranks == self._separator)
         lengths = np.diff(np.concatenate([[-1], ends, [len(ranks)]])) - 1
-        ids = self._ids[ranks]
-        return np.delete(ids, ends) if len(ends) else ids, lengths
+        return self._ids[ranks[ranks != self._separator] if len(ends) else ranks], lengths
 
     def _by_library(self, texts: pa.Array) -> tuple[Tokens, Ints]:
         fast = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)  # skips offsets
