@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,6 +23,9 @@ from numpy.typing import NDArray
 from overlord.chunks.transforms.merge_ranks import NotRankable, RankedTokens, rank_tokens, token_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import tiktoken
     import tokenizers
 
     from overlord.stream.facts import Ints
@@ -36,6 +38,8 @@ _SEPARATOR = "\x00overlord: next row\x01"
 
 _MARK = "\x02"
 """Stands in a text where spaces are cut, see `Spaces`."""
+
+_OUR_LETTERS = frozenset((_SEPARATOR[0], _SEPARATOR[-1], _MARK))
 
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern that is built into `tokenizers.pre_tokenizers.ByteLevel`."""
@@ -207,7 +211,7 @@ class Spaces:
         if not len(at):
             return text
         marked = np.insert(codes, at, ord(_MARK))
-        return str(memoryview(marked).cast("B"), "ascii" if codes.itemsize == 1 else "utf-32-le")
+        return marked.tobytes().decode("ascii" if codes.itemsize == 1 else "utf-32-le")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ class AddedTokens:
             if is_changed:
                 raise NotByteLevel(f"has an added token that its normalizer changes: {content!r}")
             has_rules = each["single_word"] or each["lstrip"] or each["rstrip"]
-            if has_rules or content in overlapping or any(letter in content for letter in (_SEPARATOR[0], _SEPARATOR[-1], _MARK)):
+            if has_rules or content in overlapping or not _OUR_LETTERS.isdisjoint(content):
                 awkward.append(content)
             else:
                 plain[content] = each["id"]
@@ -298,7 +302,7 @@ class Characters:
         self._known[codes] = flags
 
 
-Codes: TypeAlias = "NDArray[np.uint8] | NDArray[np.uint32]"
+Codes: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
 
 
 def codes_of(text: str) -> Codes:
@@ -310,16 +314,17 @@ def codes_of(text: str) -> Codes:
 
 def _tiktoken_members(name: str, letters: str) -> set[str]:
     """The letters of a class: tiktoken drops what its pattern does not match."""
-    ids = np.frombuffer(_class_of_tiktoken(name).encode_to_tiktoken_buffer(letters, set()), np.uint32)
+    ids = _class_of_tiktoken(name).encode_to_numpy(letters, disallowed_special=())
     return set(ids.astype(np.uint8).tobytes().decode())
 
 
 @lru_cache(maxsize=64)
-def _class_of_tiktoken(name: str) -> Any:
-    from tiktoken import _tiktoken
+def _class_of_tiktoken(name: str) -> tiktoken.Encoding:
+    import tiktoken
 
+    ranks = {bytes([byte]): byte for byte in range(256)}
     pattern = r"\p{N}" if name == _DIGITS else name
-    return _tiktoken.CoreBPE({bytes([byte]): byte for byte in range(256)}, {_SEPARATOR: 256}, pattern)
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={_SEPARATOR: 256})
 
 
 def _library_members(name: str, letters: str) -> set[str]:
@@ -364,7 +369,7 @@ class ByteLevelBpe:
         ranked: RankedTokens,
         normalize: Callable[[str], str] | None,
     ) -> None:
-        from tiktoken import _tiktoken
+        import tiktoken
 
         self.tokenizer = tokenizer
         self._added = added
@@ -378,8 +383,11 @@ class ByteLevelBpe:
         self._allowed = {*special, _SEPARATOR}
         self._separator = size + len(special)
         self._ids = np.concatenate([ranked.ids, np.array([*added.plain.values()], np.int32)])
-        self._core = _tiktoken.CoreBPE(
-            {token: rank for rank, token in enumerate(ranked.tokens)}, {**special, _SEPARATOR: self._separator}, splitting.pattern
+        self._encoding = tiktoken.Encoding(
+            "tokenizer.json",
+            pat_str=splitting.pattern,
+            mergeable_ranks={token: rank for rank, token in enumerate(ranked.tokens)},
+            special_tokens={**special, _SEPARATOR: self._separator},
         )
 
     @staticmethod
@@ -445,8 +453,9 @@ class ByteLevelBpe:
         if not joined.isascii():
             flags = self._characters.look_up(codes_of(joined))
             if (flags & (Characters.DIFFERENT | Characters.MAY_CHANGE)).any():
-                rows = np.repeat(np.arange(len(texts)), pc.utf8_length(texts).to_numpy(zero_copy_only=False) + len(_SEPARATOR))
-                rows = rows[: len(flags)]
+                letters: Any = pc.utf8_length(texts)  # type: ignore[call-overload]
+                sizes = letters.to_numpy(zero_copy_only=False) + len(_SEPARATOR)
+                rows = np.repeat(np.arange(len(texts)), sizes)[: len(flags)]
                 left[rows[flags & Characters.DIFFERENT != 0]] = True
                 for row in np.unique(rows[flags & Characters.MAY_CHANGE != 0]).tolist():
                     text = texts[row].as_py()
@@ -461,10 +470,9 @@ class ByteLevelBpe:
         if self._spaces is not None:
             joined = self._spaces.mark(joined, self._characters, self._added_pattern)
         try:
-            buffer = self._core.encode_to_tiktoken_buffer(joined, self._allowed)
+            ranks = self._encoding.encode_to_numpy(joined, allowed_special=self._allowed, disallowed_special=())
         except ValueError:  # more spaces in a row than a pattern with a lookahead can step back over
             return self._by_library(texts)
-        ranks = np.frombuffer(buffer, np.uint32)
         if self._spaces is not None:
             ranks = ranks[ranks != ord(_MARK)]  # single bytes are their own ranks
         ends = np.flatnonzero(ranks == self._separator)
@@ -516,9 +524,11 @@ def _pair(merge: Any) -> Sequence[str]:
 
 
 def _join(texts: pa.Array) -> str:
-    listed = pa.LargeListArray if pa.types.is_large_string(texts.type) else pa.ListArray
-    whole = listed.from_arrays(pa.array([0, len(texts)], listed is pa.ListArray and pa.int32() or pa.int64()), texts)
-    return pc.binary_join(whole, pa.scalar(_SEPARATOR, texts.type))[0].as_py()
+    is_large = pa.types.is_large_string(texts.type)
+    ends: Any = pa.array([0, len(texts)], pa.int64() if is_large else pa.int32())
+    whole: Any = (pa.LargeListArray if is_large else pa.ListArray).from_arrays(ends, texts)
+    joined: Any = pc.binary_join(whole, pa.scalar(_SEPARATOR, texts.type))
+    return joined[0].as_py()
 
 
 def _contains(texts: pa.Array, token: str) -> _Flags:

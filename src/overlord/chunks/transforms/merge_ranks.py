@@ -19,11 +19,14 @@ for must be unreachable: none of its listed pairs may be left over when the chos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _Ints = NDArray[np.int64]
 _Flags = NDArray[np.bool_]
@@ -33,6 +36,13 @@ _MOST_ID = 2**24
 """Larger ids are not those of a real vocabulary, and tables are indexed by them."""
 
 _MOST_ROUNDS = 32
+
+
+_HASH_BITS = 22
+
+
+def _hash(keys: _Ints) -> NDArray[np.uint64]:
+    return (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _HASH_BITS)
 
 
 class NotRankable(ValueError):
@@ -96,14 +106,19 @@ class _Split:
     pairs: _Ints
     """The pairs that merge, as left * size + right, sorted."""
     pair_place: _Ints
+    may_merge: _Flags
+    """By the hash of a pair."""
 
     def place_of_pair(self, left: _Ints, right: _Ints) -> _Ints:
         """_NEVER for a pair that does not merge."""
-        if not len(self.pairs):
-            return np.full(len(left), _NEVER)
+        found = np.full(len(left), _NEVER)
         wanted = left * len(self.place) + right
-        at = np.minimum(np.searchsorted(self.pairs, wanted), len(self.pairs) - 1)
-        return np.where(self.pairs[at] == wanted, self.pair_place[at], _NEVER)
+        maybe = np.flatnonzero(self.may_merge[_hash(wanted)])  # few do, and a search takes ten times as long
+        if len(maybe):
+            wanted = wanted[maybe]
+            at = np.minimum(np.searchsorted(self.pairs, wanted), len(self.pairs) - 1)
+            found[maybe] = np.where(self.pairs[at] == wanted, self.pair_place[at], _NEVER)
+        return found
 
     def is_crossed(self, left: _Ints, right: _Ints, before: _Ints) -> _Flags:
         """Whether a merge with a place lower than `before` joins the end of `left` to the beginning of `right`, when the
@@ -112,13 +127,12 @@ class _Split:
         Until then each side is merged as it is alone. So the walk goes back in time from the two whole tokens: it takes the
         later one apart, and looks at the two parts that touch. They touch until the younger of their owners is made. Where
         a run of one part x goes over the border and (x, x) is the merge, pairs are taken from the left: the right owner,
-        made by that same merge, is too late, and the left one is not. Hence < and <=.
+        made by that same merge, is too late, and the left one is not. Hence < and <=. The pair itself does not count.
         """
         crossed = np.zeros(len(left), bool)
         lane = np.arange(len(left))
-        left_until = right_until = np.full(len(left), _NEVER)
+        left_until = right_until = joined = np.full(len(left), _NEVER)
         while len(lane):
-            joined = self.place_of_pair(left, right)
             hit = (joined < left_until) & (joined <= right_until) & (joined < before)
             crossed[lane[hit]] = True
             left_place, right_place = self.place[left], self.place[right]
@@ -132,6 +146,7 @@ class _Split:
                 np.where(opens_left, right, self.left[right])[goes_on],
             )
             lane, before = lane[goes_on], before[goes_on]
+            joined = self.place_of_pair(left, right)
         return crossed
 
 
@@ -193,7 +208,9 @@ class _Merges:
         place[self.single] = -1
         keys = self.left[pairs] * self.size + self.right[pairs]
         order = np.argsort(keys)
-        return _Split(place, left, right, keys[order], pair_place[order])
+        may_merge = np.zeros(1 << _HASH_BITS, bool)
+        may_merge[_hash(keys)] = True
+        return _Split(place, left, right, keys[order], pair_place[order], may_merge)
 
     def _is_after_parts(self, split: _Split, merges: _Ints, place: _Ints) -> _Flags:
         return np.maximum(split.place[self.left[merges]], split.place[self.right[merges]]) < place
