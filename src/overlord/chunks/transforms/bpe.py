@@ -195,8 +195,8 @@ class Spaces:
         mark = f"\\x{ord(_MARK):02x}"
         return [*(each.replace("[^", f"[^{mark}") for each in alternatives[:-2]), r"\s+", mark]
 
-    def mark(self, text: str, characters: Characters, added: re.Pattern[str] | None) -> str:
-        """The text with marks. `added` matches the tokens that a text is cut at before it is split."""
+    def mark(self, text: str, characters: Characters, added: Sequence[str]) -> str:
+        """The text with marks. `added` are the tokens that a text is cut at before it is split: it ends where one begins."""
         codes = codes_of(text)
         known = characters.look_up(codes)
         is_space = known & Characters.SPACE != 0
@@ -206,8 +206,11 @@ class Spaces:
         if self.keeps_line_breaks:
             cuts &= (codes[at] != 10) & (codes[at] != 13)
         at = at[cuts]
-        if added is not None and len(at):
-            at = np.array([i for i in at.tolist() if added.match(text, i + 1) is None], np.int64)
+        if added and len(at):
+            first = np.unique([ord(token[0]) for token in added])
+            maybe = np.flatnonzero(np.isin(codes[at + 1], first))  # a few, and a look at the text for each
+            begins = [text.startswith(tuple(added), i) for i in (at[maybe] + 1).tolist()]
+            at = np.delete(at, maybe[np.array(begins, bool)])
         if not len(at):
             return text
         marked = np.insert(codes, at, ord(_MARK))
@@ -376,7 +379,6 @@ class ByteLevelBpe:
         self._has_prefix_space = splitting.has_prefix_space
         self._normalize = normalize
         self._spaces = splitting.spaces
-        self._added_pattern = re.compile("|".join(map(re.escape, added.plain))) if added.plain else None
         self._characters = Characters(splitting.classes, normalize)
         size = len(ranked.tokens)
         special = {token: size + i for i, token in enumerate(added.plain)}
@@ -468,7 +470,7 @@ class ByteLevelBpe:
         if self._has_prefix_space:
             joined = _join(_with_prefix_space(texts))
         if self._spaces is not None:
-            joined = self._spaces.mark(joined, self._characters, self._added_pattern)
+            joined = self._spaces.mark(joined, self._characters, tuple(self._added.plain))
         try:
             ranks = self._encoding.encode_to_numpy(joined, allowed_special=self._allowed, disallowed_special=())
         except ValueError:  # more spaces in a row than a pattern with a lookahead can step back over
