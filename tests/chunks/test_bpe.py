@@ -176,11 +176,10 @@ def engine_of(style: str) -> ByteLevelBpe:
     return ByteLevelBpe.of(trained(style))
 
 
-@every_style
-@pytest.mark.parametrize("size", [300, 6000])
+@pytest.mark.parametrize(
+    ("style", "size"), [*((style, 300) for style in STYLES), *((style, 6000) for style in ("gpt-2", "llama 3", "qwen 2"))]
+)
 def test_ids_of_real_texts_are_those_of_the_library(style, size):
-    if size != 300 and style not in ("gpt-2", "llama 3", "qwen 2"):
-        pytest.skip("one size is enough for the rest")
     assert_same(trained(style, size), [*real_texts()[:: 1 if size == 300 else 4], *FOREIGN, ""])
 
 
