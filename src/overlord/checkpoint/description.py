@@ -616,7 +616,7 @@ def _changes_rows(kind: type, name: str) -> bool:
     return all(each.metadata.get("changes_rows", True) for each in fields(kind) if each.name == name)
 
 
-# What values are
+# Kinds of values
 
 
 def _home(module: str | None, file: str | None) -> str:

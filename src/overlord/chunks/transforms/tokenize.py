@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 Tokens = NDArray[np.int32]
-Engine: TypeAlias = Literal["tokenizers", "tiktoken"]
-Encoding: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenizer | Callable[[str], Any]"
+TokenizerEngine: TypeAlias = Literal["tokenizers", "tiktoken"]
+TokenizerLike: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenizer | Callable[[str], Any]"
 MOST_TOKENS = 2**31 - 1
 """Arrow's list<int32> counts its values in 32 bits."""
 
@@ -92,7 +92,7 @@ class Tokenize:
     bos: int | str | None = None
     keep: Sequence[str] = ()
     special_tokens: bool = False
-    engine: Engine | None = field(default=None, metadata={"changes_rows": False})
+    engine: TokenizerEngine | None = field(default=None, metadata={"changes_rows": False})
 
     def __post_init__(self) -> None:
         named = isinstance(self.encoding, (str, Path))
@@ -341,11 +341,11 @@ def _token_id(encoder: Any, option: str, token: int | str | None) -> int | None:
 
 _preparing = threading.Lock()
 _MOST_PREPARED = 16
-_prepared: dict[tuple[int, bool, Engine | None], tuple[Encoding, Any]] = {}
+_prepared: dict[tuple[int, bool, TokenizerEngine | None], tuple[TokenizerLike, Any]] = {}
 """Encoders of users' objects, by id(object). The object is kept here too, so that its id is not reused."""
 
 
-def _encoder(encoding: Encoding, special_tokens: bool, engine: Engine | None) -> Any:
+def _encoder(encoding: TokenizerLike, special_tokens: bool, engine: TokenizerEngine | None) -> Any:
     with _preparing:  # threads that start together load a vocabulary once
         if isinstance(encoding, (str, Path)):
             return _load(os.fspath(encoding), special_tokens, engine)
@@ -357,7 +357,7 @@ def _encoder(encoding: Encoding, special_tokens: bool, engine: Engine | None) ->
         return _prepared[key][1]
 
 
-def _wrap(encoding: Any, special_tokens: bool, engine: Engine | None) -> Any:
+def _wrap(encoding: Any, special_tokens: bool, engine: TokenizerEngine | None) -> Any:
     if isinstance(encoding, ByteTokenizer):
         return encoding
     if hasattr(encoding, "encode_to_numpy"):
@@ -372,7 +372,7 @@ def _wrap(encoding: Any, special_tokens: bool, engine: Engine | None) -> Any:
     return _FunctionEncoder(encoding)
 
 
-def _choose_engine(tokenizer: Any, name: str, engine: Engine | None) -> _Bpe | _Tokenizers:
+def _choose_engine(tokenizer: Any, name: str, engine: TokenizerEngine | None) -> _Bpe | _Tokenizers:
     """Says which engine encodes, and why if that is the slower one."""
     if engine == "tokenizers":
         return _Tokenizers(tokenizer)
@@ -409,7 +409,7 @@ def _configure(tokenizer: Any, special_tokens: bool) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _load(name: str, special_tokens: bool, engine: Engine | None) -> Any:
+def _load(name: str, special_tokens: bool, engine: TokenizerEngine | None) -> Any:
     if name.endswith(".json") or os.sep in name:
         return _choose_engine(_configure(_tokenizer_file(name), special_tokens), name, engine)
     try:
