@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,13 @@ tiktoken = pytest.importorskip("tiktoken")
 tokenizers = pytest.importorskip("tokenizers")
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors, trainers  # noqa: E402
 
-pytestmark = pytest.mark.strangers
+NEEDED = ".".join(map(str, bpe.LEAST_TIKTOKEN))
+pytestmark = [
+    pytest.mark.strangers,
+    pytest.mark.skipif(
+        tuple(map(int, tiktoken.__version__.split(".")[:2])) < bpe.LEAST_TIKTOKEN, reason=f"tiktoken before {NEEDED}"
+    ),
+]
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -383,15 +388,12 @@ def by_lists(engine: ByteLevelBpe, texts: pa.Array) -> Any:
 
 @pytest.mark.parametrize("unit", ["a", " ", "\n", "!", "a\u0301", "\u3000", "ab", " \n", "'s", "0", "你"])
 @pytest.mark.parametrize("style", ["gpt-2", "llama 3", "o200k", "each digit"])
-def test_a_long_run_of_one_letter_takes_no_longer_than_in_the_library(style, unit):
+@pytest.mark.timeout(30)  # quadratic time would take minutes
+def test_a_long_run_of_one_letter_is_encoded_as_the_library_does(style, unit):
     # Both a run at the end of a text and one before a word: the second needs a step back.
     tokenizer, engine = trained(style), engine_of(style)
     texts = [unit * (150_000 // len(unit)), unit * (150_000 // len(unit)) + "x"]
-    began = time.process_time()
-    expected = by_library(tokenizer, texts)
-    middle = time.process_time()
-    assert by_tiktoken(engine, texts) == expected
-    assert time.process_time() - middle < 3 * (middle - began) + 0.5
+    assert by_tiktoken(engine, texts) == by_library(tokenizer, texts)
 
 
 def test_more_spaces_than_a_regular_expression_can_step_over_are_left_to_the_library():

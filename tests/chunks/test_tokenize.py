@@ -25,6 +25,7 @@ from overlord.chunks.transforms import (
     tokenize,
 )
 from overlord.chunks.transforms.apply import TransformCall
+from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel
 from overlord.chunks.workers.pool import ProcessPool
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -307,3 +308,11 @@ def test_bos_and_eos_are_whole_numbers_or_names(name: str, value: Any) -> None:
     with pytest.raises(ol.errors.SpecError, match=f"{name} is a token id from 0 to .* got {value!r}"):
         Tokenize(encoding=ol.ByteTokenizer(), **{name: value})
     assert Tokenize(encoding=ol.ByteTokenizer(), eos=np.int64(7)).eos == 7  # type: ignore[arg-type]
+
+
+def test_with_an_old_tiktoken_a_tokenizer_json_is_left_to_its_library(monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setattr("overlord.chunks.transforms.bpe.version", lambda _: "0.11.0")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    with pytest.raises(NotByteLevel, match=r"needs tiktoken 0\.14 or newer, and 0\.11\.0 is installed"):
+        ByteLevelBpe.of(tokenizer)

@@ -12,6 +12,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from overlord.chunks.transforms.merge_ranks import NotRankable, RankedTokens, rank_tokens, token_bytes
+from overlord.chunks.transforms.merge_ranks import Flags, NotRankable, RankedTokens, rank_tokens, token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 
     from overlord.stream.facts import Ints
 
+LEAST_TIKTOKEN = (0, 14)
+"""The oldest release whose ids and times were compared with those of the library; 0.11 takes minutes for long runs."""
+
 Tokens = NDArray[np.int32]
-_Flags = NDArray[np.bool_]
 
 _SEPARATOR = "\x00overlord: next row\x01"
 """Stands between the rows of a column, as a special token. Rows that contain its first letter are left to the library."""
@@ -396,9 +399,11 @@ class ByteLevelBpe:
     def of(tokenizer: tokenizers.Tokenizer) -> ByteLevelBpe:
         """Raises NotByteLevel. The tokenizer must not be changed afterwards."""
         try:
-            import tiktoken  # noqa: F401 - whether it is there
-        except ModuleNotFoundError:
+            found = version("tiktoken")
+        except PackageNotFoundError:
             raise NotByteLevel("needs tiktoken, which is not installed") from None
+        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < LEAST_TIKTOKEN:
+            raise NotByteLevel(f"needs tiktoken {'.'.join(map(str, LEAST_TIKTOKEN))} or newer, and {found} is installed")
         try:
             rules = orjson.loads(tokenizer.to_str())
         except Exception as error:  # noqa: BLE001 - the library raises a bare Exception for parts written in Python
@@ -442,7 +447,7 @@ class ByteLevelBpe:
     def id_of(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
 
-    def _rows_left(self, texts: pa.Array, joined: str) -> _Flags | None:
+    def _rows_left(self, texts: pa.Array, joined: str) -> Flags | None:
         """The rows to leave to the library; None if there are none."""
         left = np.zeros(len(texts), bool)
         for token in self._added.awkward:
@@ -533,7 +538,7 @@ def _join(texts: pa.Array) -> str:
     return joined[0].as_py()
 
 
-def _contains(texts: pa.Array, token: str) -> _Flags:
+def _contains(texts: pa.Array, token: str) -> Flags:
     return pc.match_substring(texts, token).to_numpy(zero_copy_only=False)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _Ints = NDArray[np.int64]
-_Flags = NDArray[np.bool_]
+Flags = NDArray[np.bool_]
 
 _NEVER = 2**62
 _MOST_ID = 2**24
@@ -106,7 +106,7 @@ class _Split:
     pairs: _Ints
     """The pairs that merge, as left * size + right, sorted."""
     pair_place: _Ints
-    may_merge: _Flags
+    may_merge: Flags
     """By the hash of a pair."""
 
     def place_of_pair(self, left: _Ints, right: _Ints) -> _Ints:
@@ -120,7 +120,7 @@ class _Split:
             found[maybe] = np.where(self.pairs[at] == wanted, self.pair_place[at], _NEVER)
         return found
 
-    def is_crossed(self, left: _Ints, right: _Ints, before: _Ints) -> _Flags:
+    def is_crossed(self, left: _Ints, right: _Ints, before: _Ints) -> Flags:
         """Whether a merge with a place lower than `before` joins the end of `left` to the beginning of `right`, when the
         bytes of both are encoded side by side.
 
@@ -212,5 +212,5 @@ class _Merges:
         may_merge[_hash(keys)] = True
         return _Split(place, left, right, keys[order], pair_place[order], may_merge)
 
-    def _is_after_parts(self, split: _Split, merges: _Ints, place: _Ints) -> _Flags:
+    def _is_after_parts(self, split: _Split, merges: _Ints, place: _Ints) -> Flags:
         return np.maximum(split.place[self.left[merges]], split.place[self.right[merges]]) < place

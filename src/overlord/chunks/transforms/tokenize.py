@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel
+from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel, Tokens
 from overlord.chunks.transforms.outcome import ORIGIN, RowError, row_error
 from overlord.errors import DataError, SchemaError, SpecError
 
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
+    from numpy.typing import NDArray
 
     from overlord.stream.facts import Ints
 
 
-Tokens = NDArray[np.int32]
 TokenizerEngine: TypeAlias = Literal["tokenizers", "tiktoken"]
 TokenizerLike: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenizer | Callable[[str], Any]"
 MOST_TOKENS = 2**31 - 1
