@@ -159,8 +159,8 @@ class PlanWindow:
     def unpin(self, turn: object) -> None:
         self._pinned.pop(turn, None)
 
-    def release(self, looked_at: int | None = None) -> int:
-        """Drop what nobody needs; returns the oldest step that is needed. `looked_at`: a step that somebody only looks at.
+    def release(self, looked_at: int | None = None) -> None:
+        """Drop what nobody needs. `looked_at`: a step that a caller only looks at.
 
         A group may come back for a few steps when its constructor is lost, so progress behind the oldest step is kept as far
         as one group may be ahead of another.
@@ -177,7 +177,6 @@ class PlanWindow:
         needed, newest = range(oldest - self._max_lead, needed.stop), self.reached - self._max_lead
         for number in [n for n in self._before if n < newest and n not in needed and n not in requested and n not in kept]:
             del self._before[number]
-        return oldest
 
     # For the log
 

@@ -24,6 +24,7 @@ from overlord.stream.facts import (
     LossCount,
     Samples,
 )
+from overlord.stream.packing import padded_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -169,7 +170,7 @@ class DrawQueue:
             before = self._block_tokens[self._position - 1] if self._position else 0
             sizes = self._block_tokens
             if multiple > 1:
-                padded = -(-self._block.tokens[self._position :] // multiple) * multiple
+                padded = padded_lengths(self._block.tokens[self._position :], multiple)
                 sizes, before = np.concatenate([np.zeros(self._position, np.int64), np.cumsum(padded)]), 0
             end = min(int(sizes.searchsorted(before + tokens)) + 1, len(self._block))
             tokens -= int(sizes[end - 1] - before)

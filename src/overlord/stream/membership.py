@@ -26,7 +26,15 @@ from overlord.stream.outliers import (
     released,
     set_aside,
 )
-from overlord.stream.packing import Pieces, SamplesInRows, best_fit, concat_and_split, cut_samples, in_drawn_order
+from overlord.stream.packing import (
+    Pieces,
+    SamplesInRows,
+    best_fit,
+    concat_and_split,
+    cut_samples,
+    in_drawn_order,
+    padded_lengths,
+)
 from overlord.stream.weights import WeightSchedule
 
 if TYPE_CHECKING:
@@ -241,7 +249,7 @@ class StepDrawer:
         batch, multiple = self._batch, self._batch.document_multiple
 
         def missing(have: Samples) -> int:
-            return tokens - int(_padded(have.tokens, multiple).sum())
+            return tokens - int(padded_lengths(have.tokens, multiple).sum())
 
         self._carried = self._limited(self._carried)
         if batch.outliers is None:
@@ -253,7 +261,7 @@ class StepDrawer:
                 lambda have: self._limited(self._queue.next_tokens(missing(have), multiple))
             )
         num_carried = self._num_first
-        lengths = _padded(candidates.tokens, batch.document_multiple)
+        lengths = padded_lengths(candidates.tokens, batch.document_multiple)
         if len(candidates) == 0 or (int(lengths.sum()) < tokens and batch.drop_last):
             return None
         rows = in_drawn_order(best_fit(lengths, self._num_rows, batch.sequence_length, num_first=num_carried))
@@ -321,10 +329,6 @@ def _rest(samples: Samples, ends: Ints, last: int, bound: int) -> Samples:
 
 def _progress(step: int, at: Callable[[], Progress], carried: Callable[[], Samples]) -> Progress:
     return replace(at(), step=step, carried=carried())
-
-
-def _padded(tokens: Ints, multiple: int) -> Ints:
-    return tokens if multiple == 1 else -(-tokens // multiple) * multiple
 
 
 CountLoss = Callable[[int, int, int, int, int], LossCount]

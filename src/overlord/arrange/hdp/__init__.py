@@ -2,7 +2,3 @@
 
 A strategy calls `hdp.split(graph, capacity)`; `strategies.hdp` is the ready-made strategy.
 """
-
-from overlord.arrange.hdp.splitting import split
-
-__all__ = ["split"]

@@ -2,7 +2,3 @@
 
 A strategy calls these functions with a graph and the trainer's `Pipeline`: `order`, `level` and `timing`.
 """
-
-from overlord.arrange.pipelines.ordering import level, order, timing
-
-__all__ = ["level", "order", "timing"]

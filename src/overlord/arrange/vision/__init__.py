@@ -3,8 +3,3 @@
 A strategy calls these functions: `images_of` lists the images of a step, `fuse` adds their tokens to the lengths of samples,
 `encode` spreads their encoding over ranks. `strategies.multimodal` is the ready-made strategy.
 """
-
-from overlord.arrange.vision.encoding import encode
-from overlord.arrange.vision.images import fuse, images_of
-
-__all__ = ["encode", "fuse", "images_of"]
