@@ -88,7 +88,7 @@ class _Built:
 class DataConstructor:
     """Builds the steps of a data-parallel group and delivers them to its ranks. The module's docstring has the promises."""
 
-    def __init__(  # noqa: PLR0913 - likewise by name
+    def __init__(  # noqa: PLR0913 - a run is put together here, by name
         self,
         group: int,
         batch: Batch,
@@ -129,6 +129,8 @@ class DataConstructor:
 
     def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
         """Return a rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`."""
+        if rank not in self._places:  # a client of the old mesh, before it has noticed a resize
+            return Later(f"rank {rank} is not in data-parallel group {self._group} any more")
         built = self._wait_for(step, rank, wait_s)
         if built is None or isinstance(built, Later):
             return built
