@@ -1,0 +1,293 @@
+"""Memory and messages that processes of one machine share.
+
+A `Segment` is anonymous memory of the kernel (a memfd). It has no name and is not in `/dev/shm`, so the size of that file
+system does not limit it, and it is freed when the last process that maps it ends, even by SIGKILL. Its descriptor travels
+with a message over a unix socket. A `SharedObject` is a pickled object whose arrays lie in a segment: sending it costs the
+same however large it is, and every receiver's arrays are views of the same memory.
+
+Sockets are of the abstract namespace, which leaves no files, and admit only processes of the same user. They carry pickles:
+only processes of one run talk this way.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import mmap
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from overlord.errors import OverlordError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+_ALIGNMENT = 64
+_IN_BAND_BYTES = 1 << 14
+"""Buffers up to this size travel inside the message: a segment costs several system calls."""
+_MESSAGE_BYTES = 1 << 16
+"""Longer messages travel in a segment, because a packet must fit into the socket's buffer."""
+_INLINE, _IN_SEGMENT = b"\0", b"\1"
+_MOST_DESCRIPTORS = 64
+_RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+_CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
+_BACKLOG = 128
+_log = logging.getLogger(__name__)
+
+Place: TypeAlias = tuple[int, int]
+"""From byte, to byte."""
+
+
+class Segment:
+    """Shared memory, mapped in this process. Arrays over `memory` keep the mapping; the descriptor is closed with the
+    segment."""
+
+    __slots__ = ("descriptor", "memory")
+
+    def __init__(self, descriptor: int, *, writable: bool) -> None:
+        """Map a descriptor, which belongs to the segment from now on."""
+        self.descriptor = -1
+        size = os.fstat(descriptor).st_size
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, access)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor = descriptor
+        self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+
+    @staticmethod
+    def create(num_bytes: int) -> Segment:
+        """New memory, zeroed. Raises OSError where the system has none left."""
+        descriptor = os.memfd_create("overlord", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, max(num_bytes, 1))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return Segment(descriptor, writable=True)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.memory)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def why_unavailable() -> str | None:
+    """Why processes of this machine cannot share memory; None where they can."""
+    if sys.platform != "linux":
+        return f"shared memory between processes needs Linux, and this is {sys.platform}"
+    try:
+        Segment.create(1)
+    except (OSError, AttributeError) as error:
+        return f"the system refuses shared memory (memfd_create): {error}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedObject:
+    """A pickled object whose large buffers lie in a segment. It can be sent over any number of connections."""
+
+    segment: Segment
+    places: tuple[Place, ...]
+    """Where the pickle and each of its buffers lie in the segment."""
+
+    @staticmethod
+    def of(value: Any) -> SharedObject:
+        """Copy an object into shared memory. Raises OSError where the system has none left."""
+        head, buffers = _pickle(value, in_band_bytes=0)
+        return SharedObject(*_copy_together([head, *buffers]))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.segment.num_bytes
+
+    def open(self) -> Any:
+        """Return the object. Its arrays are read-only views of the shared memory, and keep it mapped."""
+        memory = self.segment.memory.data.toreadonly()
+        head, *buffers = (memory[begin:end] for begin, end in self.places)
+        return pickle.loads(head, buffers=buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        outgoing: list[Segment] | None = getattr(_message, "outgoing", None)
+        if outgoing is None:
+            raise pickle.PicklingError("an object in shared memory can only be sent to a process of this machine")
+        outgoing.append(self.segment)
+        return _receive_object, (len(outgoing) - 1, self.places)
+
+
+def _receive_object(number: int, places: tuple[Place, ...]) -> SharedObject:
+    incoming: list[int] = _message.incoming
+    descriptor, incoming[number] = incoming[number], -1
+    return SharedObject(Segment(descriptor, writable=False), places)
+
+
+_message = threading.local()
+"""The segments of the message that this thread is packing (`outgoing`), and the descriptors of the one that it is unpacking
+(`incoming`)."""
+
+
+class Connection:
+    """One end of a connection between two processes. Any object can be sent that cloudpickle can pickle. One thread at a
+    time may send, and one may receive."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._room = bytearray(1 + _MESSAGE_BYTES)
+
+    def send(self, value: Any) -> None:
+        """Send a message; blocks while the receiver's queue is full. Raises OSError when the other side is gone."""
+        _message.outgoing = segments = list[Segment]()
+        try:
+            body, buffers = _pickle(value, _IN_BAND_BYTES)
+        finally:
+            _message.outgoing = None
+        kind = _INLINE
+        if buffers or len(body) > _MESSAGE_BYTES:
+            segment, places = _copy_together([body, *buffers])
+            segments.append(segment)
+            kind, body = _IN_SEGMENT, pickle.dumps(places)
+        if len(segments) > _MOST_DESCRIPTORS:
+            raise OverlordError(f"a message has {len(segments)} objects in shared memory; at most {_MOST_DESCRIPTORS} fit")
+        self.send_raw(kind, body, segments=segments)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Wait for a message. Raises EOFError when the other side is gone, TimeoutError after `timeout_s`."""
+        packet, descriptors = self.receive_raw(timeout_s)
+        _message.incoming = descriptors
+        try:
+            if packet[:1] == _INLINE:
+                return pickle.loads(packet[1:])
+            descriptor, descriptors[-1] = descriptors[-1], -1
+            return SharedObject(Segment(descriptor, writable=False), pickle.loads(packet[1:])).open()
+        finally:
+            _message.incoming = None
+            for descriptor in descriptors:
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    def send_raw(self, *parts: bytes, segments: Sequence[Segment] = ()) -> None:
+        """Send bytes as one message, up to 64 KiB, with the descriptors of segments."""
+        descriptors = array.array("i", [segment.descriptor for segment in segments])
+        self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if segments else ())
+
+    def receive_raw(self, timeout_s: float | None = None) -> tuple[memoryview, list[int]]:
+        """Wait for a message that `send_raw` sent. The bytes are valid until the next call; the descriptors belong to the
+        caller."""
+        self._socket.settimeout(timeout_s)
+        try:
+            length, ancillary, flags, _ = self._socket.recvmsg_into([self._room], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError as error:
+            raise EOFError("the other side of the connection is gone") from error
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError("a message between processes was cut: this process may have too many open files (ulimit -n)")
+        if length == 0:
+            raise EOFError("the other side of the connection is gone")
+        return memoryview(self._room)[:length], descriptors.tolist()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close the connection; the other side gets EOFError."""
+        self._socket.close()
+
+
+class Listener:
+    """Accepts connections of processes of this user on this machine, at `address`. Nobody else can connect."""
+
+    def __init__(self) -> None:
+        self.address = f"overlord-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(f"\0{self.address}")
+        self._socket.listen(_BACKLOG)
+
+    def accept(self) -> Connection:
+        """Wait for the next connection. Raises OSError once the listener is closed."""
+        while True:
+            end, _ = self._socket.accept()
+            _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            if user == os.geteuid():
+                return Connection(end)
+            _log.warning("refused a connection of user %d: only processes of user %d may connect", user, os.geteuid())
+            end.close()
+
+    def close(self) -> None:
+        """Accept no more; a thread that waits in `accept` gets OSError."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def connect_to(address: str) -> Connection:
+    """Connect to a listener of this machine. Raises ConnectionRefusedError where there is none of that address."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        end.connect(f"\0{address}")
+    except BaseException:
+        end.close()
+        raise
+    return Connection(end)
+
+
+def _pickle(value: Any, in_band_bytes: int) -> tuple[bytes, list[memoryview]]:
+    """Pickle an object; its buffers longer than `in_band_bytes` are returned, not copied."""
+    buffers: list[memoryview] = []
+
+    def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes <= in_band_bytes:
+            return True
+        buffers.append(raw)
+        return False
+
+    try:
+        head = pickle.dumps(value, protocol=5, buffer_callback=keep_in_band)
+        if b"__main__" not in head:
+            return head, buffers
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass  # a lambda or a local class
+    # By value: the other process has another main module.
+    import cloudpickle
+
+    buffers.clear()
+    outgoing: list[Segment] | None = getattr(_message, "outgoing", None)
+    if outgoing is not None:
+        outgoing.clear()
+    return cloudpickle.dumps(value, protocol=5, buffer_callback=keep_in_band), buffers
+
+
+def _copy_together(parts: Sequence[bytes | memoryview]) -> tuple[Segment, tuple[Place, ...]]:
+    """Copy buffers into a new segment, aligned; returns their places in it."""
+    places: list[Place] = []
+    end = 0
+    for part in parts:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = begin + len(part)
+        places.append((begin, end))
+    segment = Segment.create(end)
+    for part, (begin, stop) in zip(parts, places, strict=True):
+        segment.memory[begin:stop] = np.frombuffer(part, np.uint8)
+    return segment, tuple(places)
