@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from overlord.runtime.shared_memory import Connection, Listener, Segment, SharedObject, connect_to, why_unavailable
+from overlord.runtime.shared_memory import Connection, Listener, SharedSegment, SharedObject, connect_to, why_unavailable
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason="needs Linux's memfd")
 
@@ -178,7 +178,7 @@ def test_a_system_without_shared_memory_says_so(monkeypatch):
 
 
 def test_segments_are_freed_with_their_last_view():
-    segment = Segment.create(1 << 16)
+    segment = SharedSegment.create(1 << 16)
     view = segment.memory[5:10]
     del segment
     view[:] = 7

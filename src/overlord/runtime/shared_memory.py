@@ -1,6 +1,6 @@
 """Memory and messages that processes of one machine share.
 
-A `Segment` is anonymous memory of the kernel (a memfd). It has no name and is not in `/dev/shm`, so the size of that file
+A `SharedSegment` is anonymous memory of the kernel (a memfd). It has no name and is not in `/dev/shm`, so the size of that file
 system does not limit it, and it is freed when the last process that maps it ends, even by SIGKILL. Its descriptor travels
 with a message over a unix socket. A `SharedObject` is a pickled object whose arrays lie in a segment: sending it costs the
 same however large it is, and every receiver's arrays are views of the same memory.
@@ -46,11 +46,11 @@ _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
 _BACKLOG = 128
 _log = logging.getLogger(__name__)
 
-Place: TypeAlias = tuple[int, int]
+ByteRange: TypeAlias = tuple[int, int]
 """From byte, to byte."""
 
 
-class Segment:
+class SharedSegment:
     """Shared memory, mapped in this process. Arrays over `memory` keep the mapping; the descriptor is closed with the
     segment."""
 
@@ -70,7 +70,7 @@ class Segment:
         self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
 
     @staticmethod
-    def create(num_bytes: int) -> Segment:
+    def create(num_bytes: int) -> SharedSegment:
         """New memory, zeroed. Raises OSError where the system has none left."""
         descriptor = os.memfd_create("overlord", os.MFD_CLOEXEC)
         try:
@@ -78,7 +78,7 @@ class Segment:
         except BaseException:
             os.close(descriptor)
             raise
-        return Segment(descriptor, writable=True)
+        return SharedSegment(descriptor, writable=True)
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,7 @@ def why_unavailable() -> str | None:
     if sys.platform != "linux":
         return f"shared memory between processes needs Linux, and this is {sys.platform}"
     try:
-        Segment.create(1)
+        SharedSegment.create(1)
     except (OSError, AttributeError) as error:
         return f"the system refuses shared memory (memfd_create): {error}"
     return None
@@ -104,8 +104,8 @@ def why_unavailable() -> str | None:
 class SharedObject:
     """A pickled object whose large buffers lie in a segment. It can be sent over any number of connections."""
 
-    segment: Segment
-    places: tuple[Place, ...]
+    segment: SharedSegment
+    places: tuple[ByteRange, ...]
     """Where the pickle and each of its buffers lie in the segment."""
 
     @staticmethod
@@ -125,17 +125,17 @@ class SharedObject:
         return pickle.loads(head, buffers=buffers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        outgoing: list[Segment] | None = getattr(_message, "outgoing", None)
+        outgoing: list[SharedSegment] | None = getattr(_message, "outgoing", None)
         if outgoing is None:
             raise pickle.PicklingError("an object in shared memory can only be sent to a process of this machine")
         outgoing.append(self.segment)
         return _receive_object, (len(outgoing) - 1, self.places)
 
 
-def _receive_object(number: int, places: tuple[Place, ...]) -> SharedObject:
+def _receive_object(number: int, places: tuple[ByteRange, ...]) -> SharedObject:
     incoming: list[int] = _message.incoming
     descriptor, incoming[number] = incoming[number], -1
-    return SharedObject(Segment(descriptor, writable=False), places)
+    return SharedObject(SharedSegment(descriptor, writable=False), places)
 
 
 _message = threading.local()
@@ -153,7 +153,7 @@ class Connection:
 
     def send(self, value: Any) -> None:
         """Send a message; blocks while the receiver's queue is full. Raises OSError when the other side is gone."""
-        _message.outgoing = segments = list[Segment]()
+        _message.outgoing = segments = list[SharedSegment]()
         try:
             body, buffers = _pickle(value, _IN_BAND_BYTES)
         finally:
@@ -175,14 +175,14 @@ class Connection:
             if packet[:1] == _INLINE:
                 return pickle.loads(packet[1:])
             descriptor, descriptors[-1] = descriptors[-1], -1
-            return SharedObject(Segment(descriptor, writable=False), pickle.loads(packet[1:])).open()
+            return SharedObject(SharedSegment(descriptor, writable=False), pickle.loads(packet[1:])).open()
         finally:
             _message.incoming = None
             for descriptor in descriptors:
                 if descriptor >= 0:
                     os.close(descriptor)
 
-    def send_raw(self, *parts: bytes, segments: Sequence[Segment] = ()) -> None:
+    def send_raw(self, *parts: bytes, segments: Sequence[SharedSegment] = ()) -> None:
         """Send bytes as one message, up to 64 KiB, with the descriptors of segments."""
         descriptors = array.array("i", [segment.descriptor for segment in segments])
         self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if segments else ())
@@ -273,21 +273,21 @@ def _pickle(value: Any, in_band_bytes: int) -> tuple[bytes, list[memoryview]]:
     import cloudpickle
 
     buffers.clear()
-    outgoing: list[Segment] | None = getattr(_message, "outgoing", None)
+    outgoing: list[SharedSegment] | None = getattr(_message, "outgoing", None)
     if outgoing is not None:
         outgoing.clear()
     return cloudpickle.dumps(value, protocol=5, buffer_callback=keep_in_band), buffers
 
 
-def _copy_together(parts: Sequence[bytes | memoryview]) -> tuple[Segment, tuple[Place, ...]]:
+def _copy_together(parts: Sequence[bytes | memoryview]) -> tuple[SharedSegment, tuple[ByteRange, ...]]:
     """Copy buffers into a new segment, aligned; returns their places in it."""
-    places: list[Place] = []
+    places: list[ByteRange] = []
     end = 0
     for part in parts:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = begin + len(part)
         places.append((begin, end))
-    segment = Segment.create(end)
+    segment = SharedSegment.create(end)
     for part, (begin, stop) in zip(parts, places, strict=True):
         segment.memory[begin:stop] = np.frombuffer(part, np.uint8)
     return segment, tuple(places)
