@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from overlord.runtime.shared_memory import Connection, Listener, SharedSegment, SharedObject, connect_to, why_unavailable
+from overlord.runtime.shared_memory import Connection, Listener, SharedObject, SharedSegment, connect_to, why_unavailable
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason="needs Linux's memfd")
 

@@ -1,7 +1,7 @@
 """Memory and messages that processes of one machine share.
 
-A `SharedSegment` is anonymous memory of the kernel (a memfd). It has no name and is not in `/dev/shm`, so the size of that file
-system does not limit it, and it is freed when the last process that maps it ends, even by SIGKILL. Its descriptor travels
+A `SharedSegment` is anonymous memory of the kernel (a memfd). It has no name and is not in `/dev/shm`, so that file system's
+size does not limit it, and it is freed when the last process that maps it ends, even by SIGKILL. Its descriptor travels
 with a message over a unix socket. A `SharedObject` is a pickled object whose arrays lie in a segment: sending it costs the
 same however large it is, and every receiver's arrays are views of the same memory.
 
