@@ -12,6 +12,7 @@ only processes of one run talk this way.
 from __future__ import annotations
 
 import array
+import itertools
 import logging
 import mmap
 import os
@@ -44,6 +45,7 @@ _MOST_DESCRIPTORS = 64
 _RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
 _BACKLOG = 128
+_numbers = itertools.count()
 _log = logging.getLogger(__name__)
 
 ByteRange: TypeAlias = tuple[int, int]
@@ -54,11 +56,15 @@ class SharedSegment:
     """Shared memory, mapped in this process. Arrays over `memory` keep the mapping; the descriptor is closed with the
     segment."""
 
-    __slots__ = ("descriptor", "memory")
+    __slots__ = ("__weakref__", "descriptor", "is_retired", "memory", "number")
 
     def __init__(self, descriptor: int, *, writable: bool) -> None:
         """Map a descriptor, which belongs to the segment from now on."""
         self.descriptor = -1
+        self.number = next(_numbers)
+        """Unique in the process that created the segment."""
+        self.is_retired = False
+        """True where another process may read this memory for ever: it must not be written to again."""
         size = os.fstat(descriptor).st_size
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
@@ -68,6 +74,9 @@ class SharedSegment:
             raise
         self.descriptor = descriptor
         self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_segment, (_add_to_message(self),)
 
     @staticmethod
     def create(num_bytes: int) -> SharedSegment:
@@ -124,18 +133,19 @@ class SharedObject:
         head, *buffers = (memory[begin:end] for begin, end in self.places)
         return pickle.loads(head, buffers=buffers)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        outgoing: list[SharedSegment] | None = getattr(_message, "outgoing", None)
-        if outgoing is None:
-            raise pickle.PicklingError("an object in shared memory can only be sent to a process of this machine")
-        outgoing.append(self.segment)
-        return _receive_object, (len(outgoing) - 1, self.places)
+
+def _add_to_message(segment: SharedSegment) -> int:
+    outgoing: list[SharedSegment] | None = getattr(_message, "outgoing", None)
+    if outgoing is None:
+        raise pickle.PicklingError("shared memory can only be sent to a process of this machine, over a Connection")
+    outgoing.append(segment)
+    return len(outgoing) - 1
 
 
-def _receive_object(number: int, places: tuple[ByteRange, ...]) -> SharedObject:
+def _receive_segment(number: int) -> SharedSegment:
     incoming: list[int] = _message.incoming
     descriptor, incoming[number] = incoming[number], -1
-    return SharedObject(SharedSegment(descriptor, writable=False), places)
+    return SharedSegment(descriptor, writable=False)
 
 
 _message = threading.local()
