@@ -308,6 +308,31 @@ def test_draining_lets_every_rank_finish_the_step_that_one_has_and_hands_out_no_
         assert loader.state_dict()["step"] == 3
 
 
+def test_a_step_that_was_fetched_ahead_is_not_taken_once_the_service_drains():
+    with served(two_sources()) as (loader, address):
+        raw = Raw(address)
+        welcome = raw.hello()
+
+        def take(step: int) -> wire.Refusal | None:
+            asked = {"rank": 0, "step": step, "session": "abcdefgh", "generation": 0, "waited_s": 0.0}
+            return raw.act("take", wire.pack({"job": welcome["job"], "instance": welcome["instance"], **asked}))
+
+        assert isinstance(raw.get(ticket(welcome, ahead=True)), wire.NotReady), "it has not begun to read"
+        assert isinstance(raw.get(ticket(welcome)), wire.Contents)
+        for step in (1, 2):
+            assert isinstance(raw.get(ticket(welcome, step=step, ahead=True)), wire.Contents)
+        assert loader.state_dict()["step"] == 1
+        assert take(1) is None
+        assert loader.state_dict()["step"] == 2
+        assert loader.drain(timeout_s=20), "the trainer has all that it took"
+        refused = take(2)
+        assert isinstance(refused, wire.NotReady)
+        assert "the service is stopping and hands out no step after 1" in refused.reason
+        assert loader.state_dict()["step"] == 2
+        welcome["instance"] = "another1"
+        assert isinstance(take(2), wire.Moved)
+
+
 def test_draining_does_not_wait_for_ever_for_a_rank_that_does_not_come():
     with served(two_sources(mesh=ol.Mesh(dp=2))) as (loader, address):
         left, right = (ol.connect(address, rank=rank, timeout_s=5) for rank in range(2))

@@ -39,6 +39,7 @@ def test_a_value_that_is_no_answer_is_refused(action, data):
     [
         ("here", [None], [3]),
         ("leave", [None], [3]),
+        ("take", [None, wire.NotReady("why"), wire.Moved("0" * 8, 1), wire.Elsewhere()], [3, {"type": "end"}, {}]),
         ("state_before", [{"step": 3}], [None, [1], {1: 2}]),
         ("load_state", [0, 7], [None, -1, 1.0, True, "1"]),
         ("doing", [[], ["reads"]], [None, "reads", [1]]),

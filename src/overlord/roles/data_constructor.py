@@ -8,7 +8,12 @@ constructor decides nothing.
 A rank that is expected but has not requested a step yet holds nobody back. No step is recorded as taken by all before that
 rank has requested one or has left.
 
-While the mesh changes the constructor is frozen: it delivers no step that no rank has yet, until it thaws or is replaced.
+A rank may fetch steps ahead of its trainer. Such a fetch moves nothing: where a rank stands, what was taken and whether a
+rank reads at all is decided by what its trainer takes. A fetch that is not ahead takes its step too. No step is fetched
+ahead, or planned, that would not have been built ahead anyway.
+
+While the mesh changes the constructor is frozen: a step that no rank has taken yet cannot be taken, until the constructor
+thaws or is replaced.
 """
 
 from __future__ import annotations
@@ -41,12 +46,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HandedOut:
-    """What was delivered to the ranks of a group."""
+    """What the ranks of a group have taken."""
 
     next_of_rank: dict[int, int]
-    """For each rank that reads, the first step that was not delivered to it."""
+    """For each rank that reads, the first step that it has not taken."""
     untaken: int
-    """The first step that was delivered to no rank, as far as this constructor knows."""
+    """The first step that no rank has taken, as far as this constructor knows."""
 
 
 @dataclass(slots=True)
@@ -117,53 +122,72 @@ class DataConstructor:
         arenas.keep_more(self._most_idle)
         self._places = {rank: tree.coordinates(rank) for rank in tree.ranks_of(group)}
         self._lock = threading.Lock()
-        self._at: dict[int, int] = {}  # rank to the step it requested last
+        self._at: dict[int, int] = {}  # rank to the step that its trainer requested or took last
         self._expected: set[int] = set()  # ranks that have not requested a step yet
-        self._taken: dict[int, int] = {}  # rank to the first step that was not delivered to it
+        self._taken: dict[int, int] = {}  # rank to the first step that it has not taken
+        self._held: dict[int, int] = {}  # rank to the first step that it has neither taken nor fetched ahead
         self._untaken = 0
+        self._unfetched = 0  # the first step that was delivered to nobody
         self._frozen_from: int | None = None
         self._steps: dict[int, StealingFuture[_Built | Later | None]] = {}
         self._doing: dict[int, str] = {}
         self._paces = PaceMeter()
         self._closed = False
 
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
-        """Return a rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`."""
-        if rank not in self._places:  # a client of the old mesh, before it has noticed a resize
-            return Later(f"rank {rank} is not in data-parallel group {self._group} any more")
-        built = self._wait_for(step, rank, wait_s)
+    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
+        """Return a rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`. The
+        rank takes the step, unless it is fetched `ahead`."""
+        if rank not in self._places:
+            return self._not_here(rank)
+        built = self._wait_for(step, rank, wait_s, ahead)
         if built is None or isinstance(built, Later):
             return built
         microbatches = built.microbatches(self._places[rank], self._tree)
         with self._lock:
-            if self._frozen_from is not None and step >= self._frozen_from:
-                return Later(f"step {step} waits for the mesh to change")
-            if self._at.get(rank) == step:  # it may have left meanwhile
-                self._taken[rank] = step + 1
-            self._untaken = max(self._untaken, step + 1)
-            self._paces.note_delivery(rank, step)
-            self._drop_taken()
+            if self._is_frozen(step):
+                return _wait_for_mesh(step)
+            if ahead:
+                if self._held.get(rank) == step:
+                    self._held[rank] = step + 1
+            else:
+                if self._at.get(rank) == step:  # it may have left meanwhile
+                    self._taken[rank] = self._held[rank] = step + 1
+                self._untaken = max(self._untaken, step + 1)
+                self._paces.note_delivery(rank, step)
+            self._unfetched = max(self._unfetched, step + 1)
+            self._drop_held()
         return Delivery(step, built.loss_tokens, microbatches)
 
-    def _wait_for(self, step: int, rank: int, wait_s: float) -> _Built | Later | None:
+    def take(self, step: int, rank: int, waited_s: float = 0.0) -> Later | None:
+        """Note that a rank takes a step that it has fetched ahead, after its trainer waited for it. Later, and nothing
+        changes, if the step cannot be taken now."""
+        if rank not in self._places:
+            return self._not_here(rank)
         with self._lock:
-            if self._closed:
-                raise ClosedError(f"the constructor of data-parallel group {self._group} is closed")
-            before = self._at.get(rank), self._taken.get(rank), rank in self._expected
-            self._at[rank] = self._taken[rank] = step
+            self._check_open()
+            if self._is_frozen(step):
+                return _wait_for_mesh(step)
+            self._at[rank], self._taken[rank] = step, step + 1
+            self._held[rank] = max(self._held.get(rank, 0), step + 1)
             self._expected.discard(rank)
-            self._paces.note_request(rank, step)
+            self._untaken = max(self._untaken, step + 1)
+            self._unfetched = max(self._unfetched, step + 1)
+            self._paces.note_take(rank, step, waited_s)
+            oldest = self._drop_old()
+            self._drop_held()
+            self._build_ahead(min(self._held.values()), oldest)
+        return None
+
+    def _wait_for(self, step: int, rank: int, wait_s: float, is_ahead: bool) -> _Built | Later | None:
+        with self._lock:
+            self._check_open()
+            before = self._at.get(rank), self._taken.get(rank), rank in self._expected
+            later = self._find_room_ahead(step, rank) if is_ahead else self._move(step, rank)
+            if later is not None:
+                return later
             oldest = min(self._at.values())
-            for number in [n for n in self._steps if n < oldest]:
-                self._steps.pop(number).cancel()
-            slowest = min(self._taken, key=lambda r: self._taken[r])
-            if step > self._taken[slowest] + self._prefetch:
-                return Later(f"rank {slowest} of the same data-parallel group has not taken step {self._taken[slowest]} yet")
             self._steps[step] = future = self._future_of(step) or self._threads.submit(self._build, step)
-            for number in range(step + 1, oldest + self._prefetch + 1):
-                ahead = self._future_of(number) or self._threads.submit_ahead(self._build, number)
-                if ahead is not None:
-                    self._steps[number] = ahead
+            self._build_ahead(step + 1, oldest)
         try:
             return future.result(timeout=wait_s)
         except NotYet as error:
@@ -175,11 +199,32 @@ class DataConstructor:
             return Later(f"step {step} was dropped and is built again")
         except SpecError:  # there is no such step: the rank is where it was
             self._forget(step, future)
-            self._set_back(rank, step, *before)
+            if not is_ahead:
+                self._set_back(rank, step, *before)
             raise
         except BaseException:
             self._forget(step, future)
             raise
+
+    def _move(self, step: int, rank: int) -> Later | None:
+        """Note that a rank is at a step, and needs it; returns why it cannot be built yet."""
+        self._at[rank] = self._taken[rank] = self._held[rank] = step
+        self._expected.discard(rank)
+        self._paces.note_request(rank, step)
+        self._drop_old()
+        slowest = min(self._taken, key=lambda r: self._taken[r])
+        if step > self._taken[slowest] + self._prefetch:
+            return Later(f"rank {slowest} of the same data-parallel group has not taken step {self._taken[slowest]} yet")
+        return None
+
+    def _find_room_ahead(self, step: int, rank: int) -> Later | None:
+        """Returns why a step cannot be fetched ahead now."""
+        if rank not in self._at:
+            return Later(f"rank {rank} reads nothing here now: its trainer requests the first step itself")
+        slowest = min(self._at, key=lambda r: self._at[r])
+        if step > self._at[slowest] + self._prefetch:
+            return Later(f"step {step} is more than {self._prefetch} steps ahead of rank {slowest}")
+        return None
 
     def expect(self, ranks: Collection[int]) -> None:
         """Note that these ranks will come: late is not gone."""
@@ -199,6 +244,7 @@ class DataConstructor:
         with self._lock:
             self._at.pop(rank, None)
             self._taken.pop(rank, None)
+            self._held.pop(rank, None)
             self._expected.discard(rank)
             self._paces.rank_left(rank)
             nobody_reads, is_late = not self._at, bool(self._expected)
@@ -208,13 +254,13 @@ class DataConstructor:
             self._planner.call(Planner.group_left, self._group, is_late).result()
 
     def freeze(self) -> HandedOut:
-        """Deliver no step that no rank has yet."""
+        """Let no rank take a step that no rank has taken yet."""
         with self._lock:
             self._frozen_from = self._untaken
             return HandedOut(dict(self._taken), self._untaken)
 
     def thaw(self, to: int | None = None) -> HandedOut:
-        """Deliver steps again, those before `to` if given."""
+        """Let steps be taken again, those before `to` if given."""
         with self._lock:
             self._frozen_from = to
             return HandedOut(dict(self._taken), self._untaken)
@@ -226,7 +272,8 @@ class DataConstructor:
             self._expected.clear()
             self._at.clear()
             self._taken.clear()
-            self._untaken = 0
+            self._held.clear()
+            self._untaken = self._unfetched = 0
             self._frozen_from = None
             self._drop_all()
 
@@ -243,7 +290,7 @@ class DataConstructor:
     def reached(self) -> int:
         """The first step that this constructor has requested no plan for."""
         with self._lock:
-            return max([self._untaken, *(number + 1 for number in self._steps)])
+            return max([self._unfetched, *(number + 1 for number in self._steps)])
 
     def num_ready(self) -> int:
         """How many steps are built or being built."""
@@ -262,9 +309,35 @@ class DataConstructor:
         future = self._steps.get(step)
         return None if future is None or _was_postponed(future) else future
 
-    def _drop_taken(self) -> None:
-        if len(self._taken) == len(self._places):
-            slowest = min(self._taken.values())
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the constructor of data-parallel group {self._group} is closed")
+
+    def _not_here(self, rank: int) -> Later:
+        """The answer to a client of the old mesh, before it has noticed a resize."""
+        return Later(f"rank {rank} is not in data-parallel group {self._group} any more")
+
+    def _is_frozen(self, step: int) -> bool:
+        return self._frozen_from is not None and step >= self._frozen_from
+
+    def _build_ahead(self, first: int, oldest: int) -> None:
+        """Build the steps from `first` on that the oldest step of any rank leaves room for."""
+        for number in range(first, oldest + self._prefetch + 1):
+            ahead = self._future_of(number) or self._threads.submit_ahead(self._build, number)
+            if ahead is not None:
+                self._steps[number] = ahead
+
+    def _drop_old(self) -> int:
+        """Drop the steps that no rank may request again; returns the first that one may."""
+        oldest = min(self._at.values())
+        for number in [n for n in self._steps if n < oldest]:
+            self._steps.pop(number).cancel()
+        return oldest
+
+    def _drop_held(self) -> None:
+        """Drop the steps that all ranks have. One that is requested again is built again."""
+        if len(self._held) == len(self._places):
+            slowest = min(self._held.values())
             for number in [n for n in self._steps if n < slowest]:
                 del self._steps[number]
 
@@ -282,9 +355,9 @@ class DataConstructor:
         with self._lock:
             if self._at.get(rank) != refused:
                 return
-            del self._at[rank], self._taken[rank]
+            del self._at[rank], self._taken[rank], self._held[rank]
             if at is not None and taken is not None:
-                self._at[rank], self._taken[rank] = at, taken
+                self._at[rank], self._taken[rank], self._held[rank] = at, taken, taken
             if was_expected:
                 self._expected.add(rank)
 
@@ -336,6 +409,10 @@ def _add_parts(plan: GroupPlan, whole: list[Fields], payloads: Iterator[Payload]
     return tuple(rank_parts)
 
 
+def _wait_for_mesh(step: int) -> Later:
+    return Later(f"step {step} waits for the mesh to change")
+
+
 def _was_postponed(future: StealingFuture[_Built | Later | None]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None and isinstance(future.result(), Later)
 
@@ -377,15 +454,16 @@ class PaceMeter:
     def pace(self) -> Pace:
         return Pace(self._num_steps, self._busy_s, self._num_waits, self._waited_s)
 
-    def note_request(self, rank: int, step: int) -> None:
-        """A rank requests a step, maybe again."""
+    def note_request(self, rank: int, step: int, waited_s: float = 0.0) -> None:
+        """A rank requests a step, maybe again, or has requested it `waited_s` ago."""
         requested, got, now = self._requested.get(rank), self._got.get(rank), self._clock()
         if requested is not None and requested[0] == step:
             return
-        self._requested[rank] = step, now
+        began = now - waited_s if got is None else max(now - waited_s, got[1])
+        self._requested[rank] = step, began
         if got is not None and got[0] == step - 1:
             self._num_steps += 1
-            self._busy_s += now - got[1]
+            self._busy_s += began - got[1]
 
     def note_delivery(self, rank: int, step: int) -> None:
         requested, got, now = self._requested.get(rank), self._got.get(rank), self._clock()
@@ -393,6 +471,11 @@ class PaceMeter:
             self._num_waits += 1
             self._waited_s += now - requested[1]
         self._got[rank] = step, now
+
+    def note_take(self, rank: int, step: int, waited_s: float) -> None:
+        """A rank takes a step that it fetched ahead, after waiting for it for that long."""
+        self.note_request(rank, step, waited_s)
+        self.note_delivery(rank, step)
 
     def rank_left(self, rank: int) -> None:
         self._requested.pop(rank, None)

@@ -49,6 +49,7 @@ T = TypeVar("T")
 _PAUSE_S = SERVER_PAUSE_S  # between attempts to reach a server
 _WAIT_S = 2.0  # how long a fetch waits at the server, so that a thousand clients do not keep it busy with polling
 _CALL_S = _GRACE_S = SERVER_ANSWER.after_s  # timeout of a call, and of the transfer of a step after the wait
+_MOST_WAITED_S = 3600.0  # more is not reported
 _ARENAS = 8
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class FlightChannel:
         self._session = secrets.token_hex(8)
         self._arenas = Arenas(_ARENAS)
         self._lock = threading.Lock()
+        self._moving = threading.Lock()
         self._closed = threading.Event()
         self._loaded: State | None = None
         self._is_lost = False
@@ -93,11 +95,14 @@ class FlightChannel:
     def generation(self) -> int:
         return len(self._generations) - 1
 
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+    def origin(self) -> str:
+        return _origin(self._welcome, self._generations[-1])
+
+    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
         self._home.check()
         wait_s = max(wait_s, self._wait_s)
-        known = self._welcome
-        ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, self._generations[-1])
+        known, generation = self._welcome, self._generations[-1]
+        ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, generation, ahead)
         try:
             answer, batches = self._steps.fetch(wire.pack(ticket), wait_s + _GRACE_S)
         except Unreachable as error:
@@ -107,17 +112,36 @@ class FlightChannel:
                 return self._unpack(answer, batches, step)
             case wire.End():
                 return None
-            case wire.NotReady():
-                return Later(answer.reason)
-            case wire.Moved() if answer.instance != known.instance:
-                return self._reconnect("it was restarted")
-            case wire.Moved():
-                self._add_generation(answer.generation)
-                return Later("the run was moved to another state")
-            case wire.Elsewhere():
-                return self._reconnect(f"rank {rank} is no longer served there")
             case wire.Failure():
                 raise answer.error()
+            case _:
+                return self._follow_refusal(answer, ticket)
+
+    def take(self, step: int, rank: int, waited_s: float = 0.0, origin: str | None = None) -> Later | None:
+        self._home.check()
+        known, generation = self._welcome, self._generations[-1]
+        if origin not in (None, _origin(known, generation)):
+            return Later("the run was moved, or its service restarted, since the step was fetched")
+        waited_s = min(waited_s, _MOST_WAITED_S)
+        request = wire.Take(known.job, rank, step, self._session, known.instance, generation, waited_s)
+        try:
+            refusal = self._steps.call(wire.TAKE, request, _CALL_S)
+        except Unreachable as error:
+            return self._reconnect(str(error))
+        return None if refusal is None else self._follow_refusal(refusal, request)
+
+    def _follow_refusal(self, refusal: wire.Refusal, request: wire.Ticket | wire.Take) -> Later:
+        """Do what the answer to a refused request says."""
+        match refusal:
+            case wire.NotReady():
+                return Later(refusal.reason)
+            case wire.Moved() if refusal.instance != request.instance:
+                return self._reconnect("it was restarted")
+            case wire.Moved():
+                self._add_generation(refusal.generation, after=request.generation)
+                return Later("the run was moved to another state")
+            case wire.Elsewhere():
+                return self._reconnect(f"rank {self._rank} is no longer served there")
 
     def _unpack(self, contents: wire.Contents, batches: Sequence[pa.RecordBatch], step: int) -> Delivery:
         try:
@@ -257,12 +281,18 @@ class FlightChannel:
                 self._steps.close()
             self._steps = self._front if address == self._front.address else self._link_to(address)
 
-    def _add_generation(self, generation: int) -> None:
-        if generation != self._generations[-1]:
-            self._generations.append(generation)
+    def _add_generation(self, generation: int, after: int | None = None) -> None:
+        """Note that the run was moved. The answer to an old request, sent `after` an older move, is no news."""
+        with self._moving:
+            if generation != self._generations[-1] and after in (None, self._generations[-1]):
+                self._generations.append(generation)
 
     def _link_to(self, address: str) -> Link:
         return Link(address, self._token, self._root)
+
+
+def _origin(welcome: wire.Welcome, generation: int) -> str:
+    return f"{welcome.instance}/{generation}"
 
 
 def _start_heartbeat(channel: FlightChannel, closed: threading.Event, every_s: float) -> None:

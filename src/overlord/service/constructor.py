@@ -47,6 +47,7 @@ class ServingConstructor:
     def __init__(self, constructor: DataConstructor, tree: ClientPlaceTree, group: int) -> None:
         self._constructor = constructor
         self.fetch = constructor.fetch
+        self.take = constructor.take
         self._tree = tree
         self._group = group
         self._serving = threading.Lock()

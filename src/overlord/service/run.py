@@ -547,10 +547,24 @@ class LocalChannel:
     def generation(self) -> int:
         return self.run.generation
 
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+    def origin(self) -> str:
+        return str(self.run.generation)
+
+    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
         generation = self.run.generation
         try:
-            return self._constructor_of(rank).call(StepSource.fetch, step, rank, wait_s).result()
+            return self._constructor_of(rank).call(StepSource.fetch, step, rank, wait_s, ahead).result()
+        except ClosedError:
+            if generation == self.run.generation:
+                raise
+            return Later("the mesh was changed")
+
+    def take(self, step: int, rank: int, waited_s: float = 0.0, origin: str | None = None) -> Later | None:
+        generation = self.run.generation
+        if origin not in (None, str(generation)):
+            return Later("the run was moved since the step was fetched")
+        try:
+            return self._constructor_of(rank).call(StepSource.take, step, rank, waited_s).result()
         except ClosedError:
             if generation == self.run.generation:
                 raise

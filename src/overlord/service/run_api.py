@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from overlord.messages import Decision, Delivery, Later, StepReport, WeightChange
-from overlord.service.wire import HELLO, HERE, LEAVE, Action, BySource, Count, JobId, Session
+from overlord.service.wire import HELLO, HERE, LEAVE, TAKE, Action, BySource, Count, JobId, Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +70,14 @@ class StepSource(Protocol):
         """How often the run was moved to another state or mesh."""
         ...
 
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
-        """Returns a rank's part of a step; None past the end; Later when it is not ready within `wait_s`."""
+    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
+        """Returns a rank's part of a step; None past the end; Later when it is not ready within `wait_s`. The rank takes
+        the step with it. Fetched `ahead`, it is not taken until `take`, and the rank stays where it was."""
+        ...
+
+    def take(self, step: int, rank: int, waited_s: float = 0.0) -> Later | None:
+        """Take a step that was fetched ahead, after the trainer waited for it for `waited_s`. Returns why it cannot be taken
+        now; it has to be fetched again then."""
         ...
 
     def leave(self, rank: int) -> None:
@@ -87,6 +93,14 @@ class Channel(StepSource, Protocol):
 
     def start(self) -> int:
         """Returns the step that clients begin at."""
+        ...
+
+    def origin(self) -> str:
+        """Names what steps come from now: another name after the run was moved, or its service restarted."""
+        ...
+
+    def take(self, step: int, rank: int, waited_s: float = 0.0, origin: str | None = None) -> Later | None:
+        """As in `StepSource`, for a step that was fetched ahead from an origin. A step from another origin is not taken."""
         ...
 
     def leave(self, rank: int, generation: int | None = None) -> None:
@@ -232,7 +246,7 @@ CALLS: dict[str, Call[..., Any]] = {
 """The table of calls, by the names of their actions."""
 
 ACTIONS: dict[str, Action[Any, Any]] = {
-    action.name: action for action in (HELLO, HERE, LEAVE, *(call.action for call in CALLS.values()))
+    action.name: action for action in (HELLO, HERE, LEAVE, TAKE, *(call.action for call in CALLS.values()))
 }
 """Every action of a service."""
 

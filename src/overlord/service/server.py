@@ -7,6 +7,7 @@ How it behaves:
 - A rank without a sign of life for `leave_after_s` no longer holds others back. When it comes back it continues where it
   was. A rank that has not come since the service started is late, and counts as gone after the same time, counted from its
   first peer.
+- A step that a client has fetched ahead is not taken yet: the ranks' steps below are those that trainers have taken.
 - Draining: a step that some rank has taken is still handed to the others; no later step is.
 """
 
@@ -89,6 +90,7 @@ class Service:
         self._clock = clock
         self._generation = 0 if steps is None else steps.generation()
         self._last_step: int | None = None  # the last to hand out, once draining
+        self._taking = threading.Lock()
         self._closing = threading.Event()
         self._server = _start_server(listen, self)
         self.address = listen.public_address(self._server.port)
@@ -97,7 +99,8 @@ class Service:
 
     def halt(self) -> int:
         """Hand out no step beyond those that some rank has taken; returns the last of them."""
-        last = self._last_step = max(self.ranks.last().values(), default=0) - 1
+        with self._taking:
+            last = self._last_step = max(self.ranks.last().values(), default=0) - 1
         return last
 
     def drain(self, last: int, timeout_s: float) -> bool:
@@ -113,9 +116,7 @@ class Service:
     def answer(self, ticket: wire.Ticket) -> tuple[wire.Answer, Iterator[pa.RecordBatch]]:
         """Returns the answer to a ticket, and the data that comes with it: at least one batch, which may be empty."""
         self._check_job(ticket.job)
-        steps = self._steps
-        if steps is None:
-            raise flight.FlightServerError("this server hands out no steps; ask it for the address of the rank's")
+        steps = self._require_steps()
         try:
             answer = self._fetch_patiently(steps, ticket)
             return pack_step(answer) if isinstance(answer, Delivery) else (answer, iter([_NO_REGIONS]))
@@ -133,7 +134,10 @@ class Service:
                 return moved
             if not self._serves(ticket.rank):
                 return wire.Elsewhere()
-            self.ranks.note_request(ticket.rank, ticket.session, ticket.step)
+            if ticket.ahead:
+                self.ranks.note_heartbeat(ticket.rank, ticket.session)
+            else:
+                self.ranks.note_request(ticket.rank, ticket.session, ticket.step)
             left_s = max(deadline - self._clock(), 0.0)
             answer = self._fetch(steps, ticket, min(left_s, _SLICE_S))
             if (moved := self._find_move(steps, ticket)) is not None:
@@ -141,22 +145,41 @@ class Service:
             if answer is None:
                 return wire.End()
             if isinstance(answer, Delivery):
-                self.ranks.note_delivery(ticket.rank, ticket.session, answer.step)
+                if not ticket.ahead:
+                    self.ranks.note_delivery(ticket.rank, ticket.session, answer.step)
                 return answer
-            # No fetch without time to wait for it: its reason would only be that nothing has begun.
-            if deadline - self._clock() <= 2 * pause_s or self._closing.wait(pause_s):
+            # No patience for a fetch ahead: by now the trainer may wait for the step, and it may not come before the rank is
+            # moved, which only the trainer's own request does. And no fetch without time to wait for it: its reason would
+            # only be that nothing has begun.
+            if ticket.ahead or deadline - self._clock() <= 2 * pause_s or self._closing.wait(pause_s):
                 return wire.NotReady(answer.reason)
             pause_s = min(2 * pause_s, _PAUSES_S[1])
 
     def _fetch(self, steps: StepSource, ticket: wire.Ticket, wait_s: float) -> Delivery | Later | None:
-        last = self._last_step
-        if last is not None and ticket.step > last:
-            return Later(f"the service is stopping and hands out no step after {last}; it goes on when it is started again")
-        if self._closing.is_set():
-            return Later("the service is stopping")
-        return steps.fetch(ticket.step, ticket.rank, wait_s)
+        return self._find_stop(ticket.step) or steps.fetch(ticket.step, ticket.rank, wait_s, ticket.ahead)
 
-    def _find_move(self, steps: StepSource, ticket: wire.Ticket) -> wire.Moved | None:
+    def take(self, request: wire.Take) -> wire.Refusal | None:
+        """Take a step for a rank that has fetched it ahead; returns why it cannot be taken now."""
+        steps = self._require_steps()
+        if (moved := self._find_move(steps, request)) is not None:
+            return moved
+        if not self._serves(request.rank):
+            return wire.Elsewhere()
+        with self._taking:  # `halt` finds the step taken, or it is not taken
+            self.ranks.note_request(request.rank, request.session, request.step)
+            later = self._find_stop(request.step) or steps.take(request.step, request.rank, request.waited_s)
+            if later is None:
+                self.ranks.note_delivery(request.rank, request.session, request.step)
+        return self._find_move(steps, request) or (None if later is None else wire.NotReady(later.reason))
+
+    def _find_stop(self, step: int) -> Later | None:
+        """Returns why a step is not handed out when the service is stopping."""
+        last = self._last_step
+        if last is not None and step > last:
+            return Later(f"the service is stopping and hands out no step after {last}; it goes on when it is started again")
+        return Later("the service is stopping") if self._closing.is_set() else None
+
+    def _find_move(self, steps: StepSource, ticket: wire.Ticket | wire.Take) -> wire.Moved | None:
         """Note the run's generation; returns the answer for a client that knows the run as of another one."""
         generation = steps.generation()
         if generation != self._generation:
@@ -180,6 +203,8 @@ class Service:
             case wire.LEAVE.name:
                 if self.ranks.note_leave(request.rank, request.session) and self._steps is not None:
                     self._steps.leave(request.rank)
+            case wire.TAKE.name:
+                return self.take(request)
             case _:
                 return CALLS[name].invoke(self._require_run().run, request)
 
@@ -201,6 +226,11 @@ class Service:
         every_s = None if self._leave_after_s is None else self._leave_after_s / RANK_SILENT.checks
         where = self._locate(hello.rank)
         return wire.Welcome(self.job, self.instance, where, run.start(), run.generation(), every_s)
+
+    def _require_steps(self) -> StepSource:
+        if self._steps is None:
+            raise flight.FlightServerError("this server hands out no steps; ask it for the address of the rank's")
+        return self._steps
 
     def _require_run(self) -> Channel:
         if self._run is None:

@@ -19,7 +19,7 @@ from overlord.runtime.transport import ErrorEnvelope
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION = 1
+VERSION = 2
 """Incremented whenever a struct of this file, a request of `run_api` or the layout of a step changes."""
 
 Q = TypeVar("Q", bound=Struct)
@@ -46,6 +46,20 @@ class Ticket(Struct, frozen=True, forbid_unknown_fields=True):
     session: Session
     instance: Session
     generation: Count
+    ahead: bool = False
+    """The rank does not take the step with it, but later, with `Take`."""
+
+
+class Take(Struct, frozen=True, forbid_unknown_fields=True):
+    """Takes a step that was fetched ahead, after the trainer waited for it for `waited_s`."""
+
+    job: JobId
+    rank: Count
+    step: Count
+    session: Session
+    instance: Session
+    generation: Count
+    waited_s: Seconds
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True):
@@ -173,6 +187,8 @@ class Contents(Struct, frozen=True, tag="contents"):
 
 
 Answer = Contents | NotReady | End | Moved | Elsewhere | Failure
+Refusal = NotReady | Moved | Elsewhere
+"""Why a step is not taken."""
 
 
 def pack(value: Any) -> bytes:
@@ -232,3 +248,4 @@ class Action(Generic[Q, T]):
 HELLO: Action[Hello, Welcome] = Action("hello", Hello, Welcome)
 HERE: Action[Presence, None] = Action("here", Presence, None)
 LEAVE: Action[Presence, None] = Action("leave", Presence, None)
+TAKE: Action[Take, Refusal | None] = Action("take", Take, Refusal | None)
