@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     import numpy as np
+    import pyarrow as pa
     from numpy.typing import NDArray
 
     from overlord.chunks.chunk import Chunk
     from overlord.runtime.threads import Executor
-    from overlord.stream.facts import ChunkFacts
+    from overlord.stream.facts import ChunkFacts, Ints
 
 
 @dataclass(slots=True)
@@ -50,6 +51,14 @@ class HotChunk:
     tokens: int
     num_bytes: int
     mask: NDArray[np.generic] | None
+
+    @property
+    def table(self) -> pa.Table:
+        return self.chunk.table
+
+    @property
+    def table_row(self) -> Ints:
+        return self.chunk.table_row
 
     @staticmethod
     def of(chunk: Chunk) -> HotChunk:

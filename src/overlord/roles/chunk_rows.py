@@ -1,0 +1,297 @@
+"""Takes planned rows out of chunks that are in memory: in the buffer of a loader host, or in memory that a host shares with
+the processes of its machine.
+
+Tokens and masks are taken as views, images are decoded, other columns are gathered. Who has the chunks is behind
+`ChunkShelf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.arrange.vision.images import sizes_of
+from overlord.batches.payload import NO_LOSS, Payload
+from overlord.errors import DataError, SourceError
+from overlord.sources.column_types import merge_arrays
+from overlord.sources.views import combine_chunks, compact, take_rows
+from overlord.stream.facts import ONLY_IMAGE, Ints, Samples
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from overlord.batches.buffers import Arenas
+    from overlord.runtime.threads import Executor, StealingFuture
+
+
+class ChunkRows(Protocol):
+    """The rows of a chunk. Row r is `values[begin[r]:...]`, of a document that ends at `document_end[r]`, and row
+    `table_row[r]` of `table`."""
+
+    values: NDArray[np.integer] | None
+    begin: memoryview
+    document_end: memoryview
+    mask: NDArray[np.generic] | None
+    left: int
+    """Tokens (or rows, for a source without text) and images that were not taken yet."""
+
+    @property
+    def table(self) -> pa.Table: ...
+
+    @property
+    def table_row(self) -> Ints: ...
+
+
+Find = Callable[[int], ChunkRows | None]
+"""Returns the chunk of a number if it is in memory."""
+
+
+class ChunkShelf(Protocol):
+    """Where the chunks are that rows are taken from."""
+
+    def finders(self, names: tuple[str, ...]) -> Sequence[Find]:
+        """For each of these sources, the function that finds a chunk in memory."""
+        ...
+
+    def obtain(self, source: str, number: int) -> ChunkRows:
+        """A chunk that is not in memory yet. Waits for it."""
+        ...
+
+    def decoder(self, source: str) -> Any:
+        """How the images of a source are decoded; None for a source without images."""
+        ...
+
+    def note_bad_decode(self, source: str, number: int, chunk: ChunkRows, table_row: int, error: str) -> None:
+        """Report an image that cannot be decoded. Raises where the source's policy does not allow it."""
+        ...
+
+    def note_delivered(self, source: str, number: int) -> None:
+        """Every row of a chunk was taken."""
+        ...
+
+    @property
+    def has_decoders(self) -> bool:
+        """True if some source has images that are decoded on delivery."""
+        ...
+
+
+class RowTaker:
+    """Takes the payload of planned samples from the chunks of a shelf."""
+
+    def __init__(self, shelf: ChunkShelf, columns: Sequence[str], threads: Executor, arenas: Arenas) -> None:
+        """Images are decoded on `threads`, into memory of `arenas`."""
+        self._shelf = shelf
+        self._columns = tuple(columns)
+        self._threads = threads
+        self._arenas = arenas
+
+    def take(self, samples: Samples) -> Payload:
+        """Return the payload of planned samples, in their order."""
+        shelf = self._shelf
+        keep_all = bool(self._columns) or shelf.has_decoders
+        views = _TokenViews(shelf, samples, keep_all)
+        images: dict[int, Sequence[NDArray[np.uint8]]] = {}
+        ignored: set[int] = set()
+        parts = [_OfChunk(key, places, views.chunks[key]) for key, places in _places_by_chunk(samples)] if keep_all else []
+        for part, decoded in self._decode(samples, parts):
+            images[decoded.place] = decoded.images
+            part.chunk.left -= len(decoded.images)
+            if decoded.error is not None:
+                source, number = part.key
+                shelf.note_bad_decode(samples.source_names[source], number, part.chunk, decoded.table_row, decoded.error)
+                ignored.add(decoded.place)
+        for source, number in [key for key, chunk in views.chunks.items() if chunk.left <= 0]:
+            shelf.note_delivered(samples.source_names[source], number)
+        return Payload(
+            tokens=views.tokens,
+            following=views.following,
+            loss_masks=views.masks if views.some_mask else None,
+            images=[images.get(i, ()) for i in range(len(samples))] if images else None,
+            columns=_columns(self._columns, parts, samples),
+            ignored=frozenset(ignored),
+        )
+
+    def _decode(self, samples: Samples, parts: Sequence[_OfChunk]) -> Iterator[tuple[_OfChunk, _Decoded]]:
+        """Decode the images of samples. A row that cannot be decoded gets blank ones of the planned size."""
+        if not self._shelf.has_decoders:
+            return
+        rooms = ImageRooms(samples, self._arenas)
+        # All are submitted before any is waited for: a chunk may have few of the samples.
+        started = [one for part in parts for one in self._submit(samples, part, rooms)]
+        for part, place, row, future in started:
+            try:
+                images = future.result()
+            except SourceError:
+                raise  # the file is gone or was changed: not the fault of this row
+            except DataError as error:
+                yield part, _Decoded(place, row, rooms.blank(place), str(error))
+            else:
+                yield part, _Decoded(place, row, images)
+
+    def _submit(self, samples: Samples, part: _OfChunk, rooms: ImageRooms) -> Iterator[_Decoding]:
+        """Start to decode the images of samples of one chunk."""
+        decoder, chunk = self._shelf.decoder(samples.source_names[part.key[0]]), part.chunk
+        if decoder is None:
+            return
+        column = chunk.table.column(decoder.column)
+        places = part.places[rooms.only[part.places] >= 0]
+        rows = chunk.table_row[samples.row[places]]
+        for place, row, number in zip(places.tolist(), rows.tolist(), rooms.only[places].tolist(), strict=True):
+            only = number - 1 if number else None
+            future = self._threads.submit(decoder.decode_row, column, row, rooms.of(place), only)
+            yield _Decoding(part, place, row, future)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfChunk:
+    """The samples of one chunk, and their places in the payload."""
+
+    key: tuple[int, int]
+    """Source and number."""
+    places: NDArray[np.int64]
+    chunk: ChunkRows
+
+
+class _Decoding(NamedTuple):
+    part: _OfChunk
+    place: int
+    table_row: int
+    images: StealingFuture[Sequence[NDArray[np.uint8]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    place: int
+    table_row: int
+    images: Sequence[NDArray[np.uint8]]
+    error: str | None = None
+
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+class _TokenViews:
+    """Views of the tokens of samples, and the chunks they are of: all chunks, or only those that are now delivered whole."""
+
+    def __init__(self, shelf: ChunkShelf, samples: Samples, keep_all: bool) -> None:
+        self.chunks: dict[tuple[int, int], ChunkRows] = {}
+        self.tokens: list[NDArray[np.integer]] = []
+        self.masks: list[NDArray[np.generic] | None] = []
+        following: dict[int, int] = {}
+        finders = shelf.finders(samples.source_names)
+        chunks, names, only = self.chunks, samples.source_names, samples.sizes.get(ONLY_IMAGE)
+        tokens, masks = self.tokens, self.masks
+        # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
+        pieces = cast("Iterator[tuple[int, int, int, int, int]]", zip(*samples.table[:5].tolist(), strict=True))
+        for source, number, row, start, stop in pieces:
+            one = finders[source](number)
+            if one is None:
+                one = chunks.get((source, number)) or shelf.obtain(names[source], number)
+                chunks[source, number] = one  # there may be no room for it on the shelf
+            values = one.values
+            if values is None:
+                one.left -= only is None or only[len(tokens)] <= 0
+                tokens.append(_NO_TOKENS)
+                chunks[source, number] = one
+                continue
+            try:
+                begin, document_end = one.begin[row], one.document_end[row]
+            except IndexError:
+                raise DataError(_changed_row(names[source], number, row, "there is no such row")) from None
+            end = begin + stop
+            if end > document_end:
+                raise DataError(_changed_row(names[source], number, row, f"it ends before token {stop}"))
+            tokens.append(values[begin + start : end])
+            one.left = left = one.left - stop + start
+            if keep_all or left <= 0:
+                chunks[source, number] = one
+            goes_on = end < document_end
+            if goes_on:
+                following[len(tokens) - 1] = values.item(end)
+            if one.mask is not None:
+                masks += [None] * (len(tokens) - 1 - len(masks))
+                masks.append(_mask(one.mask, begin + start, end, goes_on))
+        self.following = np.full(len(samples), NO_LOSS)
+        for place, token in following.items():
+            self.following[place] = token
+        self.some_mask = bool(masks)
+        masks += [None] * (len(samples) - len(masks))
+
+
+def _changed_row(source: str, chunk: int, row: int, why: str) -> str:
+    return (
+        f"row {row} of chunk {chunk} of source {source!r} has changed since it was planned: {why}. The source returns other "
+        "rows than before, or the run was resumed from an edited state; restore the data, or start from a checkpoint"
+    )
+
+
+def _mask(mask: NDArray[np.generic], begin: int, end: int, goes_on: bool) -> NDArray[np.generic]:
+    """One entry per token, and one for the token after them; 0 where there is none."""
+    return mask[begin : end + 1] if goes_on else np.append(mask[begin:end], np.zeros(1, mask.dtype))
+
+
+def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArray[np.int64]]]:
+    """Yields ((source, chunk), places of its samples) for each chunk that the samples come from."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, key in enumerate(zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)):
+        places.setdefault(key, []).append(place)
+    return ((key, np.array(found)) for key, found in places.items())
+
+
+def _columns(names: Sequence[str], parts: Sequence[_OfChunk], samples: Samples) -> dict[str, pa.Array[Any]]:
+    if not names or not parts:
+        return {}
+    places = np.concatenate([part.places for part in parts])
+    back = np.empty(len(samples), np.int64)
+    back[places] = np.arange(len(samples))
+    rows = [part.chunk.table_row[samples.row[part.places]] for part in parts]
+    # Which source and chunk each part of a column is of, for error messages.
+    owners = [f"source {samples.source_names[part.key[0]]!r} (chunk {part.key[1]})" for part in parts]
+    found: dict[str, pa.Array[Any]] = {}
+    for name in names:
+        arrays: list[pa.Array[Any]] = [
+            combine_chunks(compact(take_rows(part.chunk.table.select([name]), of_part)).column(0))
+            if name in part.chunk.table.column_names
+            else pa.nulls(len(of_part))
+            for part, of_part in zip(parts, rows, strict=True)
+        ]
+        found[name] = merge_arrays(name, arrays, owners).take(back)
+    return found
+
+
+class ImageRooms:
+    """Memory for the images of samples: one block if all have the same planned size; else each decode allocates its own."""
+
+    def __init__(self, samples: Samples, arenas: Arenas) -> None:
+        self.only = samples.sizes.get(ONLY_IMAGE, np.zeros(len(samples), np.int64))
+        """Which image of each sample is wanted, as `ONLY_IMAGE` says it."""
+        self._sizes = sizes_of(samples)
+        self._counts: Ints = np.where(self.only < 0, 0, self._sizes.count)
+        self._first = np.cumsum(self._counts) - self._counts
+        self._block: NDArray[np.uint8] | None = None
+        wanted = self._sizes.take(np.flatnonzero(self._counts)).compact()
+        if len(wanted.height) and (wanted.height == wanted.height[0]).all() and (wanted.width == wanted.width[0]).all():
+            shape = (len(wanted.height), int(wanted.height[0]), int(wanted.width[0]), 3)
+            self._block = arenas.lease(int(np.prod(shape))).reshape(shape)
+
+    def of(self, place: int) -> list[NDArray[np.uint8]] | None:
+        """Where the images of a sample are decoded to; None when each decode allocates its own memory."""
+        if self._block is None:
+            return None
+        first = int(self._first[place])
+        return [self._block[first + i] for i in range(int(self._counts[place]))]
+
+    def blank(self, place: int) -> list[NDArray[np.uint8]]:
+        """Black images of the planned sizes."""
+        rooms = self.of(place)
+        if rooms is None:
+            first = int(self._sizes.first[place])
+            numbers = range(first, first + int(self._counts[place]))
+            rooms = [np.empty((self._sizes.height[i], self._sizes.width[i], 3), np.uint8) for i in numbers]
+        for room in rooms:
+            room.fill(0)
+        return rooms
