@@ -1,7 +1,7 @@
 """All benchmarks, or those named, one after the other.
 
-python -m bench [text] [images] [memory] [planning] [ray] [balance] [scale] [multimodal] [pipeline] [outliers] [strategies]
-    [flight] [--quick] [--json]
+python -m bench [trainers] [text] [images] [memory] [planning] [ray] [balance] [scale] [multimodal] [pipeline] [outliers]
+    [strategies] [flight] [--quick] [--json]
 
 With one name, other options are that benchmark's own: python -m bench text --rounds 5
 """
@@ -26,6 +26,7 @@ BENCHMARKS = {
     "text": Benchmark("bench.text_throughput", ("--quick",)),
     "images": Benchmark("bench.image_throughput", ("--quick",)),
     "memory": Benchmark("bench.many_sources_memory", ("--quick",)),
+    "trainers": Benchmark("bench.trainers", ("--quick",)),
     "planning": Benchmark("bench.planning", ("--repeats", "3")),
     "ray": Benchmark("bench.ray_vs_embedded", ("--rounds", "2", "--seconds", "1")),
     "balance": Benchmark("bench.balance", ("--seeds", "1")),

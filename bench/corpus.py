@@ -1,14 +1,16 @@
-"""The data of the benchmarks, made once under bench/.data: token Parquet files and image-text tars."""
+"""The data of the benchmarks, made once under bench/.data: Parquet files of tokens or text, and image-text tars."""
 
 from __future__ import annotations
 
 import io
 import os
 import shutil
+import sysconfig
 import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-DATA = Path(__file__).parent / ".data"
+DATA = Path(os.environ.get("OVERLORD_BENCH_DATA") or Path(__file__).parent / ".data")
 VOCABULARY = 128_000
 MEAN_DOCUMENT = 1000
 LONGEST_DOCUMENT = 8192
+
+
+def keep_in(folder: str) -> None:
+    """Makes and looks for data in that folder, in this process and in those that it starts."""
+    global DATA
+    DATA = Path(folder).resolve()
+    os.environ["OVERLORD_BENCH_DATA"] = str(DATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +36,9 @@ class TextCorpus:
     """`sources` Parquet files with a list<int32> column `tokens`, zstd, pyarrow's writer defaults otherwise.
 
     Document lengths are log-normal (sigma 1) around a mean of about 1,000 and clipped to 8,192; token ids follow
-    Zipf's law over 128,000, which compresses to about 2.2 bytes a token. Every source has at
-    least 8 row groups, so that as many workers can share it. With `distinct` < `sources` the rest are symbolic links to the
-    first ones: enough where only memory is measured, and spares gigabytes of disk.
+    Zipf's law over 128,000, which compresses to about 2.2 bytes a token. Every source has 16 row groups, so that as many
+    workers can share it. With `distinct` < `sources` the rest are symbolic links to the first ones: enough where only
+    memory is measured, and spares gigabytes of disk.
     """
 
     sources: int
@@ -70,8 +79,8 @@ class TextCorpus:
 
 TEXT_8 = TextCorpus(sources=8, row_group_tokens=524_288)
 """2 MiB decoded a row group, 67 M tokens in all."""
-TEXT_64 = TextCorpus(sources=64, row_group_tokens=262_144, row_groups=8, distinct=16)
-"""1 MiB decoded a row group, 134 M tokens to read."""
+TEXT_64 = TextCorpus(sources=64, row_group_tokens=262_144, distinct=16)
+"""1 MiB decoded a row group, 268 M tokens to read."""
 
 
 def text_of(benchmark: str, sources: int) -> TextCorpus:
@@ -96,6 +105,70 @@ def _documents(rng: np.random.Generator, tokens: int) -> pa.ListArray:
     values = np.power(np.float32(VOCABULARY), rng.random(tokens, dtype=np.float32)).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
+
+
+@dataclass(frozen=True, slots=True)
+class BpeCorpus:
+    """Parquet files of real text, and a byte-level BPE of 16,000 tokens trained on some of it (Llama 3's pattern).
+
+    The text is the Python code and the package descriptions that are installed here, cut into documents of at most 16,000
+    characters and dealt over the sources. Where there is too little, it comes again.
+    """
+
+    sources: int = 8
+    row_groups: int = 16
+    row_group_bytes: int = 500_000
+
+    @property
+    def folder(self) -> Path:
+        return DATA / f"bpe-{self.sources}x{self.row_groups}x{self.row_group_bytes}"
+
+    @property
+    def paths(self) -> list[str]:
+        return [str(self.folder / f"source_{i:03d}.parquet") for i in range(self.sources)]
+
+    @property
+    def tokenizer(self) -> str:
+        return str(self.folder / "tokenizer.json")
+
+    def make(self) -> BpeCorpus:
+        _once(self.folder, self._write)
+        return self
+
+    def _write(self, folder: Path) -> None:
+        from bench.tokenizing import llama_3_style, train_tokenizer
+
+        texts = _installed_texts(self.sources * self.row_groups * self.row_group_bytes)
+        train_tokenizer(llama_3_style(), texts[:: max(1, len(texts) // 500)]).save(str(folder / "tokenizer.json"))
+        np.random.default_rng(5).shuffle(texts)
+        documents = cycle(texts)
+        for path in self.paths:
+            with pq.ParquetWriter(
+                folder / Path(path).name, pa.schema([("text", pa.string())]), compression="zstd"
+            ) as writer:
+                for _ in range(self.row_groups):
+                    group: list[str] = []
+                    while sum(map(len, group)) < self.row_group_bytes:
+                        group.append(next(documents))
+                    writer.write_table(pa.table({"text": group}), row_group_size=len(group))
+
+
+def _installed_texts(num_bytes: int) -> list[str]:
+    """Documents from what is installed here, at most so many bytes."""
+    home, packages = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
+    found: list[str] = []
+    size = 0
+    for path in sorted({*home.rglob("*.py"), *packages.rglob("*.py"), *packages.glob("*.dist-info/METADATA")}):
+        text = path.read_bytes().decode(errors="ignore")
+        found += [text[begin : begin + 16_000] for begin in range(0, len(text), 16_000)]
+        size += len(text)
+        if size >= num_bytes:
+            break
+    return found
+
+
+BPE = BpeCorpus()
+"""64 MB of text."""
 
 
 @dataclass(frozen=True, slots=True)

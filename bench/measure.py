@@ -19,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 _PATIENCE = 300.0
+_GRACE = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,12 @@ class Competitor:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One line of arguments for `bench.run_one`."""
+    """One line of arguments for `module`, which runs one competitor once."""
 
     title: str
     benchmark: str
     arguments: tuple[str, ...]
+    module: str = "bench.run_one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +119,33 @@ def interleave(setting: Setting, competitors: Sequence[Competitor], rounds: int)
 
 def run(setting: Setting, competitor: Competitor) -> dict[str, Any] | str:
     """One run in a fresh process: its figures, or why there are none."""
-    command = [sys.executable, "-W", "ignore", "-m", "bench.run_one", setting.benchmark, competitor.peer]
+    command = [sys.executable, "-W", "ignore", "-m", setting.module, setting.benchmark, competitor.peer]
     command += [*setting.arguments, "--set", json.dumps(competitor.settings)]
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=_PATIENCE)
+        except subprocess.TimeoutExpired:
+            return f"no result after {_PATIENCE:.0f} s"
+        finally:
+            _end(process)
+    if process.returncode:
+        return (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    return json.loads(out.splitlines()[-1])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Also after an interrupt: first asked, so that it ends what it started, then made to."""
+    if process.poll() is not None:
+        return
+    process.terminate()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment, cwd=ROOT)
+        process.wait(_GRACE)
     except subprocess.TimeoutExpired:
-        return f"no result after {_PATIENCE:.0f} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return json.loads(done.stdout.splitlines()[-1])
+        process.kill()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import signal
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SAMPLE_EVERY = 0.1
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -21,9 +25,59 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Has the kernel signal this process when its parent is gone: nothing outlives a benchmark that was killed itself."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
+
+
 def cpu_seconds(root: int) -> float:
     """User and system time of the tree so far, children that were waited for included."""
     return sum(sum(int(ticks) for ticks in _stat(pid)[11:15]) for pid in tree(root)) / _TICKS
+
+
+def cpu_seconds_below(root: int) -> float:
+    """Likewise without the root's own time, for a root that only coordinates; children that it waited for are included."""
+    below = sum(sum(int(ticks) for ticks in _stat(pid)[11:15]) for pid in tree(root) if pid != root)
+    return (below + sum(int(ticks) for ticks in _stat(root)[13:15])) / _TICKS
+
+
+def end_below(root: int, grace_s: float) -> int:
+    """Kills all that descend from the root, which is this process, and waits for it. Returns how many had to be killed.
+
+    Helpers that remove a dead process's shared memory (torch and multiprocessing have one) are given `grace_s` to do so.
+    """
+    helpers = {pid for pid in tree(root) if pid != root and _cleans_up(pid)}
+    victims = [pid for pid in tree(root) if pid != root and pid not in helpers and not _has_ended(pid)]
+    _kill(victims)
+    end = time.monotonic() + grace_s
+    while time.monotonic() < end and any(pid != root and not _has_ended(pid) for pid in tree(root)):
+        time.sleep(0.02)
+    while left := [pid for pid in tree(root) if pid != root and not _has_ended(pid)]:
+        _kill(left)
+        time.sleep(0.02)
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    return len(victims)
+
+
+def _kill(pids: Collection[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _cleans_up(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return b"torch_shm_manager" in command or b"resource_tracker" in command
+
+
+def _has_ended(pid: int) -> bool:
+    stat = _stat(pid)
+    return not stat or stat[0] == "Z"
 
 
 def pss_bytes(root: int, without: Collection[int] = ()) -> int:

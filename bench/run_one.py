@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Barrier
@@ -38,6 +38,12 @@ class Work:
     batches: int
     warmup: int
     settings: dict[str, Any]
+    micros: int = 1
+    """Batches a step, for trainers that accumulate gradients."""
+
+    @property
+    def kind(self) -> str:
+        return "images" if self.benchmark == "images" else "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ def find(peer: str, benchmark: str) -> Build:
             from bench.peers import overlord_loader as module
         case _:
             raise SystemExit(f"no peer is called {peer!r}: bare, torch, spdl, grain, webdataset or overlord")
-    build = getattr(module, "images" if benchmark == "images" else "text", None)
+    build = getattr(module, benchmark if benchmark in ("images", "bpe") else "text", None)
     if build is None:
         raise SystemExit(f"{peer} takes no part in the {benchmark} benchmark")
     return build
@@ -169,11 +175,10 @@ def _rank(peer: str, work: Work, rank: int, together: Barrier, results: multipro
 
 
 def _warm_up(stream: Batches, work: Work, begun: float, ranks: int = 1) -> float:
-    check = _check_images if work.benchmark == "images" else _check_text
-    check(next(stream))
+    check_batch(work.kind, next(stream))
     first = time.perf_counter() - begun
     for _ in range(work.warmup * ranks - 1):
-        check(next(stream))
+        check_batch(work.kind, next(stream))
     return first
 
 
@@ -190,8 +195,15 @@ def _consume(stream: Batches, work: Work, first: float, ranks: int) -> Served:
     return Served(batches, units, time.perf_counter() - begun, first)
 
 
-def _check_text(batch: dict[str, Any]) -> None:
+def check_batch(kind: str, batch: Mapping[str, Any]) -> None:
     """Every competitor must deliver the same fields, or the comparison means nothing."""
+    if kind == "images":
+        _check_images(batch)
+    else:
+        _check_text(batch)
+
+
+def _check_text(batch: Mapping[str, Any]) -> None:
     for name, kinds in (("tokens", ("int32",)), ("labels", ("int64",)), ("position_ids", ("int32",))):
         _check_field(batch, name, kinds, (65536,))
     _check_field(batch, "loss_mask", ("bool", "uint8", "float32"), (65536,))
@@ -200,13 +212,13 @@ def _check_text(batch: dict[str, Any]) -> None:
         raise ValueError(f"cu_seqlens must go from 0 to 65536 and cut at every row end, got {cuts}")
 
 
-def _check_images(batch: dict[str, Any]) -> None:
+def _check_images(batch: Mapping[str, Any]) -> None:
     _check_field(batch, "images", ("uint8",), (64, 336, 336, 3))
     if len(batch["captions"]) != 64:
         raise ValueError(f"a batch needs 64 captions, got {len(batch['captions'])}")
 
 
-def _check_field(batch: dict[str, Any], name: str, kinds: tuple[str, ...], shape: tuple[int, ...]) -> None:
+def _check_field(batch: Mapping[str, Any], name: str, kinds: tuple[str, ...], shape: tuple[int, ...]) -> None:
     field = batch[name]
     kind = str(field.dtype).removeprefix("torch.")
     if tuple(field.shape) != shape or kind not in kinds:

@@ -100,20 +100,24 @@ def _first(texts: list[str], num_bytes: int) -> list[str]:
 
 
 def trained(texts: dict[str, list[str]]) -> dict[str, Any]:
+    styles = {"GPT-2": pre_tokenizers.ByteLevel(add_prefix_space=False), "Llama 3": llama_3_style()}
+    everything = [text for kind in texts.values() for text in kind]
+    return {name: train_tokenizer(style, everything) for name, style in styles.items()}
+
+
+def llama_3_style() -> Any:
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    styles = {
-        "GPT-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
-        "Llama 3": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), in_bytes]),
-    }
-    made = {}
-    for name, style in styles.items():
-        tokenizer = tokenizers.Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = style
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=16_000, initial_alphabet=alphabet, show_progress=False)
-        tokenizer.train_from_iterator([text for kind in texts.values() for text in kind], trainer)
-        made[name] = tokenizer
-    return made
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), in_bytes])
+
+
+def train_tokenizer(style: Any, texts: list[str]) -> Any:
+    """A byte-level BPE of 16,000 tokens that splits texts by the style first."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = style
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=16_000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def _cpu_seconds(work: Callable[[], object]) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 Document = NDArray[np.int32]
+Read = Callable[[pq.ParquetFile, int, np.random.Generator], Iterator[Document]]
+"""Documents of one row group, in a random order."""
 
 
 class ParquetSource:
@@ -20,19 +23,22 @@ class ParquetSource:
     row group, as every training loader does one way or another.
     """
 
-    def __init__(self, path: str, share: int = 0, shares: int = 1, seed: int = 0) -> None:
+    def __init__(self, path: str, share: int = 0, shares: int = 1, seed: int = 0, read: Read | None = None) -> None:
         self.path = path
         self.share = share
         self.shares = shares
         self.seed = seed
+        self.read = read or documents
 
     def __iter__(self) -> Iterator[Document]:
         file = pq.ParquetFile(self.path)
+        if self.share >= file.num_row_groups:
+            raise ValueError(f"{self.path} has {file.num_row_groups} row groups, too few for {self.shares} readers")
         rng = np.random.default_rng([self.seed, self.share])
         groups = np.arange(self.share, file.num_row_groups, self.shares)
         while True:
             for group in rng.permutation(groups).tolist():
-                yield from documents(file, group, rng)
+                yield from self.read(file, group, rng)
 
 
 def documents(file: pq.ParquetFile, row_group: int, rng: np.random.Generator) -> Iterator[Document]:
@@ -48,6 +54,27 @@ def documents(file: pq.ParquetFile, row_group: int, rng: np.random.Generator) ->
         yield values[begin:end]
 
 
+class Encoding:
+    """Documents of raw text: a row group is encoded by the BPE library in one call. Loaded where it is used."""
+
+    def __init__(self, tokenizer: str) -> None:
+        self.tokenizer = tokenizer
+        self._loaded: Any = None
+
+    def __call__(self, file: pq.ParquetFile, row_group: int, rng: np.random.Generator) -> Iterator[Document]:
+        if self._loaded is None:
+            # Workers are as many as cores already: threads of the library would only get into each other's way.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            import tokenizers
+
+            self._loaded = tokenizers.Tokenizer.from_file(self.tokenizer)
+        texts = file.read_row_group(row_group, columns=["text"], use_threads=False).column(0).to_pylist()
+        # The fast call computes no offsets, which nobody needs here.
+        encoded = self._loaded.encode_batch_fast([texts[i] for i in rng.permutation(len(texts))], add_special_tokens=False)
+        for each in encoded:
+            yield np.array(each.ids, np.int32)
+
+
 def choices(weights: Sequence[float], rng: np.random.Generator) -> Iterator[int]:
     """The source of each next document, drawn in blocks because one draw costs as much as a thousand."""
     share = np.asarray(weights) / np.sum(weights)
@@ -61,11 +88,11 @@ def mixed(sources: Sequence[Iterator[Document]], weights: Sequence[float], seed:
 
 
 def mixed_parquet(
-    paths: Sequence[str], weights: Sequence[float], share: int = 0, shares: int = 1, seed: int = 0
+    paths: Sequence[str], weights: Sequence[float], share: int = 0, shares: int = 1, *, read: Read | None = None
 ) -> Iterator[Document]:
     """Mixed documents of all sources, as one worker of `shares` reads them."""
-    sources = [iter(ParquetSource(path, share, shares, seed + index)) for index, path in enumerate(paths)]
-    return mixed(sources, weights, seed + share)
+    sources = [iter(ParquetSource(path, share, shares, seed, read)) for seed, path in enumerate(paths)]
+    return mixed(sources, weights, share)
 
 
 def mixing_weights(sources: int) -> list[float]:

@@ -1,8 +1,9 @@
-"""Overlord on its embedded engine: one process serves all ranks, whose clients are read in turn."""
+"""Overlord: its jobs, read by a trainer from a service or in its own process, or all ranks from one process in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -16,16 +17,24 @@ from bench.run_one import Work
 MIB = 1 << 20
 
 
-def text(work: Work, rank: int) -> Iterator[Mapping[str, Any]]:
-    """Settings: `workers`, threads of the job; `buffer`, the declared MiB a source may keep decoded."""
-    paths = corpus.text_of(work.benchmark, work.sources).paths
-    weights = mixing_weights(work.sources)
-    buffer = work.settings.get("buffer", 8) * MIB
-    job = ol.Job(
-        sources={_name(i): ol.Parquet(path, columns=["tokens"], buffer_bytes=buffer) for i, path in enumerate(paths)},
-        mixture=ol.Mixture({_name(i): weight for i, weight in enumerate(weights)}),
+def job_of(work: Work) -> ol.Job:
+    """Settings: `workers`, threads of the job; `buffer`, the MiB a source may keep decoded; `engine` of the tokeniser. All
+    else, and what is not set, is left to Overlord."""
+    if work.benchmark == "images":
+        return _images_job(work)
+    options = {"buffer_bytes": work.settings["buffer"] * MIB} if "buffer" in work.settings else {}
+    if work.benchmark == "bpe":
+        paths = corpus.BPE.paths
+        tokenize = ol.Tokenize("text", encoding=corpus.BPE.tokenizer, engine=work.settings.get("engine"))
+        sources = {_name(i): ol.Parquet(path, transform=tokenize, **options) for i, path in enumerate(paths)}
+    else:
+        paths = corpus.text_of(work.benchmark, work.sources).paths
+        sources = {_name(i): ol.Parquet(path, columns=["tokens"], **options) for i, path in enumerate(paths)}
+    return ol.Job(
+        sources=sources,
+        mixture=ol.Mixture({_name(i): weight for i, weight in enumerate(mixing_weights(len(paths)))}),
         batch=ol.Batch(
-            tokens=BATCH_TOKENS * work.ranks,
+            tokens=BATCH_TOKENS * work.ranks * work.micros,
             sequence_length=ROW_TOKENS,
             micro_tokens=BATCH_TOKENS,
             cut_documents=True,
@@ -33,24 +42,41 @@ def text(work: Work, rank: int) -> Iterator[Mapping[str, Any]]:
         mesh=ol.Mesh(dp=work.ranks),
         num_workers=work.settings.get("workers"),
     )
-    yield from _in_turn(job, work.ranks)
 
 
-def images(work: Work, rank: int) -> Iterator[Mapping[str, Any]]:
-    """Settings: `workers`, threads of the job."""
-    job = ol.Job(
-        sources={
-            "pairs": ol.WebDataset(
-                corpus.IMAGES.paths,
-                tokens=None,
-                decode=ol.vision.DecodeImage(column="jpg", size=(SIZE, SIZE)),
-            )
-        },
+def _images_job(work: Work) -> ol.Job:
+    decode = ol.vision.DecodeImage(column="jpg", size=(SIZE, SIZE))
+    return ol.Job(
+        sources={"pairs": ol.WebDataset(corpus.IMAGES.paths, tokens=None, decode=decode)},
         batch=ol.Batch(samples=BATCH * work.ranks, sequence_length=ROW_TOKENS, layout="padded", columns=("txt",)),
         mesh=ol.Mesh(dp=work.ranks),
         num_workers=work.settings.get("workers"),
     )
-    for batch in _in_turn(job, work.ranks):
+
+
+def steps(work: Work, rank: int) -> Iterator[Any]:
+    """One rank's steps for a trainer: from the service at the setting `address`, or of a job in this process."""
+    address = work.settings.get("address")
+    if address is None:
+        with ol.start(job_of(work)) as loader:
+            yield from map(_named_alike, loader.client(rank)) if work.benchmark == "images" else loader.client(rank)
+        return
+    with ol.connect(address, rank=rank) as client:
+        yield from map(_named_alike, client) if work.benchmark == "images" else client
+
+
+def _named_alike(step: Any) -> list[Mapping[str, Any]]:
+    return [{"images": micro["images"], "captions": micro["txt"]} for micro in step]
+
+
+def text(work: Work, rank: int) -> Iterator[Mapping[str, Any]]:
+    """Settings: `workers`, threads of the job; `buffer`, the declared MiB a source may keep decoded."""
+    yield from _in_turn(job_of(replace(work, settings={"buffer": 8, **work.settings})), work.ranks)
+
+
+def images(work: Work, rank: int) -> Iterator[Mapping[str, Any]]:
+    """Settings: `workers`, threads of the job."""
+    for batch in _in_turn(job_of(work), work.ranks):
         yield {"images": batch["images"], "captions": batch["txt"]}
 
 

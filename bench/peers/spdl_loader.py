@@ -1,18 +1,20 @@
-"""SPDL pipelines: threads in the trainer's process, no copies between processes."""
+"""SPDL pipelines: threads in the trainer's process without copies, or in processes of their own (`subprocesses`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from spdl.pipeline import Pipeline, PipelineBuilder
+from spdl.pipeline import Pipeline, PipelineBuilder, SharedMemorySegmentPool, run_pipeline_in_subprocess
 
 from bench import corpus
-from bench.peers.documents import Document, choices, documents, mixed_parquet, mixing_weights
-from bench.peers.packing import Batch, batches
-from bench.peers.pictures import BATCH, PictureBatch, TarPairs, collate
+from bench.peers.documents import Document, Encoding, Read, choices, documents, mixed_parquet, mixing_weights
+from bench.peers.packing import BATCH_TOKENS, Batch, batches
+from bench.peers.pictures import BATCH, SIZE, PictureBatch, TarPairs, collate
 from bench.run_one import Work
 
 
@@ -24,6 +26,8 @@ def text(work: Work, rank: int) -> Iterator[Batch]:
     """
     if work.settings.get("stages"):
         return _forever(in_stages(work, rank))
+    if work.settings.get("subprocesses"):
+        return in_subprocesses(work, rank, partial(_text_share, work, corpus.text_of(work.benchmark, work.sources).paths))
     paths = corpus.text_of(work.benchmark, work.sources).paths
     weights = mixing_weights(len(paths))
     threads = work.settings.get("threads", 1)
@@ -33,6 +37,52 @@ def text(work: Work, rank: int) -> Iterator[Batch]:
 
     builder = PipelineBuilder().add_source(range(threads)).pipe(share, concurrency=threads)
     return _forever(builder.add_sink(4).build(num_threads=threads))
+
+
+def bpe(work: Work, rank: int) -> Iterator[Any]:
+    return in_subprocesses(work, rank, partial(_text_share, work, corpus.BPE.paths, read=Encoding(corpus.BPE.tokenizer)))
+
+
+def _text_share(
+    work: Work, paths: list[str], share: int, shares: int, read: Read | None = None
+) -> Iterator[Batch | list[Batch]]:
+    made = batches(mixed_parquet(paths, mixing_weights(len(paths)), share, shares, read=read))
+    while True:
+        yield next(made) if work.micros == 1 else list(islice(made, work.micros))
+
+
+def in_subprocesses(work: Work, rank: int, read_share: Callable[[int, int], Iterator[Any]]) -> Iterator[Any]:
+    """Pipelines in the setting's number of `subprocesses`, read in turn. With the setting `arena` each fills segments of
+    shared memory that the trainer maps, which the library calls experimental; else batches pass through a queue."""
+    subprocesses = work.settings["subprocesses"]
+    shares = subprocesses * work.ranks
+    running = []
+    for index in range(subprocesses):
+        builder = PipelineBuilder().add_source([rank * subprocesses + index])
+        pipeline = builder.pipe(_Share(read_share, shares)).add_sink(2).get_config()
+        arena = SharedMemorySegmentPool(_segment_bytes(work), count=6) if work.settings.get("arena") else None
+        running.append(run_pipeline_in_subprocess(pipeline, num_threads=1, buffer_size=3, arena=arena))
+    streams = [iter(each) for each in running]
+    while True:
+        for stream in streams:
+            yield next(stream)
+
+
+class _Share:
+    """The stage that makes one share's batches, in a shape that SPDL can send to a process."""
+
+    def __init__(self, read_share: Callable[[int, int], Iterator[Any]], shares: int) -> None:
+        self._read_share = read_share
+        self._shares = shares
+
+    def __call__(self, share: int) -> Iterator[Any]:
+        yield from self._read_share(share, self._shares)
+
+
+def _segment_bytes(work: Work) -> int:
+    if work.kind == "images":
+        return BATCH * SIZE * SIZE * 3 + 4096
+    return work.micros * (BATCH_TOKENS * 17 + 65536)
 
 
 def in_stages(work: Work, rank: int) -> Pipeline:
@@ -88,6 +138,8 @@ def images(work: Work, rank: int) -> Iterator[PictureBatch]:
 
     Tried: 1, 2 and 3 threads, twice each. 1 takes the least CPU.
     """
+    if work.settings.get("subprocesses"):
+        return in_subprocesses(work, rank, partial(_image_share, corpus.IMAGES.paths))
     pairs = TarPairs(corpus.IMAGES.paths)
     threads = work.settings.get("threads", 1)
     draft = work.settings.get("draft", False)
@@ -97,6 +149,14 @@ def images(work: Work, rank: int) -> Iterator[PictureBatch]:
 
     builder = PipelineBuilder().add_source(_endless(range(0, len(pairs) - BATCH + 1, BATCH)))
     return _forever(builder.pipe(batch, concurrency=threads).add_sink(4).build(num_threads=threads))
+
+
+def _image_share(paths: list[str], share: int, shares: int) -> Iterator[PictureBatch]:
+    pairs = TarPairs(paths)
+    numbers = np.random.default_rng(share)
+    while True:
+        for index in numbers.permutation(len(pairs) // BATCH).tolist():
+            yield collate([pairs[i] for i in range(index * BATCH, (index + 1) * BATCH)])
 
 
 def _endless(numbers: range) -> Iterator[int]:
