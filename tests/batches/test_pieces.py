@@ -15,7 +15,7 @@ from overlord.batches.buffers import Arenas
 from overlord.batches.collate import collate
 from overlord.messages import Delivery
 from overlord.service.dry_run import read_steps
-from overlord.service.steps import pack_step, unpack_step
+from overlord.service.steps import pack_step, regions_of, unpack_step
 from tests.batches.microbatches import microbatch
 from tests.small_sources import Numbered, documents_of, job_of
 
@@ -119,7 +119,7 @@ def test_everything_a_ring_needs_goes_over_the_wire():
     for rank, step in first_step(job(ol.Mesh(dp=2, cp=2), columns=("document",))).items():
         delivery = Delivery(step.number, step.loss_tokens, tuple(dict(micro) for micro in step))
         contents, batches = pack_step(delivery)
-        again = unpack_step(contents, list(batches), Arenas(2))
+        again = unpack_step(contents, regions_of(list(batches)), Arenas(2))
         for sent, got in zip(step.microbatches, again.microbatches, strict=True):
             assert sent.keys() == got.keys()
             for name in ("hdp_ranks", "piece_offsets", "whole_lengths", "offload_ratios", "position_ids"):

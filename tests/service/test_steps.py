@@ -14,7 +14,7 @@ import overlord as ol
 from overlord.batches.buffers import Arenas
 from overlord.messages import Delivery
 from overlord.service import steps, wire
-from overlord.service.steps import MESSAGE_BYTES, pack_step, unpack_step
+from overlord.service.steps import MESSAGE_BYTES, pack_step, regions_of, unpack_step
 
 DTYPES = st.sampled_from([np.bool_, np.uint8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64])
 ARRAYS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7)))
@@ -51,7 +51,7 @@ def sent(delivery: Delivery, shift: int = 0) -> Delivery:
         received = list(reader)
     answer = wire.unpack_answer(wire.pack(contents))
     assert isinstance(answer, wire.Contents)
-    return unpack_step(answer, received, Arenas(2))
+    return unpack_step(answer, regions_of(received), Arenas(2))
 
 
 def same(left: Any, right: Any) -> bool:
@@ -84,7 +84,7 @@ def test_an_array_longer_than_a_message_is_cut_and_joined(shift):
     delivery = Delivery(0, 1, ({"long": long, "short": np.arange(5), "other": long[:100_000].reshape(100, 1000)},))
     sizes = [batch.get_total_buffer_size() for batch in pack_step(delivery)[1]]
     assert len(sizes) > 2
-    assert max(sizes) <= MESSAGE_BYTES + steps._SMALL_BYTES
+    assert max(sizes) <= MESSAGE_BYTES + steps.SMALL_BYTES
     assert all_same(delivery, sent(delivery, shift))
 
 
@@ -93,7 +93,7 @@ def test_large_arrays_are_neither_copied_when_sent_nor_when_received_where_they_
     contents, batches = pack_step(Delivery(0, 1, ({"tokens": array},)))
     (batch,) = batches
     assert any(buffer is not None and buffer.address == array.ctypes.data for buffer in batch.column(0).buffers())
-    received = unpack_step(contents, [batch], Arenas(1)).microbatches[0]["tokens"]
+    received = unpack_step(contents, regions_of([batch]), Arenas(1)).microbatches[0]["tokens"]
     assert np.shares_memory(received, array)
 
 
@@ -135,10 +135,10 @@ TEXT = pa.table({"text": ["one", "two", "three"]})
     ],
 )
 def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message):
-    regions = steps._Regions()
+    regions = steps._MessageRegions()
     column = wire.Column("text", regions.add("text", np.frombuffer(stream, np.uint8)), is_view, False)
     with pytest.raises(steps.DamagedStepError, match=f"field 'text' .*{message}"):
-        unpack_step(wire.Contents(0, 1, [[column]]), list(regions.batches()), Arenas(1))
+        unpack_step(wire.Contents(0, 1, [[column]]), regions_of(list(regions.batches())), Arenas(1))
 
 
 @pytest.mark.strangers
@@ -156,11 +156,11 @@ def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message)
 def test_a_field_that_does_not_fit_to_what_came_is_refused(field, message):
     region = np.arange(64, dtype=np.uint8)
     with pytest.raises(steps.DamagedStepError, match=f"field 'odd' .*{message}"):
-        unpack_step(wire.Contents(0, 1, [[field]]), [steps.batch_of([region, region])], Arenas(1))
+        unpack_step(wire.Contents(0, 1, [[field]]), regions_of([steps.batch_of([region, region])]), Arenas(1))
 
 
 @pytest.mark.strangers
 @pytest.mark.parametrize("columns", [{}, {"region": pa.array([b"x"])}, {"other": pa.array([b"x"], pa.binary_view())}])
 def test_a_message_of_other_columns_is_refused(columns):
     with pytest.raises(steps.DamagedStepError, match="instead of one of regions"):
-        unpack_step(wire.Contents(0, 1, []), [pa.RecordBatch.from_pydict(columns)], Arenas(1))
+        unpack_step(wire.Contents(0, 1, []), regions_of([pa.RecordBatch.from_pydict(columns)]), Arenas(1))

@@ -44,13 +44,20 @@ piece.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.arrange.vision.encoding import stack_images
-from overlord.batches.payload import NO_LOSS, Payload
+from overlord.batches.derived import (
+    NO_LOSS,
+    fill_default_mask,
+    fill_next_tokens,
+    fill_positions,
+    image_rows,
+    padding_slices,
+)
+from overlord.batches.payload import Payload
 from overlord.errors import DataError, SpecError
 from overlord.records import record
 
@@ -95,10 +102,7 @@ class _Layout:
 
     def padding_slices(self) -> Iterator[slice]:
         """The runs of places that no document covers."""
-        if self.gaps is not None:
-            for begin, gap in zip([0, *self.ends.tolist()], self.gaps.tolist(), strict=True):
-                if gap:
-                    yield slice(begin, begin + gap)
+        return padding_slices(self.ends, self.gaps)
 
 
 def collate(
@@ -115,7 +119,7 @@ def collate(
     labels, tokens, position_ids, loss_weights, loss_mask = _large_fields(layout.num_tokens, arenas, weighted)
     np.concatenate(_pieces(layout, payload.tokens, batch.pad_token), out=tokens, casting="same_kind")
     _fill_labels(labels, loss_mask, layout, tokens, payload)
-    _fill_positions(position_ids, bounds[:-1], segments)
+    fill_positions(position_ids, bounds[:-1], segments)
     fields: Fields = {
         "tokens": tokens,
         "labels": labels,
@@ -279,14 +283,10 @@ def _fill_labels(
     payload: Payload,
 ) -> None:
     """Write the next token of each place that has a loss, and set `loss_mask` there."""
-    labels[:-1] = tokens[1:]
-    last = layout.ends - 1
     following = payload.following if layout.order is None else payload.following[layout.order]
-    goes_on = following >= 0
-    labels[last] = following
+    fill_next_tokens(labels, tokens, layout.ends, following)
     if payload.loss_masks is None and not payload.ignored and layout.gaps is None:
-        loss_mask.fill(True)  # only the last place of a document may lack a label
-        loss_mask[last] = goes_on
+        fill_default_mask(loss_mask, layout.ends, following)
         return
     for places in layout.padding_slices():
         labels[places] = NO_LOSS
@@ -323,25 +323,6 @@ def _shift_masks(layout: _Layout, masks: Sequence[NDArray[np.generic] | None]) -
     return _pieces(layout, shifted, 1)
 
 
-def _fill_positions(position_ids: NDArray[np.int32], starts: NDArray[np.int32], segments: Ints) -> None:
-    np.subtract(_ramp(len(position_ids)), starts.repeat(segments), out=position_ids)
-
-
-_LONGEST_CACHED = 1 << 20
-
-
-def _ramp(n: int) -> NDArray[np.int32]:
-    """The numbers from 0 to n - 1, out of a cached array."""
-    return _ramp_of(1 << max(n - 1, 0).bit_length())[:n] if n <= _LONGEST_CACHED else np.arange(n, dtype=np.int32)
-
-
-@lru_cache(maxsize=4)
-def _ramp_of(n: int) -> NDArray[np.int32]:
-    ramp = np.arange(n, dtype=np.int32)
-    ramp.setflags(write=False)
-    return ramp
-
-
 def _cu_seqlens(layout: _Layout, bounds: NDArray[np.int32], multiple: int) -> Fields:
     if multiple == 1:
         return {"cu_seqlens": bounds}
@@ -372,4 +353,4 @@ def _image_rows(tokens: NDArray[np.int32], layout: _Layout, image_token: int) ->
     places = tokens == image_token
     for gap in layout.padding_slices():
         places[gap] = False
-    return np.where(places, np.cumsum(places) - 1, -1).astype(np.int32)
+    return image_rows(places)

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-NO_LOSS = -100
-"""The label that torch's cross_entropy ignores unless told otherwise."""
-
-
 @record
 class Payload:
     """The planned samples of one microbatch, in packing order. Every sequence has one entry per sample.

@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.arrange.vision.images import sizes_of
-from overlord.batches.payload import NO_LOSS, Payload
+from overlord.batches.derived import NO_LOSS
+from overlord.batches.payload import Payload
 from overlord.errors import DataError, SourceError
 from overlord.sources.column_types import merge_arrays
 from overlord.sources.views import combine_chunks, compact, take_rows

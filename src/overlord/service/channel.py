@@ -32,7 +32,7 @@ from overlord.service.auth import check_token, read_pem, service_address
 from overlord.service.client import Client
 from overlord.service.link import Link, Unreachable
 from overlord.service.run_api import CALLS, LoadStateRequest, remote_run
-from overlord.service.steps import DamagedStepError, unpack_step
+from overlord.service.steps import DamagedStepError, regions_of, unpack_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,7 +145,7 @@ class FlightChannel:
 
     def _unpack(self, contents: wire.Contents, batches: Sequence[pa.RecordBatch], step: int) -> Delivery:
         try:
-            delivery = unpack_step(contents, batches, self._arenas)
+            delivery = unpack_step(contents, regions_of(batches), self._arenas)
         except DamagedStepError as error:
             raise ServiceError(
                 f"step {step} came damaged from {self._steps.address}: {error}; request it again, and if that does not "

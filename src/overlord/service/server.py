@@ -24,6 +24,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from overlord.batches.buffers import Arenas
 from overlord.declare.arguments import seconds_or_none
 from overlord.errors import OverlordError, ServiceError, SpecError
 from overlord.messages import Delivery, Later
@@ -50,6 +51,7 @@ _SLICE_S = 0.5  # how often a waiting call checks that the run was not moved and
 _PAUSES_S = (0.002, 0.25)  # the first and the longest pause between two fetches for one call
 _arrow: Any = pa  # its stubs leave types open
 _NO_REGIONS: pa.RecordBatch = _arrow.RecordBatch.from_arrays([pa.array([], pa.binary_view())], schema=SCHEMA)
+_SCRATCH = 8  # buffers to compute fields in that need not be sent
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +94,7 @@ class Service:
         self._last_step: int | None = None  # the last to hand out, once draining
         self._taking = threading.Lock()
         self._closing = threading.Event()
+        self._scratch = Arenas(_SCRATCH)
         self._server = _start_server(listen, self)
         self.address = listen.public_address(self._server.port)
         if leave_after_s is not None and steps is not None:
@@ -119,7 +122,7 @@ class Service:
         steps = self._require_steps()
         try:
             answer = self._fetch_patiently(steps, ticket)
-            return pack_step(answer) if isinstance(answer, Delivery) else (answer, iter([_NO_REGIONS]))
+            return pack_step(answer, self._scratch) if isinstance(answer, Delivery) else (answer, iter([_NO_REGIONS]))
         except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
             if not isinstance(error, OverlordError):
                 _log.exception("rank %d asked for step %d", ticket.rank, ticket.step)

@@ -175,7 +175,15 @@ class Scalar(Struct, frozen=True, tag="scalar"):
     value: int | float | str | bool | None
 
 
-Field = Array | Ragged | Column | Shapes | Scalar
+class Derived(Struct, frozen=True, tag="derived"):
+    """An array that the client computes from others of its microbatch (`service/lean_fields.py`), and what that needs
+    beside them."""
+
+    name: str
+    extra: Array | None = None
+
+
+Field = Array | Ragged | Column | Shapes | Scalar | Derived
 
 
 class Contents(Struct, frozen=True, tag="contents"):
