@@ -59,8 +59,10 @@ class Prebuilt:
     def generation(self) -> int:
         return 0
 
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._micro),))
+
+    def take(self, step: int, rank: int, waited_s: float = 0.0) -> None: ...
 
     def leave(self, rank: int, generation: int | None = None) -> None: ...
 

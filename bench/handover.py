@@ -40,7 +40,9 @@ class Built:
         arenas = Arenas(8)
         if hasattr(arenas, "share"):
             arenas.share()
-        made = microbatch([ROW // 4] * 4 * num_rows, rows=np.repeat(np.arange(num_rows), 4), num_rows=num_rows, row_tokens=ROW)
+        made = microbatch(
+            [ROW // 4] * 4 * num_rows, rows=np.repeat(np.arange(num_rows), 4), num_rows=num_rows, row_tokens=ROW
+        )
         self._steps = [collate(*made, arenas) for _ in range(4)]
 
     def start(self) -> int:
@@ -49,10 +51,10 @@ class Built:
     def generation(self) -> int:
         return 0
 
-    def fetch(self, step: int, rank: int, wait_s: float) -> Delivery | Later | None:
+    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._steps[step % len(self._steps)]),))
 
-    def take(self, step: int, rank: int) -> None: ...
+    def take(self, step: int, rank: int, waited_s: float = 0.0) -> None: ...
 
     def leave(self, rank: int, generation: int | None = None) -> None: ...
 

@@ -8,15 +8,15 @@ Buffers of a shared pool can be lent to other processes, see `lending`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.runtime.shared_memory import SharedSegment
+from overlord.runtime.shared_memory import SharedSegment, why_unavailable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,15 +29,31 @@ _log = logging.getLogger(__name__)
 
 
 class Arenas:
-    """A pool that keeps at most `most` idle buffers. With `shared`, other processes can map them; where the system has no
-    such memory left, a warning says so, and buffers are private from then on."""
+    """A pool that keeps at most `most` idle buffers: those that were used last.
+
+    Buffers of a shared pool can be mapped by other processes. Where the system has no such memory, a warning says so once,
+    and buffers are private from then on.
+    """
 
     def __init__(self, most: int = 0, *, shared: bool = False) -> None:
         self.most = most
-        self.is_shared = shared
+        self.is_shared = False
+        self.why_private = ""
+        """Why buffers are private although they were to be shared."""
         self._segments: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
         # No lock: a buffer returns from a finalizer, which may run inside any other call. Operations of a deque are atomic.
         self._idle: deque[_Arena] = deque()
+        if shared:
+            self.share()
+
+    def share(self) -> bool:
+        """Make new buffers in shared memory; returns False where the system has none."""
+        if not self.is_shared and not self.why_private:
+            reason = why_unavailable()
+            self.is_shared = reason is None
+            if reason is not None:
+                self._give_up(reason)
+        return self.is_shared
 
     def lease(self, num_bytes: int) -> NDArray[np.uint8]:
         """An uninitialised array of `num_bytes`."""
@@ -52,14 +68,13 @@ class Arenas:
     def keep_more(self, number: int) -> None:
         """Raise the number of idle buffers to keep, or lower it where `number` is negative."""
         self.most += number
-        with contextlib.suppress(IndexError):
-            while len(self._idle) > self.most:
-                self._idle.popleft()
+        self._drop_surplus()
 
     def take_back(self, memory: _Arena) -> None:
         is_retired = memory.segment is not None and memory.segment.is_retired
-        if len(self._idle) < self.most and not is_retired:
+        if not is_retired:
             self._idle.append(memory)
+            self._drop_surplus()
 
     @property
     def num_idle(self) -> int:
@@ -70,17 +85,36 @@ class Arenas:
         """The bytes of all shared buffers of this pool: idle, in use, and lent."""
         return sum(segment.num_bytes for segment in list(self._segments))
 
+    def _drop_surplus(self) -> None:
+        while len(self._idle) > self.most:
+            try:
+                self._idle.popleft()
+            except IndexError:  # another thread was faster
+                return
+
+    def _idle_of(self, size: int) -> _Arena | None:
+        passed: list[_Arena] = []
+        found = None
+        while found is None:
+            try:
+                memory = self._idle.pop()  # the one used last may still be in the CPU's cache
+            except IndexError:
+                break
+            if size <= len(memory) <= 2 * size and (memory.segment is not None) == self.is_shared:
+                found = memory
+            else:
+                passed.append(memory)
+        self._idle.extend(reversed(passed))
+        return found
+
     def _allocate(self, size: int) -> _Arena:
         if self.is_shared:
             try:
                 segment = SharedSegment.create(size)
+                # Reserved at once: a lack of memory would otherwise show as SIGBUS when the buffer is written.
+                os.posix_fallocate(segment.descriptor, 0, size)
             except OSError as error:
-                self.is_shared = False
-                _log.warning(
-                    "the system refuses %s bytes of shared memory (%s): batches are copied to trainers in other processes",
-                    f"{size:,}",
-                    error,
-                )
+                self._give_up(f"the system refuses {size:,} bytes of shared memory: {error}")
             else:
                 self._segments.add(segment)
                 memory = segment.memory.view(_Arena)
@@ -88,16 +122,9 @@ class Arenas:
                 return memory
         return np.empty(size, np.uint8).view(_Arena)
 
-    def _idle_of(self, size: int) -> _Arena | None:
-        for _ in range(len(self._idle)):
-            try:
-                memory = self._idle.pop()  # the one used last may still be in the cache
-            except IndexError:
-                return None
-            if size <= len(memory) <= 2 * size:
-                return memory
-            # A buffer of another size is dropped: the next request is likely to be of the present size.
-        return None
+    def _give_up(self, reason: str) -> None:
+        self.is_shared, self.why_private = False, reason
+        _log.warning("batches are built in private memory, and copied to trainers in other processes: %s", reason)
 
 
 class _Arena(np.ndarray):
@@ -122,8 +149,8 @@ class _Lease(np.ndarray):
 def segment_of(array: NDArray[Any]) -> SharedSegment | None:
     """The shared memory that an array lies in; None for an array in private memory."""
     base: Any = array
-    while isinstance(base, np.ndarray):
+    while base is not None:
         if isinstance(base, _Arena):
             return base.segment
-        base = base.base
+        base = getattr(base, "base", None)  # an array with strides of its own has an object of numpy's as its base
     return None

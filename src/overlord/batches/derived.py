@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from overlord.batches.buffers import Arenas
-
 NO_LOSS = -100
 """The label that torch's cross_entropy ignores unless told otherwise."""
 
@@ -105,36 +103,25 @@ class Places:
 
 
 def derive_labels(
+    labels: NDArray[np.int64],
+    loss_mask: NDArray[np.bool_],
     places: Places,
+    *,
     tokens: NDArray[np.int32],
     following: NDArray[np.int64],
     loss_bits: NDArray[np.uint8] | None,
-    arenas: Arenas | None = None,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The labels and the loss mask. `following` is the label at the last place of each document with text, by place;
+) -> None:
+    """Fill the labels and the loss mask. `following` is the label at the last place of each document with text, by place;
     `loss_bits` the packed mask, where it is not the default one."""
-    n = places.num_tokens
-    memory = np.empty(9 * n, np.uint8) if arenas is None else arenas.lease(9 * n)
-    labels, loss_mask = memory[: 8 * n].view(np.int64), memory[8 * n :].view(np.bool_)
     fill_next_tokens(labels, tokens, places.ends, following)
     if loss_bits is not None:
-        loss_mask.view(np.uint8)[:] = np.unpackbits(loss_bits, count=n)
+        loss_mask.view(np.uint8)[:] = np.unpackbits(loss_bits, count=places.num_tokens)
         np.copyto(labels, NO_LOSS, where=~loss_mask)
-        return labels, loss_mask
+        return
     fill_default_mask(loss_mask, places.ends, following)
     for gap in padding_slices(places.ends, places.gaps):
         labels[gap] = NO_LOSS
         loss_mask[gap] = False
-    return labels, loss_mask
-
-
-def derive_positions(places: Places, arenas: Arenas | None = None) -> NDArray[np.int32]:
-    """The position of each place in its segment."""
-    n = places.num_tokens
-    memory = np.empty(4 * n, np.uint8) if arenas is None else arenas.lease(4 * n)
-    position_ids = memory.view(np.int32)
-    fill_positions(position_ids, places.bounds[:-1], places.segments)
-    return position_ids
 
 
 def derive_attention(position_ids: NDArray[np.int32], starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.bool_]:

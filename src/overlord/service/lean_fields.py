@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from overlord.batches.derived import Places, derive_attention, derive_labels, derive_positions, image_rows
+from overlord.batches.derived import Places, derive_attention, derive_labels, fill_positions, image_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,15 +58,20 @@ def derive(fields: Mapping[str, Any], extra: Mapping[str, NDArray[Any] | None], 
     if places is None:
         raise ValueError("the microbatch has no documents and segments to derive fields from")
     tokens: NDArray[Any] = fields["tokens"]
+    n, shape = places.num_tokens, tokens.shape
+    memory = arenas.lease(13 * n)  # one buffer for all: a pool serves those of one size best
     found: Fields = {}
     if "labels" in extra:
         following, bits = extra["labels"], extra["loss_mask"]
         if following is None or following.shape != (places.num_with_text,):
             raise ValueError(f"there is not one last label for each of {places.num_with_text} documents with text")
-        labels, mask = derive_labels(places, tokens.reshape(-1), following, bits, arenas)
-        found |= {"labels": labels.reshape(tokens.shape), "loss_mask": mask.reshape(tokens.shape)}
+        labels, mask = memory[: 8 * n].view(np.int64), memory[12 * n :].view(np.bool_)
+        derive_labels(labels, mask, places, tokens=tokens.reshape(-1), following=following, loss_bits=bits)
+        found |= {"labels": labels.reshape(shape), "loss_mask": mask.reshape(shape)}
     if "position_ids" in extra:
-        found["position_ids"] = derive_positions(places, arenas).reshape(tokens.shape)
+        position_ids = memory[8 * n : 12 * n].view(np.int32)
+        fill_positions(position_ids, places.bounds[:-1], places.segments)
+        found["position_ids"] = position_ids.reshape(shape)
     if "attention_mask" in extra:
         starts, lengths = fields["document_starts"], fields["document_lengths"]
         found["attention_mask"] = derive_attention(found["position_ids"], starts, lengths)
@@ -74,8 +79,8 @@ def derive(fields: Mapping[str, Any], extra: Mapping[str, NDArray[Any] | None], 
         bits = extra["image_row"]
         if bits is None:
             raise ValueError("there are no bits for the places of images")
-        is_image = np.unpackbits(bits, count=places.num_tokens).view(np.bool_)
-        found["image_row"] = image_rows(is_image).reshape(tokens.shape)
+        is_image = np.unpackbits(bits, count=n).view(np.bool_)
+        found["image_row"] = image_rows(is_image).reshape(shape)
     return found
 
 

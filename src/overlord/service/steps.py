@@ -88,9 +88,7 @@ def _pack_derived(regions: Regions, name: str, extra: NDArray[Any] | None) -> De
 
 def check_sendable(name: str, array: NDArray[Any]) -> None:
     if array.dtype.kind not in _KINDS:
-        raise OverlordError(
-            f"field {name!r} has dtype {array.dtype}, which cannot be sent to another process; numbers can"
-        )
+        raise OverlordError(f"field {name!r} has dtype {array.dtype}, which cannot be sent to another process; numbers can")
 
 
 def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
