@@ -57,7 +57,6 @@ from overlord.batches.derived import (
     image_rows,
     padding_slices,
 )
-from overlord.batches.payload import Payload
 from overlord.errors import DataError, SpecError
 from overlord.records import record
 
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
 
     from overlord.arrange.plan import MicroPlan
     from overlord.batches.buffers import Arenas
+    from overlord.batches.payload import Payload
     from overlord.declare.batch import Batch
     from overlord.messages import Fields
     from overlord.stream.facts import Ints

@@ -86,15 +86,14 @@ def derive(fields: Mapping[str, Any], extra: Mapping[str, NDArray[Any] | None], 
 
 def _places_of(fields: Mapping[str, Any]) -> Places | None:
     """None where the microbatch is a slice, or lacks what places follow from."""
-    tokens = fields.get("tokens")
-    starts, lengths = fields.get("document_starts"), fields.get("document_lengths")
-    if not (_is_numbers(tokens) and _is_numbers(starts) and _is_numbers(lengths)) or starts.shape != lengths.shape:
+    tokens, starts, lengths = (_numbers(fields.get(name)) for name in ("tokens", "document_starts", "document_lengths"))
+    bounds = _numbers(fields.get("cu_seqlens_padded", fields.get("cu_seqlens")))
+    if tokens is None or starts is None or lengths is None or starts.shape != lengths.shape or starts.ndim != 1:
         return None
-    bounds = fields.get("cu_seqlens_padded", fields.get("cu_seqlens"))
     if bounds is None and tokens.ndim == 2:
         rows, width = tokens.shape
         bounds = np.arange(rows + 1, dtype=np.int32) * np.int32(width)
-    if not _is_numbers(bounds) or starts.ndim != 1 or bounds.ndim != 1:
+    if bounds is None or bounds.ndim != 1:
         return None
     try:
         return Places(tokens.size, starts, lengths, bounds)
@@ -102,8 +101,9 @@ def _places_of(fields: Mapping[str, Any]) -> Places | None:
         return None
 
 
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and cast("NDArray[Any]", value).dtype == np.int32
+def _numbers(value: Any) -> NDArray[np.int32] | None:
+    is_array = isinstance(value, np.ndarray) and cast("NDArray[Any]", value).dtype == np.int32
+    return cast("NDArray[np.int32]", value) if is_array else None
 
 
 def _same(derived: NDArray[Any], given: NDArray[Any]) -> bool:
