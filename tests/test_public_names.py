@@ -31,7 +31,7 @@ NAMESPACES = {
         *("ServiceError", "ClosedError"),
     },
     "hdp": {"Offload", "split"},
-    "pipelines": {"Pipeline", "level", "order", "timing"},
+    "pipelines": {"Pipeline", "StageFields", "level", "order", "timing"},
     "policies": {"BadRows", "Feedback", "MultiplicativeWeights", "OutlierDelay", "Retry"},
     "scaling": {
         *("ActorOptions", "Autoscale", "Budget", "Partition", "Partitioning", "ScalingPolicy", "Share", "partition"),

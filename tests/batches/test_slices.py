@@ -19,6 +19,7 @@ from overlord.batches.slices import (
     join_cp,
     receive_only,
 )
+from overlord.declare.mesh import StageFields
 from overlord.errors import SpecError
 from tests.batches.microbatches import Microbatch, microbatch, microbatches
 
@@ -134,10 +135,71 @@ def test_pipeline_stages_get_only_what_they_need():
         "loss_tokens",
     }
     assert fields_for(batch, 0, 1).keys() == batch.keys()
-    first = {"tokens", "position_ids", "images", "image_document", "url"}
+    facts |= {"position_ids"}
+    first = {"tokens", "images", "image_document", "url"}
     assert fields_for(batch, 0, 3).keys() == facts | first
     assert fields_for(batch, 1, 3).keys() == facts
     assert fields_for(batch, 2, 3).keys() == facts | {"labels", "loss_mask", "url"}
+
+
+def test_the_last_stage_embeds_tokens_for_multi_token_prediction():
+    batch, stages = multimodal(), StageFields({"tokens": (0, -1), "labels": "all", "url": (1,)})
+    have = [fields_for(batch, rank, 3, stages).keys() for rank in range(3)]
+    assert ["tokens" in names for names in have] == [True, False, True]
+    assert ["labels" in names for names in have] == [True, True, True]
+    assert ["url" in names for names in have] == [False, True, False]
+    assert ["loss_mask" in names for names in have] == [False, False, True]
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.sampled_from(["loop", "v"]),
+    st.dictionaries(
+        st.sampled_from(["tokens", "labels", "cu_seqlens", "position_ids"]), st.sets(st.integers(-2, 1), max_size=3)
+    ),
+)
+def test_a_rank_with_several_chunks_gets_the_fields_of_all_its_stages(pp, chunks, placement, named):
+    num_stages = pp * chunks
+    fields = {name: tuple(s for s in stages if -num_stages <= s < num_stages) for name, stages in named.items()}
+    stages = StageFields(fields, chunks=chunks, placement=placement)
+    stages.check_pipeline(pp)
+    held = [stages.stages_of(rank, pp) for rank in range(pp)]
+    assert sorted(stage for of_rank in held for stage in of_rank) == list(range(num_stages))
+    alone = StageFields(fields)  # one rank for each stage
+    for rank in range(pp):
+        for name in ("tokens", "labels", "position_ids", "cu_seqlens"):
+            of_stages = any(alone.goes_to(name, stage, num_stages) for stage in held[rank])
+            assert stages.goes_to(name, rank, pp) == of_stages
+
+
+def test_a_pipeline_shaped_like_a_v_has_its_first_and_last_stage_on_the_first_rank():
+    stages = StageFields(chunks=2, placement="v")
+    assert [stages.stages_of(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    have = [fields_for(multimodal(), rank, 4, stages).keys() for rank in range(4)]
+    assert ["tokens" in names and "labels" in names for names in have] == [True, False, False, False]
+    assert StageFields(chunks=3).stages_of(1, 2) == (1, 3, 5)
+
+
+def test_all_fields_go_everywhere_when_nothing_is_to_be_cut():
+    batch = multimodal()
+    assert all(fields_for(batch, rank, 4, StageFields("all")).keys() == batch.keys() for rank in range(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StageFields({"tokens": 0}), r"'all' or a tuple such as \(0, -1\), got 0"),
+        (lambda: StageFields({"tokens": ("first",)}), "whole numbers, 0 for the first"),
+        (lambda: StageFields("some"), "or 'all', got 'some'"),
+        (lambda: StageFields(chunks=0), "chunks of StageFields must be at least 1"),
+        (lambda: StageFields(placement="w"), "'loop' or 'v', not 'w'"),
+        (lambda: StageFields({"tokens": (0, 4)}).check_pipeline(4), "have stages 0 to 3; -1 is always the last"),
+    ],
+)
+def test_stages_that_make_no_sense_are_refused(make, message):
+    with pytest.raises(SpecError, match=message):
+        make()
 
 
 def test_a_rank_that_only_receives_can_allocate_what_will_be_broadcast():
@@ -170,5 +232,5 @@ def test_ranks_and_stages_that_do_not_exist_are_refused():
         cp_slice(batch, 2, 2)
     with pytest.raises(SpecError, match="at least 1 context-parallel rank, got 0"):
         cp_slices(batch, 0)
-    with pytest.raises(SpecError, match="3 stages has stages 0 to 2, not 3"):
+    with pytest.raises(SpecError, match="3 ranks has ranks 0 to 2, not 3"):
         fields_for(batch, 3, 3)

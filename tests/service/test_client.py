@@ -146,7 +146,17 @@ def test_pipeline_stages_get_inputs_labels_or_metadata_only():
         assert all("tokens" in micro and "labels" not in micro for micro in first)
         assert all("labels" in micro and "tokens" not in micro for micro in last)
         assert all("tokens" not in micro and "labels" not in micro and "cu_seqlens" in micro for micro in middle)
+        assert all("position_ids" in micro for step in (first, middle, last) for micro in step)
         assert first.loss_tokens == middle.loss_tokens == last.loss_tokens > 0
+
+
+def test_a_job_says_which_stages_of_the_pipeline_need_a_field():
+    stages = ol.pipelines.StageFields({"tokens": (0, -1)}, chunks=2)
+    with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(pp=3), stage_fields=stages)) as loader:
+        has_tokens = [["tokens" in micro for micro in next(loader.client(rank))] for rank in range(3)]
+    assert [set(found) for found in has_tokens] == [{True}, {False}, {True}]
+    with pytest.raises(ol.errors.SpecError, match="'tokens' goes to stage 4"):
+        job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(pp=2), stage_fields=ol.pipelines.StageFields({"tokens": (4,)}))
 
 
 def test_tensor_parallel_ranks_share_one_fetch_or_receive_by_broadcast():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from overlord.declare.mesh import Axis, Mesh
+from overlord.declare.mesh import Axis, Mesh, StageFields
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class ClientPlaceTree:
     """
 
     mesh: Mesh
+    stage_fields: StageFields = field(default_factory=StageFields)
+    """The fields that each rank of a pipeline gets."""
     _places: dict[int, Place] = field(default_factory=dict[int, Place], init=False, repr=False, compare=False)
 
     @staticmethod

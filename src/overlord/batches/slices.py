@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.arrange.hdp.rings import chunk_begins
+from overlord.declare.mesh import StageFields
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
@@ -35,11 +36,7 @@ if TYPE_CHECKING:
 PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "loss_weights", "attention_mask", "image_row")
 """Fields with one entry per token place: these are sliced."""
 
-FIRST_STAGE = frozenset({"tokens", "position_ids", "images", "image_document", "image_tokens", "image_row"})
-"""Fields that only the first pipeline stage needs."""
-
-LAST_STAGE = frozenset({"labels", "loss_mask", "loss_weights"})
-"""Fields that only the last pipeline stage needs."""
+_BY_DEFAULT = StageFields()
 
 
 def cp_slices(batch: Fields, cp: int) -> list[Fields]:
@@ -69,25 +66,11 @@ def join_cp(slices: Sequence[Fields]) -> Fields:
     return whole
 
 
-def fields_for(batch: Fields, stage: int, num_stages: int) -> Fields:
-    """The fields that pipeline stage `stage` of `num_stages` needs; all of them when there is only one stage.
-
-    The first stage gets tokens, positions and images, the last labels, loss mask and loss weights, both the extra columns.
-    All other fields go to all stages, since attention and the shapes of activations depend on them. So do fields that are
-    added after collation, such as the step's loss tokens.
-    """
-    if not 0 <= stage < num_stages:
-        raise SpecError(f"a pipeline of {num_stages} stages has stages 0 to {num_stages - 1}, not {stage}")
-    if num_stages == 1:
+def fields_for(batch: Fields, rank: int, pp: int, stages: StageFields = _BY_DEFAULT) -> Fields:
+    """The fields that pipeline rank `rank` of `pp` needs; all of them where the pipeline is one rank."""
+    if pp == 1 and rank == 0:
         return batch
-    first, last = stage == 0, stage == num_stages - 1
-    return {
-        name: value
-        for name, value in batch.items()
-        if (first or name not in FIRST_STAGE)
-        and (last or name not in LAST_STAGE)
-        and (first or last or not _is_column(value))
-    }
+    return {name: value for name, value in batch.items() if stages.goes_to(name, rank, pp, is_column=_is_column(value))}
 
 
 def receive_only(batch: Fields) -> Fields:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from overlord.declare.mesh import Mesh
+from overlord.declare.mesh import Mesh, StageFields
 from overlord.declare.mixture import Mixture
 from overlord.declare.source import Source
 from overlord.errors import SpecError
@@ -33,6 +33,8 @@ class Job:
     """How much of each source a step holds; equal weights unless given."""
     mesh: Mesh = field(default_factory=lambda: Mesh())
     """The sizes of the trainer's parallel dimensions; one rank unless given."""
+    stage_fields: StageFields = field(default_factory=StageFields)
+    """Which fields go to which stages of the trainer's pipeline."""
     strategy: Strategy | None = None
     """How a step's samples are arranged over ranks; `strategies.plain()` unless given."""
     seed: int = 0
@@ -56,6 +58,9 @@ class Job:
         if self.mixture is None:
             object.__setattr__(self, "mixture", Mixture({name: 1.0 for name in self.sources}))
         self._check_mixture()
+        if not isinstance(self.stage_fields, StageFields):
+            raise SpecError(f"stage_fields is a pipelines.StageFields, got {self.stage_fields!r}")
+        self.stage_fields.check_pipeline(self.mesh.pp)
         if self.prefetch < 0:
             raise SpecError(f"prefetch is a number of steps >= 0, got {self.prefetch}")
         if self.mix.feedback is not None and self.mix.feedback.lag <= self.prefetch:

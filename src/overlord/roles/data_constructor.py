@@ -84,7 +84,7 @@ class _Built:
             for part in parts:
                 micros[i] = micros[i] | part.fields_for(place, tree)
         if pp > 1:
-            micros = [fields_for(fields, place.pp, pp) for fields in micros]
+            micros = [fields_for(fields, place.pp, pp, tree.stage_fields) for fields in micros]
         if self.broadcast and tree.source_of(place.rank, self.broadcast) != place.rank:
             micros = [receive_only(fields) for fields in micros]
         return tuple(dict(fields) for fields in micros)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def make_serving_constructor(
     job: Job, group: int, planner: Handle[Planner], routes: Routes, workplace: Workplace
 ) -> ServingConstructor:
-    tree = ClientPlaceTree(job.mesh)
+    tree = ClientPlaceTree(job.mesh, job.stage_fields)
     constructor = DataConstructor(
         group,
         job.batch,
