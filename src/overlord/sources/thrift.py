@@ -36,14 +36,24 @@ def binary(data: bytes) -> Encoded:
     return Encoded(_BINARY, varint(len(data)) + data)
 
 
-def sequence(*items: Encoded) -> Encoded:
-    """A list of one to 14 items of one type."""
-    return Encoded(_LIST, bytes([len(items) << 4 | items[0].kind]) + b"".join(item.data for item in items))
+def sequence(*items: Encoded, of: Encoded | None = None) -> Encoded:
+    """A list of items of one type, which `of` tells where there may be none."""
+    kind = (of or items[0]).kind
+    return Encoded(_LIST, _sequence_head(len(items), kind) + b"".join(item.data for item in items))
 
 
-def structure(fields: Mapping[int, Encoded]) -> Encoded:
-    """Fields in the order of their numbers, which are at most 15 apart."""
-    parts, last = [], 0
+def structures(items: Sequence[bytes]) -> Encoded:
+    """A list of structures that are encoded already."""
+    return Encoded(_LIST, _sequence_head(len(items), _STRUCT) + b"".join(items))
+
+
+def _sequence_head(num_items: int, kind: int) -> bytes:
+    return bytes([num_items << 4 | kind]) if num_items < 0xF else bytes([0xF0 | kind]) + varint(num_items)
+
+
+def structure(fields: Mapping[int, Encoded], after: int = 0) -> Encoded:
+    """Fields in the order of their numbers, which are at most 15 apart; `after` is the number of a field before them."""
+    parts, last = [], after
     for number, (kind, data) in fields.items():
         parts.append(bytes([number - last << 4 | kind]) + data)
         last = number
@@ -71,6 +81,19 @@ def read_structure(data: Sequence[int], at: int) -> tuple[dict[int, Any], int]:
             number, at = _read_zigzag(data, at)
         fields[number], at = _read(data, at, head & 0xF)
     return fields, at + 1
+
+
+def end_of_field(data: Sequence[int], last: int) -> int:
+    """The offset of the end of field `last` of a structure at the beginning of the data. Raises ValueError or IndexError
+    where the structure is damaged, or its fields are not in the order of their numbers."""
+    at = number = 0
+    while number < last:
+        head = data[at]
+        if not head >> 4 or number + (head >> 4) > last:
+            raise ValueError(f"field {last} does not follow field {number}")
+        number += head >> 4
+        _, at = _read(data, at + 1, head & 0xF)
+    return at
 
 
 def read_varint(data: Sequence[int], at: int) -> tuple[int, int]:
