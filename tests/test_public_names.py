@@ -19,7 +19,7 @@ FLAT = {
     *("Job", "Batch", "Mixture", "Mesh", "Log"),
     *("Source", "Unit", "Parquet", "Jsonl", "ArrowIpc", "WebDataset"),
     *("Tokenize", "ByteTokenizer", "Pick", "per_row", "InProcesses", "Context"),
-    *("start", "connect", "Client", "Loader", "Step", "Microbatch", "Embedded", "Ray", "OverlordError"),
+    *("start", "connect", "Client", "Loader", "Step", "Microbatch", "Embedded", "Processes", "Ray", "OverlordError"),
     *("DGraph", "Plan", "Samples", "Strategy", "ClientPlaceTree", "explain"),
     *("TransformerCost", "MeasuredCost", "LearnedCost", "load_cost"),
 }

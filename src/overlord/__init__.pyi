@@ -37,6 +37,7 @@ from overlord.errors import OverlordError as OverlordError
 from overlord.messages import Microbatch as Microbatch
 from overlord.messages import Step as Step
 from overlord.runtime.embedded import Embedded as Embedded
+from overlord.runtime.processes import Processes as Processes
 from overlord.runtime.ray import Ray as Ray
 from overlord.service.channel import connect as connect
 from overlord.service.client import Client as Client

@@ -10,13 +10,19 @@ import overlord as ol
 Start = Callable[..., ol.Loader]
 
 
-@pytest.fixture(params=["embedded", "ray"])
+@pytest.fixture(params=["embedded", "processes", "ray"])
 def start(request: pytest.FixtureRequest) -> Start:
     """`overlord.start` on the engine under test."""
     if request.param == "embedded":
         return ol.start
+    if request.param == "processes":
+        return on_processes
     request.getfixturevalue("ray_cluster")
     return on_ray
+
+
+def on_processes(job: ol.Job, **options: Any) -> ol.Loader:
+    return ol.start(job, engine=ol.Processes(2), **options)
 
 
 def on_ray(job: ol.Job, **options: Any) -> ol.Loader:
@@ -26,6 +32,8 @@ def on_ray(job: ol.Job, **options: Any) -> ol.Loader:
 
 @pytest.fixture
 def other_start(start: Start, request: pytest.FixtureRequest) -> Start:
-    """`overlord.start` on the engine that is not under test."""
+    """`overlord.start` on an engine that is not under test."""
+    if start is not ol.start:
+        return ol.start
     request.getfixturevalue("ray_cluster")
-    return on_ray if start is ol.start else ol.start
+    return on_ray

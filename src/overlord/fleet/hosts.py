@@ -141,7 +141,7 @@ class Fleet:
             for host in table.hosts:
                 kept = [name for name in table.sources_of(host) if active is None or name in active]
                 # Not waited for: a host that does not answer keeps its memory until it is restarted.
-                Handle[LoaderHost](self._engine, host).call(LoaderHost.keep, kept)
+                Handle[LoaderHost](self._engine, host).tell(LoaderHost.keep, kept)
             return sorted(unused)
 
     def warm(self, source: str, cursor: Cursor) -> None:
@@ -149,7 +149,7 @@ class Fleet:
         table = self._table
         last = cursor.next + table.num_ahead(source)
         for chunk in range(cursor.next, last if cursor.end is None else min(last, cursor.end)):
-            Handle[LoaderHost](self._engine, table.host_of(source, chunk)).call(LoaderHost.prefetch, source, [chunk])
+            Handle[LoaderHost](self._engine, table.host_of(source, chunk)).tell(LoaderHost.prefetch, source, [chunk])
 
     def add_shadow(self, host: str) -> str:
         """Start a shadow for a host, and return its name."""

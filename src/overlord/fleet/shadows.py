@@ -94,7 +94,7 @@ class ShadowKeeper:
         for host, shadow in self._fleet.table.shadows.items():
             if host in hosts and self._instances.setdefault(host, hosts[host].instance) == hosts[host].instance:
                 # Not waited for: making chunks takes time, and the next round repeats the call.
-                Handle[LoaderHost](self._engine, shadow).call(LoaderHost.mirror, hosts[host].holding)
+                Handle[LoaderHost](self._engine, shadow).tell(LoaderHost.mirror, hosts[host].holding)
 
     def _adjust(self, observed: Observed, mixture: Mixture) -> list[ShadowChange]:
         """Add and remove shadows, by the cost of losing each host."""

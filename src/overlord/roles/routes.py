@@ -86,7 +86,7 @@ class Routes:
         for host, numbers in chunks.items():
             # A shadow too: it mirrors its host, but can no longer do so once the host is lost.
             for target in filter(None, (host, lookup.table.shadows.get(host))):
-                self._send_to(target, LoaderHost.prefetch, name, numbers)
+                self._engine.tell(target, LoaderHost.prefetch, name, numbers)
 
     def fetch(self, samples: Samples) -> Payload:
         """Return the payload of samples of any sources, in their order."""

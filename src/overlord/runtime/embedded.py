@@ -4,6 +4,7 @@ their own state."""
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError
@@ -56,6 +57,8 @@ class Embedded:
         return Handle(self, name)
 
     is_in_process = True
+    shares_memory = False
+    keeps_planner = True
 
     @property
     def num_hosts(self) -> int | None:
@@ -80,6 +83,10 @@ class Embedded:
         if role is None:
             raise ClosedError(f"no role named {name!r} is running; the loader was closed")
         return Immediate(getattr(role, method.__name__)(*args, **kwargs))
+
+    def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        with suppress(ClosedError):
+            self.call(name, method, *args, **kwargs)
 
     def rebind(self, name: str, to: str) -> None:
         with self._lock:

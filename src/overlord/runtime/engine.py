@@ -52,6 +52,16 @@ class Engine(Protocol):
         ...
 
     @property
+    def shares_memory(self) -> bool:
+        """True where roles are in several processes of one machine, which can share memory."""
+        ...
+
+    @property
+    def keeps_planner(self) -> bool:
+        """True where the planner lives and dies with the process that started the run."""
+        ...
+
+    @property
     def num_hosts(self) -> int | None:
         """How many loader hosts to spread sources over; None where all of them run in this process."""
         ...
@@ -71,6 +81,11 @@ class Engine(Protocol):
 
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reply[Any]:
         """Call a method of the role bound to a name. Use `Handle.call`, which is typed."""
+        ...
+
+    def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Call a method whose result nobody waits for: advice. It is lost where the role is gone or does not keep up. Use
+        `Handle.tell`, which is typed."""
         ...
 
     def rebind(self, name: str, to: str) -> None:
@@ -100,16 +115,22 @@ class _BoundCall(Protocol[R_co]):
     def __call__(self, method: Callable[Concatenate[R_co, P], T], /, *args: P.args, **kwargs: P.kwargs) -> Reply[T]: ...
 
 
+class _BoundTell(Protocol[R_co]):
+    def __call__(self, method: Callable[Concatenate[R_co, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None: ...
+
+
 class Handle(Generic[R]):
     """A typed name: `loader.call(SourceLoader.describe, chunk)`."""
 
-    __slots__ = ("call", "engine", "name")
+    __slots__ = ("call", "engine", "name", "tell")
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self.name = name
         self.call: _BoundCall[R] = partial(engine.call, name)
         """Calls a method of the role that the name is bound to."""
+        self.tell: _BoundTell[R] = partial(engine.tell, name)
+        """Calls a method whose result nobody waits for."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Handle, (self.engine, self.name)

@@ -137,6 +137,48 @@ RAY_CLOSING = Detector(
     then="its process is killed",
 )
 
+# Roles in processes of this machine.
+
+PROCESS_HUNG = Detector(
+    watched="a worker process of the engine `Processes`",
+    watcher="its supervisor, a thread of the process that started the run",
+    sign="it answers a health check, also while its roles are busy",
+    after_s=30.0,
+    checks=6,
+    setting="Processes(hung_after_s=)",
+    then="it is killed, another is started, and its roles are made again",
+)
+PROCESS_STARTING = Detector(
+    watched="a worker process of the engine that starts",
+    watcher="its supervisor",
+    sign="it says that it can make roles",
+    after_s=60.0,
+    misses=3,
+    then="it is killed and another is started; the last time at the start of a run: `WorkerDiedError`",
+)
+PROCESS_GONE = Detector(
+    watched="a role whose worker process died",
+    watcher="each of its callers",
+    sign="it answers the repeated call",
+    after_s=60.0,
+    setting="Processes(patience_s=)",
+    then="`WorkerDiedError`",
+)
+PROCESS_REBOUND = Detector(
+    watched="the role behind a name, in a worker process",
+    watcher="each of its callers",
+    sign="it answers the call",
+    after_s=1.0,
+    then="the name is looked up again; if another role has it now, the call is repeated there",
+)
+PROCESS_CLOSING = Detector(
+    watched="a worker process of the engine that is closed",
+    watcher="the engine",
+    sign="it has closed its roles and ended",
+    after_s=1.0,
+    then="it is killed",
+)
+
 # Worker processes of transforms.
 
 WORKER_STARTING = Detector(
@@ -243,6 +285,11 @@ DETECTORS = (
     RAY_REBOUND,
     RAY_KILL,
     RAY_CLOSING,
+    PROCESS_HUNG,
+    PROCESS_STARTING,
+    PROCESS_GONE,
+    PROCESS_REBOUND,
+    PROCESS_CLOSING,
     WORKER_STARTING,
     WORKER_HUNG,
     WORKER_EXIT,

@@ -161,8 +161,9 @@ class Connection:
         self._socket = end
         self._room = bytearray(1 + _MESSAGE_BYTES)
 
-    def send(self, value: Any) -> None:
-        """Send a message; blocks while the receiver's queue is full. Raises OSError when the other side is gone."""
+    def send(self, value: Any, *, waits: bool = True) -> None:
+        """Send a message; blocks while the receiver's queue is full, or raises BlockingIOError if it `waits` not. Raises
+        OSError when the other side is gone."""
         _message.outgoing = segments = list[SharedSegment]()
         try:
             body, buffers = _pickle(value, _IN_BAND_BYTES)
@@ -175,7 +176,7 @@ class Connection:
             kind, body = _IN_SEGMENT, pickle.dumps(places)
         if len(segments) > _MOST_DESCRIPTORS:
             raise OverlordError(f"a message has {len(segments)} objects in shared memory; at most {_MOST_DESCRIPTORS} fit")
-        self.send_raw(kind, body, segments=segments)
+        self.send_raw(kind, body, segments=segments, waits=waits)
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Wait for a message. Raises EOFError when the other side is gone, TimeoutError after `timeout_s`."""
@@ -192,10 +193,11 @@ class Connection:
                 if descriptor >= 0:
                     os.close(descriptor)
 
-    def send_raw(self, *parts: bytes, segments: Sequence[SharedSegment] = ()) -> None:
+    def send_raw(self, *parts: bytes, segments: Sequence[SharedSegment] = (), waits: bool = True) -> None:
         """Send bytes as one message, up to 64 KiB, with the descriptors of segments."""
         descriptors = array.array("i", [segment.descriptor for segment in segments])
-        self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if segments else ())
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if segments else ()
+        self._socket.sendmsg(parts, rights, 0 if waits else socket.MSG_DONTWAIT)
 
     def receive_raw(self, timeout_s: float | None = None) -> tuple[memoryview, list[int]]:
         """Wait for a message that `send_raw` sent. The bytes are valid until the next call; the descriptors belong to the
@@ -205,6 +207,8 @@ class Connection:
             length, ancillary, flags, _ = self._socket.recvmsg_into([self._room], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError as error:
             raise EOFError("the other side of the connection is gone") from error
+        except BlockingIOError as error:  # of a timeout of 0
+            raise TimeoutError("no message has arrived") from error
         descriptors = array.array("i")
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -228,11 +232,20 @@ class Connection:
 class Listener:
     """Accepts connections of processes of this user on this machine, at `address`. Nobody else can connect."""
 
-    def __init__(self) -> None:
+    def __init__(self, inherited: int | None = None) -> None:
+        """A new listener; or that of the parent process, by its `inherited` descriptor. Both processes may accept then, and
+        only the parent may close it."""
+        if inherited is not None:
+            self._socket = socket.socket(fileno=inherited)
+            self.address: str = self._socket.getsockname()[1:].decode()
+            return
         self.address = f"overlord-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(_BACKLOG)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def accept(self) -> Connection:
         """Wait for the next connection. Raises OSError once the listener is closed."""
@@ -252,10 +265,13 @@ class Listener:
 
 
 def connect_to(address: str) -> Connection:
-    """Connect to a listener of this machine. Raises ConnectionRefusedError where there is none of that address."""
+    """Connect to a listener of this machine. Raises ConnectionRefusedError where there is none of that address, and
+    BlockingIOError where too many connections wait to be accepted."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end.setblocking(False)
     try:
         end.connect(f"\0{address}")
+        end.setblocking(True)
     except BaseException:
         end.close()
         raise

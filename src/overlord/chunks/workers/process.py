@@ -5,21 +5,18 @@ A message in either direction is a small pickled head and, where there are rows,
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
 import socket
 import struct
 import subprocess
-import sys
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 
 from overlord.errors import ClosedError, WorkerDiedError
+from overlord.runtime.interpreters import describe_exit, start_interpreter
 from overlord.runtime.liveness import WORKER_EXIT, WORKER_STARTING
 from overlord.runtime.retry import retry
 from overlord.runtime.transport import table_from_stream, table_to_stream
@@ -28,12 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 START_TIMEOUT_S = WORKER_STARTING.after_s
-
-# The worker finds modules where this process finds them, and does not import the user's script.
-_BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); from overlord.chunks.workers.worker import main; "
-    "main(int(sys.argv.pop(1)), int(sys.argv.pop(1)))"
-)
 
 
 class WorkerGoneError(Exception):
@@ -45,22 +36,18 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        arguments = [orjson.dumps(sys.path).decode(), str(theirs.fileno()), str(os.getpid())]
-        # The worker inherits the blocked SIGINT, so that Ctrl-C cannot end it before it ignores the signal itself.
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+            self._process = start_interpreter(
+                "overlord.chunks.workers.worker",
+                theirs.fileno(),
+                descriptors=[theirs.fileno()],
                 # There is one worker per core: none starts threads of its own unless the environment says so.
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                environment={"OMP_NUM_THREADS": "1"},
             )
         except OSError:
             ours.close()
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
             theirs.close()
         self._connection = ours
         self.loaded: set[int] = set()
@@ -126,10 +113,7 @@ class WorkerProcess:
             code = self._process.wait(timeout=WORKER_EXIT.after_s)
         except subprocess.TimeoutExpired:
             return f"no answer within {timeout_s} s" if timeout_s is not None else "it closed its connection"
-        if code < 0:
-            name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-            return f"{name}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
-        return f"exit code {code}"
+        return describe_exit(code)
 
 
 _LENGTHS = struct.Struct("<QQ")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
 import socket
-import sys
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,14 +14,13 @@ import pyarrow as pa
 from overlord.chunks.transforms.apply import TransformCall
 from overlord.chunks.transforms.outcome import Context, RowError, one_line
 from overlord.chunks.workers.process import receive, send
-from overlord.runtime.liveness import WORKER_PARENT
+from overlord.runtime.interpreters import belong_to
 from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
     from overlord.stream.facts import Ints
 
 _PLACE = "in a worker process"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +65,7 @@ class NotLoaded:
 
 
 def main(file_number: int, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pool
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _exit_with(parent)
+    belong_to(parent)
     pa.set_cpu_count(1)  # there is a worker per core already
     connection = socket.socket(fileno=file_number)
     try:
@@ -109,18 +102,3 @@ def _run(function: TransformCall, request: RunSlice, table: pa.Table | None) -> 
     except Exception as error:  # noqa: BLE001 - the user's function may raise anything
         return Failed(ErrorEnvelope.pickling(error, _PLACE)), None
     return Done(outcome.origin, bad), outcome.table
-
-
-def _exit_with(parent: int) -> None:
-    """Exit when the parent does, even in the middle of a function that never returns."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-
-
-def _watch_parent(parent: int) -> None:
-    # For systems that send no signal, and for a parent that died before prctl was called.
-    timer = threading.Event()
-    while os.getppid() == parent:
-        timer.wait(WORKER_PARENT.after_s)
-    os._exit(1)

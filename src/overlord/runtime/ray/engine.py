@@ -154,6 +154,8 @@ class Ray:
             self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s)
 
     is_in_process = False
+    shares_memory = False
+    keeps_planner = False
 
     @property
     def num_hosts(self) -> int | None:
@@ -219,6 +221,9 @@ class Ray:
 
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayReply:
         return self._names.call(name, method, *args, **kwargs)
+
+    def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        self._names.tell(name, method, *args, **kwargs)
 
     def rebind(self, name: str, to: str) -> None:
         with self._lock:

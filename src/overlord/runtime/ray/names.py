@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import cloudpickle
@@ -42,6 +42,7 @@ class Names:
     """The names of one job. Pickled as its namespace, so that handles work inside actors."""
 
     is_in_process = False
+    shares_memory = False
 
     def __init__(self, namespace: str, patience_s: float) -> None:
         self.namespace = namespace
@@ -57,6 +58,10 @@ class Names:
 
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayReply:
         return RayReply(self, name, method.__name__, args, kwargs)
+
+    def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        with suppress(ClosedError, WorkerDiedError):
+            self.call(name, method, *args, **kwargs)
 
     def bind(self, name: str, actor: str) -> None:
         self.table.put(f"role/{name}", actor.encode())

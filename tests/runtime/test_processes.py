@@ -1,0 +1,408 @@
+"""The engine of processes by itself: names that outlive processes, errors that come home, and nothing left behind."""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import psutil
+import pytest
+
+import overlord as ol
+from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
+from overlord.runtime.processes.engine import choose_process
+from tests.faults.disturbance import send
+from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
+from tests.small_sources import Numbered, job_of
+
+
+class TwoPartError(Exception):
+    """Does not pickle: its pickled form calls it with one argument."""
+
+    def __init__(self, left: str, right: str) -> None:
+        super().__init__(f"{left} and {right}")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ol.Processes]:
+    """Shared by tests whose processes may be killed, but whose roles have names of their own."""
+    engine = open_engine()
+    yield engine
+    engine.close()
+
+
+def open_engine(num_processes: int = 2, patience_s: float = 60.0, hung_after_s: float | None = 30.0) -> ol.Processes:
+    engine = ol.Processes(num_processes, patience_s=patience_s, hung_after_s=hung_after_s)
+    engine.open(WorkplaceSize(1, 1))
+    return engine
+
+
+def test_roles_live_in_other_processes_and_the_planner_in_this_one(engine: ol.Processes):
+    counters = [engine.spawn(f"places/{i}", partial(make_counter, i)) for i in range(3)]
+    here = engine.spawn("planner/places", partial(make_counter, 7))
+    pids = [counter.call(Counter.pid).result() for counter in counters]
+    assert os.getpid() not in pids
+    assert len(set(pids)) == 2, "spread over both"
+    assert here.call(Counter.pid).result() == os.getpid()
+    assert here.call(Counter.add, 1).result() == 8
+
+
+def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Processes):
+    counter = engine.spawn("killed", partial(make_counter, 5))
+    assert counter.call(Counter.add, 2).result() == 7
+    pid = counter.call(Counter.pid).result()
+    hanging = counter.call(Counter.hang)
+    os.kill(pid, signal.SIGKILL)
+    assert counter.call(Counter.add, 1).result() == 6
+    assert counter.call(Counter.pid).result() != pid
+    with pytest.raises(ol.errors.WaitTimeoutError, match=r"role 'killed' did not answer 'hang' within 0\.5 s"):
+        hanging.result(0.5)  # it was asked again, of the new one
+
+
+def test_roles_of_other_processes_ask_a_killed_role_again(engine: ol.Processes):
+    counter = engine.spawn("asked", partial(make_counter, 5))
+    asker = engine.spawn("asked-by", partial(make_asker, counter))
+    assert asker.call(Asker.add, 1).result() == 6
+    for _ in range(2):
+        os.kill(counter.call(Counter.pid).result(), signal.SIGKILL)
+        assert asker.call(Asker.add, 1).result() == 6
+
+
+def test_a_name_can_mean_another_role_also_for_handles_elsewhere_and_for_asks_under_way(engine: ol.Processes):
+    counter = engine.spawn("bound", partial(make_counter, 0))
+    asker = engine.spawn("bound-by", partial(make_asker, counter))
+    assert asker.call(Asker.add, 1).result() == 1
+    stopped = counter.call(Counter.pid).result()
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        waiting = asker.call(Asker.add, 1)
+        while engine.spawn("bound/other", partial(make_counter, 100)).call(Counter.pid).result() == stopped:
+            engine.stop("bound/other")
+        engine.rebind("bound", "bound/other")
+        assert waiting.result(20) == 101
+        assert counter.call(Counter.add, 1).result(20) == 102
+    finally:
+        send(stopped, signal.SIGCONT)
+
+
+def test_a_role_that_is_stopped_is_gone_and_another_can_have_its_name(engine: ol.Processes):
+    counter = engine.spawn("stopped", partial(make_counter, 1))
+    asker = engine.spawn("stopped-by", partial(make_asker, counter))
+    assert asker.call(Asker.add, 1).result() == 2
+    engine.stop("stopped")
+    with pytest.raises(ol.errors.ClosedError, match="no role named 'stopped' is running"):
+        asker.call(Asker.add, 1).result()
+    engine.spawn("stopped", partial(make_counter, 10))
+    assert asker.call(Asker.add, 1).result() == 11
+
+
+def test_a_role_that_dies_whenever_it_is_asked_is_named_when_patience_ends():
+    engine = open_engine(1, patience_s=1.0)
+    try:
+        counter = engine.spawn("counter", partial(make_counter, 0))
+        with pytest.raises(
+            ol.errors.WorkerDiedError, match=r"role 'counter' died and did not come back .*ended with exit code 1\."
+        ):
+            counter.call(Counter.die).result(60)
+    finally:
+        engine.close()
+
+
+def test_errors_come_home_as_themselves_with_notes_and_where_they_were_raised(engine: ol.Processes):
+    counter = engine.spawn("raising", partial(make_counter, 0))
+    asker = engine.spawn("raising-by", partial(make_asker, counter))
+    error = KeyError("gone")
+    error.add_note("while looking for it")
+    with pytest.raises(KeyError) as caught:
+        asker.call(Asker.fail, error).result()
+    assert caught.value.args == ("gone",)
+    notes = caught.value.__notes__
+    assert notes[0] == "while looking for it"
+    assert len([note for note in notes if note.startswith("raised in role 'raising'")]) <= 1
+    assert "raise error" in "\n".join(notes)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("by the peer"), TimeoutError("too late"), EOFError("no more")])
+def test_an_error_of_a_role_is_not_taken_for_a_lost_process(engine: ol.Processes, error: Exception):
+    counter = engine.spawn(f"{type(error).__name__}", partial(make_counter, 0))
+    here = engine.spawn(f"planner/{type(error).__name__}", partial(make_counter, 0))
+    for handle in (counter, here):
+        with pytest.raises(type(error), match=str(error)):
+            handle.call(Counter.fail, error).result(20)
+
+
+def test_an_error_that_does_not_pickle_is_told_in_words(engine: ol.Processes):
+    def make(workplace: object) -> Counter:
+        class Odd(Counter):
+            def add(self, amount: int) -> int:
+                raise TwoPartError("this", "that")
+
+        return Odd()
+
+    with pytest.raises(ol.OverlordError, match="TwoPartError: this and that"):
+        engine.spawn("odd", make).call(Counter.add, 1).result()
+
+
+class Unpicklable(Counter):
+    """Answers with an object that cannot travel."""
+
+    def lock(self) -> object:
+        return threading.Lock()
+
+
+def test_an_answer_that_does_not_pickle_is_an_error_and_the_next_call_works(engine: ol.Processes):
+    counter: Handle[Unpicklable] = engine.spawn("unpicklable", lambda workplace: Unpicklable(3))
+    with pytest.raises(TypeError, match="pickle"):
+        counter.call(Unpicklable.lock).result()
+    assert counter.call(Unpicklable.add, 1).result() == 4
+
+
+def test_an_error_in_making_a_role_is_raised_when_roles_have_started(engine: ol.Processes):
+    engine.spawn("made", partial(make_counter, 0))
+    engine.spawn("nothing", make_nothing)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        engine.wait_until_started()
+
+
+def test_a_role_that_cannot_be_sent_is_named_when_roles_have_started(engine: ol.Processes):
+    lock = threading.Lock()
+    engine.spawn("unsendable", lambda workplace: Counter(int(lock.locked())))
+    with pytest.raises(ol.errors.SpecError, match=r"role 'unsendable' cannot be sent to another process: .*lock"):
+        engine.wait_until_started()
+
+
+def exit_at_once(workplace: Workplace) -> Counter:
+    os._exit(3)
+
+
+def test_processes_that_die_while_they_make_a_role_are_an_error_that_says_how():
+    engine = open_engine(1)
+    try:
+        engine.spawn("counter", exit_at_once)
+        with pytest.raises(ol.errors.WorkerDiedError, match=r"before role 'counter' is made, 3 in a row, .* exit code 3"):
+            engine.wait_until_started()
+    finally:
+        engine.close()
+
+
+def test_large_arguments_and_answers_travel_and_are_found_again_after_a_kill(engine: ol.Processes):
+    large, own = bytes(3 << 20), bytes(2 << 20)
+    counter = engine.spawn("large", partial(make_length, large, {"own": own, "small": "abc"}))
+    assert counter.call(Counter.add, 0).result() == (5 << 20) + 3
+    os.kill(counter.call(Counter.pid).result(), signal.SIGKILL)
+    assert counter.call(Counter.add, 0).result() == (5 << 20) + 3
+
+
+def test_an_answer_that_nobody_read_is_not_taken_for_the_next(engine: ol.Processes):
+    counter = engine.spawn("unread", partial(make_counter, 0))
+    for _ in range(3):
+        counter.call(Counter.add, 100)
+    assert counter.call(Counter.pid).result() != os.getpid()
+    first, second = counter.call(Counter.pid), counter.call(Counter.add, 0)
+    assert isinstance(second.result(), int)
+    assert second.result() == second.result()
+    assert first.result() == counter.call(Counter.pid).result()
+
+
+class Listening(Counter):
+    """Says when it was told something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = threading.Event()
+
+    def hear(self) -> None:
+        self._told.set()
+
+    def wait(self) -> bool:
+        return self._told.wait(20)
+
+
+@pytest.mark.parametrize("name", ["told", "planner/told"])
+def test_a_role_can_be_told_without_waiting_and_errors_are_nobodys(engine: ol.Processes, name: str):
+    role: Handle[Listening] = engine.spawn(name, lambda workplace: Listening())
+    role.tell(Counter.fail, KeyError("nobody waits"))
+    role.tell(Listening.hear)
+    assert role.call(Listening.wait).result(20)
+    engine.stop(name)
+    role.tell(Listening.hear)
+
+
+def hold_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(60)
+
+
+class Stuck(Counter):
+    """Can hold the GIL in native code for a minute."""
+
+    def stick(self) -> None:
+        hold_the_gil()
+
+
+@pytest.mark.parametrize("way", ["stopped", "GIL"])
+def test_a_process_that_hangs_is_killed_and_replaced(way: str, caplog: pytest.LogCaptureFixture):
+    engine = open_engine(1, hung_after_s=1.0)
+    try:
+        counter: Handle[Stuck] = engine.spawn("counter", lambda workplace: Stuck(5))
+        pid = counter.call(Counter.pid).result()
+        if way == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            counter.tell(Stuck.stick)
+        while counter.call(Counter.pid).result(60) == pid:
+            pass  # it may answer a few times before it hangs
+        assert counter.call(Counter.add, 1).result() == 6
+        assert "(counter) ended with no answer for" in caplog.text
+    finally:
+        engine.close()
+
+
+def test_a_busy_process_is_not_taken_for_a_hung_one():
+    engine = open_engine(1, hung_after_s=0.5)
+    try:
+        counter = engine.spawn("counter", partial(make_counter, 0))
+        pid = counter.call(Counter.pid).result()
+        with pytest.raises(ol.errors.WaitTimeoutError):
+            counter.call(Counter.hang).result(2)
+        assert counter.call(Counter.pid).result() == pid
+    finally:
+        engine.close()
+
+
+def test_closing_wakes_an_ask_that_waits_and_leaves_no_process():
+    engine = open_engine()
+    counters = [engine.spawn(f"counter/{i}", partial(make_counter, 0)) for i in range(2)]
+    processes = [psutil.Process(counter.call(Counter.pid).result()) for counter in counters]
+    hanging = counters[0].call(Counter.hang)
+    raised: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            hanging.result()
+        except ol.errors.ClosedError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    engine.close()
+    assert [process for process in processes if process.is_running()] == []
+    waiting.join(20)
+    assert len(raised) == 1
+    with pytest.raises(ol.errors.ClosedError):
+        counters[0].call(Counter.pid).result()
+    with pytest.raises(ol.errors.ClosedError):
+        engine.spawn("late", partial(make_counter, 0))
+
+
+class Warning_(Counter):
+    """Logs a warning."""
+
+    def warn(self) -> None:
+        logging.getLogger("overlord.waiting").warning("source %r is slow", "web")
+
+
+def test_warnings_of_processes_reach_the_loggers_of_this_one(engine: ol.Processes, caplog: pytest.LogCaptureFixture):
+    role: Handle[Warning_] = engine.spawn("warning", lambda workplace: Warning_())
+    role.call(Warning_.warn).result()
+    role.call(Warning_.pid).result()
+    assert [r.name for r in caplog.records if r.getMessage().endswith("source 'web' is slow")] == ["overlord.waiting"]
+    assert "(worker process " in caplog.text
+
+
+def test_a_forked_process_cannot_use_the_engine_of_its_parent(engine: ol.Processes):
+    counter = engine.spawn("forked", partial(make_counter, 0))
+    assert counter.call(Counter.add, 1).result() == 1
+    child = os.fork()
+    if child == 0:
+        try:
+            counter.call(Counter.add, 1).result()
+        except ol.errors.SharedUseError:
+            engine.close()  # does nothing
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert counter.call(Counter.add, 1).result() == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ol.Processes(0), "num_processes must be at least 1, got 0"),
+        (lambda: ol.Processes(patience_s=0), "patience_s is a positive number of seconds, got 0"),
+        (lambda: ol.Processes(hung_after_s=-1), "hung_after_s is a positive number of seconds or None, got -1"),
+        (
+            lambda: ol.start(
+                job_of({"a": Numbered()}), engine=ol.Processes(1), shadows=ol.scaling.Budget(cpus=1, memory_bytes=1 << 20)
+            ),
+            "a process of this machine is replaced in about a second",
+        ),
+    ],
+)
+def test_a_wrong_option_is_refused_and_says_why(make, message):
+    with pytest.raises(ol.errors.SpecError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "chosen"),
+    [
+        ("loaders/0", [[], [], []], 0),
+        ("loaders/1", [["loaders/0"], [], []], 1),
+        ("constructor/0", [["loaders/0"], ["loaders/1"], []], 2),
+        ("constructor/1", [["loaders/0"], ["loaders/1"], ["constructor/0"]], 0),
+        ("loaders/9", [["loaders/0"], ["loaders/1"], ["constructor/0", "constructor/1"]], 2),
+    ],
+)
+def test_a_role_goes_where_the_fewest_of_its_kind_are(name: str, held: list[list[str]], chosen: int):
+    assert choose_process(name, held) == chosen
+
+
+SCRIPT = """
+import overlord as ol
+from tests.small_sources import Numbered, job_of
+
+job = job_of({"a": Numbered(first=1)}, num_workers=1)
+with ol.start(job, engine=ol.Processes(2)) as loader:
+    for step in loader.client(0, timeout_s=60):
+        print("step", step.number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_program_that_is_ended_leaves_no_process_behind(number: signal.Signals):
+    program = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=os.getcwd(),
+    )
+    try:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        assert program.stdout.readline() == "step 0\n"
+        family = psutil.Process(program.pid).children(recursive=True)
+        assert len(family) == 2
+        if number == signal.SIGINT:
+            os.killpg(program.pid, number)  # as a terminal does
+        else:
+            os.kill(program.pid, number)
+        program.stdout.close()
+        program.wait(30)
+        _, left = psutil.wait_procs(family, timeout=20)
+        assert left == []
+        if number == signal.SIGINT:
+            said = program.stderr.read()
+            assert said.count("Traceback") == 1, said
+            assert "worker process" not in said, "Ctrl-C reaches only the parent"
+    finally:
+        program.kill()
+        program.wait()
+        assert program.stderr is not None
+        program.stderr.close()
