@@ -237,7 +237,7 @@ class HostProcess:
             settings.patience_s,
             logging.getLogger("overlord").getEffectiveLevel(),
         )
-        watch = _Watch(settings.hung_after_s)
+        watch = _HealthWatch(settings.hung_after_s)
         try:
             control.send(setup)
             while True:
@@ -256,7 +256,7 @@ class HostProcess:
         except (EOFError, ConnectionError):
             return ""
 
-    def _take(self, message: object, control: Connection, watch: _Watch) -> None:
+    def _take(self, message: object, control: Connection, watch: _HealthWatch) -> None:
         if isinstance(message, ProcessHealth):
             watch.note_answer(message.status_lines)
         elif isinstance(message, LogLine):
@@ -311,7 +311,7 @@ class HostProcess:
                 _log.debug("worker process %d does not take %s", self.index, type(message).__name__)
 
 
-class _Watch:
+class _HealthWatch:
     """The health checks of one process: when the next is due, and whether it was silent for too long."""
 
     def __init__(self, hung_after_s: float | None) -> None:
