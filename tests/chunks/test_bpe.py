@@ -231,6 +231,58 @@ def with_added(style: str, kind: str, special: bool) -> ByteLevelBpe:
     return ByteLevelBpe.of(tokenizer)
 
 
+SENTENCES = st.lists(SNIPPETS | st.sampled_from([" a", "b ", "word", " x y z", "Hello", " "]), max_size=30).map("".join)
+
+
+def assert_cut_alike(engine: ByteLevelBpe, text: str, num_bytes: int) -> int:
+    """The number of parts."""
+    parts = engine.cut(pa.array([text]), num_bytes)
+    assert "".join(parts.to_pylist()) == text
+    assert (
+        np.concatenate([by_tiktoken(engine, [part])[0] for part in parts.to_pylist()]).tolist()
+        == (by_library(engine.tokenizer, [text])[0])
+    )
+    return len(parts)
+
+
+@every_style
+@given(text=SENTENCES, num_bytes=st.integers(1, 12))
+def test_the_parts_of_a_text_have_the_ids_of_the_whole(style, text, num_bytes):
+    assert_cut_alike(engine_of(style), text, num_bytes)
+
+
+@pytest.mark.parametrize("kind", ADDED)
+@given(text=SENTENCES, num_bytes=st.integers(1, 12))
+def test_no_added_token_is_cut_or_loses_its_space(kind, text, num_bytes):
+    assert_cut_alike(with_added("llama 3", kind, special=True), text, num_bytes)
+    assert_cut_alike(with_added("gpt-2, prefix space", kind, special=True), text, num_bytes)
+
+
+@given(text=SENTENCES, num_bytes=st.integers(1, 12))
+def test_parts_are_normalised_as_the_whole_is(text, num_bytes):
+    assert_cut_alike(with_nfc(), text, num_bytes)
+
+
+def test_an_added_token_with_a_space_keeps_a_text_whole():
+    tokenizer = changed(trained("gpt-2"))
+    tokenizer.add_tokens([AddedToken("new york")])
+    assert assert_cut_alike(ByteLevelBpe.of(tokenizer), "a new york state of mind " * 4, 1) == 1
+    assert assert_cut_alike(engine_of("gpt-2"), "a new york state of mind " * 4, 1) > 10
+
+
+@pytest.mark.parametrize("text", ["x" * 50, "a  b\nc" * 20, "é à ü " * 20], ids=["a word", "no single space", "no ASCII"])
+def test_a_text_without_a_safe_place_is_not_cut(text):
+    assert assert_cut_alike(engine_of("llama 3"), text, 3) == 1
+
+
+def test_long_texts_are_tokenised_in_parts_with_the_same_rows(monkeypatch):
+    texts = ["short", "some words of a long text " * 50, "", "another one " * 70, "end"]
+    made = Tokenize(encoding=trained("llama 3"), bos=1, eos=2)
+    whole = made(pa.table({"text": texts}))
+    monkeypatch.setattr("overlord.chunks.transforms.tokenize.SLICE_BYTES", 300)
+    assert made(pa.table({"text": texts})) == whole
+
+
 def all_splits(tokenizer: Any) -> Any:
     """Every way to put a token together is a merge, as in files that were converted from ranks."""
     rules = json.loads(tokenizer.to_str())

@@ -27,6 +27,7 @@ from overlord.chunks.transforms import (
 from overlord.chunks.transforms.apply import TransformCall
 from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel
 from overlord.chunks.workers.pool import ProcessPool
+from overlord.runtime.threads import Threads, make_executor
 
 tiktoken = pytest.importorskip("tiktoken")
 tokenizers = pytest.importorskip("tokenizers")
@@ -259,6 +260,79 @@ def test_slices_of_any_size_give_the_same_tokens(column, slice_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenize, "SLICE_BYTES", slice_bytes)
         assert encoded(table, encoding=lambda text: list(text.encode())) == whole
+
+
+@every_encoding
+@given(data=st.data())
+def test_threads_and_slices_change_no_token_and_no_bad_row(make, data):
+    column = data.draw(st.lists(st.none() | st.text(max_size=40), max_size=20))
+    table = pa.table({"text": pa.array(column, pa.string()), "n": pa.array(range(len(column)), pa.int64())})
+    options = {
+        "encoding": make(),
+        "bos": data.draw(st.sampled_from([None, 7])),
+        "eos": data.draw(st.sampled_from([None, 8])),
+    }
+    fn = Tokenize(keep=("n",), **options)
+    whole = fn(table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenize, "SLICE_BYTES", data.draw(st.integers(1, 600)))
+        for num_threads in (0, 1, 3):
+            threads = make_executor(num_threads, "test")
+            try:
+                assert TransformCall(fn, threads).call(table, Context("web", 0, 0)) == whole
+            finally:
+                threads.shutdown()
+
+
+def test_an_error_in_one_slice_names_its_row_and_the_other_slices_stay(monkeypatch):
+    monkeypatch.setattr(tokenize, "SLICE_BYTES", 300)
+    texts = [b"good"] * 40
+    texts[17] = texts[33] = b"\xff is no UTF-8"
+    table = pa.table({"text": pa.array(texts, pa.binary())})
+    threads = Threads(2, "test")
+    bad: list[tuple[int, str]] = []
+    try:
+        outcome = TransformCall(Tokenize(encoding=hugging_face()), threads).run(
+            table, np.arange(100, 140), Context("web", 0, 0), lambda *row: bad.append(row)
+        )
+    finally:
+        threads.shutdown()
+    assert [row for row, _ in bad] == [117, 133]
+    assert outcome.table is not None
+    assert outcome.table.num_rows == 38
+    assert outcome.origin is not None
+    assert outcome.origin.tolist() == [n for n in range(100, 140) if n not in (117, 133)]
+
+
+def test_the_id_of_a_later_slice_that_int32_cannot_hold_names_its_row(monkeypatch):
+    monkeypatch.setattr(tokenize, "SLICE_BYTES", 300)
+    table = pa.table({"text": ["good"] * 20 + ["bad"] + ["good"] * 5})
+    with pytest.raises(ol.errors.DataError, match="is not an id that int32 can hold") as caught:
+        Tokenize(encoding=lambda text: [2**31 if text == "bad" else 1])(table)
+    assert caught.value.__notes__ == ["in row 20 of the table"]
+
+
+class CountedBatches:
+    """Notes the size of every batch that the library gets: with several texts it would start threads of its own."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.sizes.append(len(texts))
+        return self._tokenizer.encode_batch_fast(texts, **options)
+
+
+def test_the_library_encodes_one_text_at_a_time_in_the_thread_that_calls():
+    counted = CountedBatches(hugging_face())
+    counted._tokenizer.encode_special_tokens = True
+    found = tokenize._Tokenizers(counted).encode(["ab", "c"])
+    assert [len(ids) for ids in found] == [2, 1]
+    assert counted.sizes == [1, 1]
 
 
 PEAK = """

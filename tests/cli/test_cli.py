@@ -101,6 +101,32 @@ def test_check_lists_the_sources_and_builds_the_first_step(tmp_path):
     assert 0 < found["first_step"]["tokens"] <= 64
 
 
+def test_check_names_the_engine_that_tokenises_each_source(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n' * 30)
+    text = f"""
+import overlord as ol
+def letters(text):
+    return [1] * len(text)
+path = "{tmp_path}/a.jsonl"
+job = ol.Job(
+    sources={{
+        "bytes": ol.Jsonl(path, transform=ol.Tokenize("text", encoding=ol.ByteTokenizer())),
+        "letters": ol.Jsonl(path, transform=ol.InProcesses(ol.Tokenize("text", encoding=letters))),
+        "lost": ol.Jsonl(path, transform=ol.Tokenize("text", encoding="{tmp_path}/none.json")),
+    }},
+    batch=ol.Batch(tokens=16, sequence_length=16),
+)
+"""
+    path = job_file(tmp_path, text)
+    run = overlord("check", path, expect=1)
+    assert "error: source 'lost': encoding: there is no tokenizer file" in run.stderr
+    path.write_text(text.replace('"lost"', '# "lost"'))
+    told = overlord("check", path).stdout
+    assert "source 'bytes': tokenising engine: bytes" in told
+    assert "source 'letters': tokenising engine: function" in told
+    assert json.loads(overlord("check", path, "--json").stdout)["sources"]["letters"]["engines"] == ["function"]
+
+
 def test_check_warns_of_what_will_disappoint(tmp_path):
     text = JOB.format(transform="()", repeat=True).replace('"b": 1', '"b": 0').replace("dp=2", "dp=3")
     found = json.loads(overlord("check", job_file(tmp_path, text), "--json").stdout)

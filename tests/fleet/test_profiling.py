@@ -69,6 +69,49 @@ def test_processor_time_and_waiting_are_told_apart():
     assert computes.num_chunks == waits.num_chunks == 3
 
 
+def busy_in_a_thread(table: pa.Table) -> pa.Table:
+    thread = threading.Thread(target=busy, args=(table,))
+    thread.start()
+    thread.join()
+    return table
+
+
+def test_the_processor_time_of_threads_is_counted_where_nothing_else_runs():
+    source = Numbered(transform=busy_in_a_thread)
+    assert profile_of(source).cpu_s < 0.06
+    assert profile_of(source, is_alone=True).cpu_s >= 0.06
+
+
+def test_a_source_that_is_still_busy_is_not_counted_for_the_next_one():
+    ends = threading.Event()
+
+    def busy_for_ever(table: pa.Table) -> pa.Table:
+        while not ends.is_set():
+            pass
+        return table
+
+    job = job_of({"busy": Numbered(transform=busy_for_ever), "quick": Numbered(transform=waiting)})
+    try:
+        found = profile_sources(job, list_units(job.sources), Effort(seconds=0.5, is_alone=True))
+    finally:
+        ends.set()
+    assert found.failed.keys() == {"busy"}
+    assert found.profiles["quick"].cpu_s < found.profiles["quick"].wait_s / 2
+
+
+@pytest.mark.parametrize("engine", ["tokenizers", "tiktoken"])
+def test_the_processor_time_of_tokenisers_is_counted(tmp_path, engine):
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    texts = pa.table({"text": ["The cat sat on the mat. " * 40] * 800})
+    pq.write_table(texts, tmp_path / "a.parquet", row_group_size=400)
+    source = ol.Parquet(str(tmp_path / "a.parquet"), transform=ol.Tokenize("text", encoding=made, engine=engine))
+    own, of_process = profile_of(source), profile_of(source, is_alone=True)
+    assert own.cpu_s == pytest.approx(of_process.cpu_s, rel=0.5), "the library's threads would take most of the time"
+
+
 def test_transforms_for_worker_processes_are_timed_too():
     assert profile_of(Numbered(transform=ol.InProcesses(busy))).cpu_s >= 0.06
 

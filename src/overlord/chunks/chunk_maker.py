@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from overlord.chunks.bad_rows import BadRowLog
-    from overlord.chunks.workers.pool import ProcessPool
     from overlord.declare.batch import Batch
     from overlord.declare.source import Source, Unit
     from overlord.media.images import ImageFacts
@@ -58,10 +57,11 @@ class ChunkMaker:
         seed: int,
         batch: Batch,
         bad_rows: BadRowLog,
-        processes: ProcessPool | None = None,
+        transforms: Transforms | None = None,
         release_gil: bool = False,
     ) -> None:
-        """`release_gil`: other threads contend for the GIL while this one makes chunks."""
+        """`transforms`: those of the source; they run in the calling thread alone unless given. `release_gil`: other threads
+        contend for the GIL while this one makes chunks."""
         self._name = name
         self._source = source
         self._units = units
@@ -69,7 +69,7 @@ class ChunkMaker:
         self._batch = batch
         self._bad_rows = bad_rows
         self._reader = open_reader(source, release_gil=release_gil)
-        self._transforms = Transforms(source.transforms, processes) if source.transforms else None
+        self._transforms = (transforms or Transforms(source.transforms)) if source.transforms else None
 
     def make(self, number: int) -> Chunk:
         try:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from overlord.chunks.transforms.apply import InProcesses
+from overlord.chunks.transforms.tokenize import Tokenize
 from overlord.cli import FAILED, describe_error
 from overlord.cli.files import load_job
 from overlord.cli.options import add_job_argument
@@ -44,6 +46,8 @@ class SourceListing:
     rows: int | None
     """None if the rows are counted only when the source is read."""
     num_bytes: int
+    engines: tuple[str, ...]
+    """What encodes the texts of each `Tokenize`, by `Tokenize.engine_used`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,12 @@ class FirstStep:
 def check(path: Path, as_json: bool) -> int:
     job = load_job(path)
     units, errors = _list_sources(job)
-    listed = {name: _listing(job, name, found) for name, found in units.items()}
+    listed: dict[str, SourceListing] = {}
+    for name, found in units.items():
+        try:
+            listed[name] = _listing(job, name, found)
+        except OverlordError as error:  # an encoding that cannot be loaded
+            errors.append(f"source {name!r}: {error}")
     first: FirstStep | None = None
     if not errors:
         try:
@@ -105,7 +114,12 @@ def _listing(job: Job, name: str, units: Sequence[Unit]) -> SourceListing:
         units=len(units),
         rows=None if None in rows else sum(row for row in rows if row is not None),
         num_bytes=sum(unit.num_bytes for unit in units),
+        engines=tuple(fn.engine_used for fn in map(_inner, job.sources[name].transforms) if isinstance(fn, Tokenize)),
     )
+
+
+def _inner(transform: object) -> object:
+    return transform.fn if isinstance(transform, InProcesses) else transform
 
 
 def _build_first_step(job: Job) -> FirstStep:
@@ -177,6 +191,9 @@ def _print(
     ]
     if rows:
         out.print(table("source", "<reader", f"share of {job.mix.unit}", "files", "units", "rows", "bytes", rows=rows))
+    for name, entry in listed.items():
+        for engine in entry.engines:
+            out.print(f"source {name!r}: tokenising engine: {engine}", soft_wrap=True, markup=False)
     if first is not None:
         out.print(
             f"step {first.number}: {first.samples:,} samples, {first.tokens:,} tokens, {first.padding:.1%} padding, "

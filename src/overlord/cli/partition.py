@@ -87,7 +87,7 @@ def partition(options: PartitionOptions, as_json: bool) -> int:
         if sys.stderr.isatty():
             console(stderr=True).print(f"profiling source {name!r} ...", markup=False)
 
-    found = profile_job(job, Effort(num_chunks=options.chunks, seconds=options.seconds), announce)
+    found = profile_job(job, Effort(num_chunks=options.chunks, seconds=options.seconds, is_alone=True), announce)
     if found.failed:
         return _print_errors(found, as_json)
     sizing = sizing_of(job, found.profiles, budget, 1 / options.steps_per_second)

@@ -18,7 +18,7 @@ from overlord.chunks.chunk_maker import ChunkMaker
 from overlord.errors import DataError, SpecError, WaitTimeoutError
 from overlord.loaders.model import Profile
 from overlord.runtime.memory import rss_bytes
-from overlord.runtime.threads import Threads
+from overlord.runtime.threads import Threads, cpu_time
 from overlord.stream.chunk_order import chunks_per_epoch
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Effort:
     """A source that has made no chunk by then has failed."""
     num_bytes: int = 1 << 30
     """Bytes of decoded chunks."""
+    is_alone: bool = False
+    """Nothing else runs in this process, so its CPU time is that of the source: with the threads that a transform starts."""
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1:
@@ -69,26 +71,33 @@ def profile_sources(
     """Profile each source in `units` by making its first chunks. `begin` is called with the name of each source first."""
     profiles: dict[str, Profile] = {}
     failed: dict[str, Exception] = {}
+    abandoned: list[Threads] = []
+    effort = effort or Effort()
     for name, listed in units.items():
         if begin is not None:
             begin(name)
+        # In its own thread: storage that does not answer must not block the other sources. Such a thread is abandoned.
+        thread = Threads(1, f"overlord-profile-{name}")
+        is_alone = effort.is_alone and all(other.join(0.0) for other in abandoned)
         try:
-            profiles[name] = _profile_source(name, job, listed, effort or Effort())
+            profiles[name] = _profile_source(name, job, listed, replace(effort, is_alone=is_alone), thread)
         except Exception as error:  # noqa: BLE001 - a user's source and transforms may raise anything
             failed[name] = error
+        finally:
+            thread.shutdown(wait=False)
+            abandoned.append(thread)
     return SourceProfiles(profiles, failed)
 
 
-def _profile_source(name: str, job: Job, units: Sequence[Unit], effort: Effort) -> Profile:
+def _profile_source(name: str, job: Job, units: Sequence[Unit], effort: Effort, thread: Threads) -> Profile:
     source = job.sources[name]
     maker = _maker(name, job, units)
     made: list[_ChunkCost] = []
-    # In its own thread: storage that does not answer must not block the other sources. Such a thread is abandoned.
-    thread = Threads(1, f"overlord-profile-{name}")
+    clock = time.process_time if effort.is_alone else cpu_time
     ends = time.monotonic() + effort.seconds
     try:
         for number in range(chunks_per_epoch(len(units), source.window)):
-            future = thread.submit(_make_and_measure, maker, number, source)
+            future = thread.submit(_make_and_measure, maker, number, source, clock)
             found = _wait_for(future, ends - time.monotonic())
             if found is None:
                 break
@@ -99,7 +108,6 @@ def _profile_source(name: str, job: Job, units: Sequence[Unit], effort: Effort) 
             if sum(chunk.num_bytes for chunk in made) >= effort.num_bytes or time.monotonic() >= ends:
                 break
     finally:
-        thread.shutdown(wait=False)
         maker.close()
     if not made:
         raise WaitTimeoutError(
@@ -133,12 +141,12 @@ class _ChunkCost:
     """Growth of the process, without the chunk itself."""
 
 
-def _make_and_measure(maker: ChunkMaker, number: int, source: Source) -> _ChunkCost:
+def _make_and_measure(maker: ChunkMaker, number: int, source: Source, cpu_clock: Callable[[], float]) -> _ChunkCost:
     pa.default_memory_pool().release_unused()
     rss = rss_bytes()
-    began, began_cpu = time.monotonic(), time.thread_time()
+    began, began_cpu = time.monotonic(), cpu_clock()
     chunk = maker.make(number)
-    seconds, cpu_s = time.monotonic() - began, time.thread_time() - began_cpu
+    seconds, cpu_s = time.monotonic() - began, cpu_clock() - began_cpu
     pa.default_memory_pool().release_unused()
     grown = rss_bytes() - rss - chunk.num_bytes
     decoding_s = _decoding_s(chunk, source)

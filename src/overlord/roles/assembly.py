@@ -10,6 +10,7 @@ from overlord.arrange.graph import deal_rows
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
+from overlord.chunks.transforms.apply import Transforms
 from overlord.errors import SourceError, SpecError
 from overlord.loaders.model import (
     Partition,
@@ -106,7 +107,7 @@ def make_loader_host(
             seed=job.seed,
             batch=job.batch,
             bad_rows=bad_rows,
-            processes=workplace.processes,
+            transforms=Transforms(source.transforms, workplace.processes, threads),
             release_gil=release_gil,
         )
         # Never less than each of the declared loaders has: when a source is spread over more of them, its chunks must still

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from overlord.errors import BufferTooSmallError, ClosedError
-from overlord.runtime.threads import StealingFuture
+from overlord.runtime.threads import StealingFuture, cpu_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -281,13 +281,13 @@ class SourceLoader:
             pending = self._pending.get(number)
             if pending is None or pending.future.cancelled():  # by the end of its threads
                 pending = self._pending[number] = _Pending(StealingFuture(partial(self._make_now, number)), began)
-        hot = pending.future.result()
+        hot = self._threads.wait_for(pending.future)
         with self._lock:
             self._work = self._work.plus(Work(waited_s=self._clock() - began))
         return hot
 
     def _make_now(self, number: int) -> HotChunk:
-        began, began_cpu = self._clock(), time.thread_time()
+        began, began_cpu = self._clock(), cpu_time()
         try:
             hot = HotChunk.of(self._make(number))
         except BaseException:
@@ -296,7 +296,7 @@ class SourceLoader:
             raise
         with self._lock:
             self._pending.pop(number, None)
-            self._work = self._work.plus(_work_on(hot, self._clock() - began, time.thread_time() - began_cpu))
+            self._work = self._work.plus(_work_on(hot, self._clock() - began, cpu_time() - began_cpu))
             self._facts[number] = hot.chunk.facts
             hot = self._admit(number, hot, is_needed=False)
         if self._closed:

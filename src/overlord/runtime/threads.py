@@ -1,5 +1,9 @@
 """Executors for calls that may hang: their threads are daemons, so a read that never returns cannot hold up the end of the
-program, and a call that no thread has started is run by the caller that needs its result."""
+program, and a call that no thread has started is run by the caller that needs its result.
+
+Work that can be cut into short calls may be shared: the thread that has the work runs the calls one after the other, and
+threads that are idle, or wait for a result, take calls from it meanwhile. Nobody ever waits for a call that no thread runs.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,87 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_lent = threading.local()
+
+
+def cpu_time() -> float:
+    """CPU seconds of this thread: with those that other threads spent on its shared calls, without those that this thread
+    spent on the calls of others. For the difference of two moments."""
+    return time.thread_time() + getattr(_lent, "balance_s", 0.0)
+
+
+def _move_cpu_time(seconds: float) -> None:
+    _lent.balance_s = getattr(_lent, "balance_s", 0.0) + seconds
+
+
+class SharedCalls(Generic[T]):
+    """Calls that several threads run side by side; each takes the first that nobody has taken.
+
+    The error of the first call that fails is raised, as if they had run one after the other. No call is started after one
+    has failed.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
+        self._calls = calls
+        self._owner = threading.get_ident()
+        self._results: dict[int, T] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._next = 0
+        self._num_running = 0
+        self._helped_s = 0.0
+        self._changed = threading.Condition()
+
+    @property
+    def has_more(self) -> bool:
+        """True while there is a call that nobody has taken."""
+        return self._next < len(self._calls) and not self._errors
+
+    def run_next(self) -> bool:
+        """Run one call. False if there is none left to take."""
+        with self._changed:
+            if not self.has_more:
+                return False
+            index, self._next = self._next, self._next + 1
+            self._num_running += 1
+        began = time.thread_time()
+        found: list[T] = []
+        error: BaseException | None = None
+        try:
+            found.append(self._calls[index]())
+        except BaseException as raised:  # noqa: BLE001 - raised by `results`
+            error = raised
+        spent_s = 0.0 if threading.get_ident() == self._owner else time.thread_time() - began
+        _move_cpu_time(-spent_s)
+        with self._changed:
+            self._helped_s += spent_s
+            self._num_running -= 1
+            if error is not None:
+                self._errors[index] = error
+            else:
+                self._results[index] = found[0]
+            self._changed.notify_all()
+        return True
+
+    def run_all(self) -> None:
+        """Run calls until none is left to take."""
+        while self.run_next():
+            pass
+
+    def results(self) -> list[T]:
+        """Run what is left, wait for the calls of other threads, and return all results in order. For the owner."""
+        self.run_all()
+        with self._changed:
+            while self._num_running:
+                self._changed.wait()
+        _move_cpu_time(self._helped_s)
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        return [self._results[index] for index in range(len(self._calls))]
 
 
 class StealingFuture(Future[T], Generic[T]):
@@ -69,6 +150,14 @@ class Executor(Protocol):
         """Queue a call whose result nobody needs yet; None if nobody would run it before then."""
         ...
 
+    def share(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Run short calls side by side, in this thread and in those that have nothing else to do; the results in order."""
+        ...
+
+    def wait_for(self, future: StealingFuture[T]) -> T:
+        """The result of a call. If another thread runs it, this one takes part in shared calls meanwhile."""
+        ...
+
     def shutdown(self, wait: bool = True) -> None: ...
 
     def join(self, timeout_s: float) -> bool:
@@ -95,6 +184,12 @@ class CallerRuns:
     def submit_ahead(self, _fn: Callable[P, T], /, *_: P.args, **__: P.kwargs) -> None:
         return None
 
+    def share(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        return [call() for call in calls]
+
+    def wait_for(self, future: StealingFuture[T]) -> T:
+        return future.result()
+
     def shutdown(self, wait: bool = True) -> None:  # noqa: ARG002 - there is nothing to wait for
         self._closed = True
 
@@ -113,6 +208,9 @@ class Threads:
         self._idle = 0
         self._lock = threading.Lock()
         self._closed = False
+        self._shared: list[SharedCalls[Any]] = []
+        self._news = threading.Condition()
+        """Notified when calls are shared, and when a call that somebody waits for has ended."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> StealingFuture[T]:
         future: StealingFuture[T] = StealingFuture(partial(fn, *args, **kwargs), waits_for_thread=True)
@@ -129,6 +227,37 @@ class Threads:
 
     def submit_ahead(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> StealingFuture[T]:
         return self.submit(fn, *args, **kwargs)
+
+    def share(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        if len(calls) < 2:
+            return [call() for call in calls]
+        shared = SharedCalls(calls)
+        with self._news:
+            self._shared.append(shared)
+            self._news.notify_all()
+        # Queued behind other work: a thread that comes to one of these later joins in then, if there is anything left.
+        joining = [self.submit(shared.run_all) for _ in range(min(self._num_threads, len(calls) - 1))]
+        try:
+            return shared.results()
+        finally:
+            with self._news:
+                self._shared.remove(shared)
+            for future in joining:
+                future.cancel()
+
+    def wait_for(self, future: StealingFuture[T]) -> T:
+        future.run()
+        if not future.done():
+            future.add_done_callback(self._note_end)
+        while not future.done():
+            with self._news:
+                shared = self._first_shared()
+                while shared is None and not future.done():
+                    self._news.wait()
+                    shared = self._first_shared()
+            if shared is not None:
+                shared.run_next()
+        return future.result()
 
     def shutdown(self, wait: bool = True, timeout_s: float = 1.0) -> None:
         """Stop the threads. Calls that no thread has started are cancelled; calls that hang are waited for no longer than
@@ -155,6 +284,13 @@ class Threads:
         for thread in others:
             thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in others)
+
+    def _first_shared(self) -> SharedCalls[Any] | None:
+        return next((shared for shared in self._shared if shared.has_more), None)
+
+    def _note_end(self, _future: object) -> None:
+        with self._news:
+            self._news.notify_all()
 
     def _work(self) -> None:
         while True:

@@ -28,27 +28,31 @@ from overlord.chunks.transforms.outcome import (
     without_origin,
 )
 from overlord.chunks.transforms.per_row import PerRow, num_positional
+from overlord.chunks.transforms.tokenize import Tokenize
 from overlord.errors import OverlordError, SchemaError, SpecError
 from overlord.sources.column_types import cast_table, has_null_type, wider_schema
 
 if TYPE_CHECKING:
     from overlord.chunks.bad_rows import BadRowLog
     from overlord.chunks.workers.pool import ProcessPool
+    from overlord.runtime.threads import Executor
     from overlord.stream.facts import Ints
 
 
 class TransformCall:
     """A transform with its calling convention resolved."""
 
-    def __init__(self, fn: Callable[..., pa.Table]) -> None:
+    def __init__(self, fn: Callable[..., pa.Table], threads: Executor | None = None) -> None:
+        """`threads` encode slices of texts side by side."""
         if not callable(fn):
             raise SpecError(f"a transform is a function over a pyarrow.Table, got {type(fn).__name__}")
         self.fn = fn
         self.name = name_of(fn)
+        self._on_table = functools.partial(fn.run_on, threads) if isinstance(fn, Tokenize) else fn
         self._wants_context = num_positional(fn) >= 2
 
     def call(self, table: pa.Table, context: Context) -> pa.Table:
-        result = self.fn(table, context) if self._wants_context else self.fn(table)
+        result = self.fn(table, context) if self._wants_context else self._on_table(table)
         if not isinstance(result, pa.Table):
             raise SchemaError(f"transform {self.name} must return a pyarrow.Table, it returned {type(result).__name__}")
         return result
@@ -143,9 +147,15 @@ class Reporter:
 class Transforms:
     """The transforms of one source. Checks that each returns one schema for all chunks. Thread-safe."""
 
-    def __init__(self, transforms: Sequence[Callable[..., pa.Table]], processes: ProcessPool | None = None) -> None:
+    def __init__(
+        self,
+        transforms: Sequence[Callable[..., pa.Table]],
+        processes: ProcessPool | None = None,
+        threads: Executor | None = None,
+    ) -> None:
+        """`processes` run what is marked `InProcesses`; `threads` run slices of other transforms side by side."""
         self._marks = [fn if isinstance(fn, InProcesses) else None for fn in transforms]
-        self._stages = [TransformCall(fn.fn if isinstance(fn, InProcesses) else fn) for fn in transforms]
+        self._stages = [TransformCall(fn.fn if isinstance(fn, InProcesses) else fn, threads) for fn in transforms]
         self._schemas: list[pa.Schema | None] = [None] * len(self._stages)
         self._first_chunk = [-1] * len(self._stages)
         self._processes = processes

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from overlord.chunks.transforms.merge_ranks import Flags, NotRankable, RankedTokens, rank_tokens, token_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import tiktoken
     import tokenizers
@@ -444,6 +444,28 @@ class ByteLevelBpe:
             flat[np.repeat(rows, lengths)] = ids
         return flat, lengths
 
+    def cut(self, text: pa.Array, num_bytes: int) -> pa.Array:
+        """One text as parts of about so many bytes, whose ids one after the other are those of the text.
+
+        It is cut before single spaces between two ASCII letters. Every known pattern ends a word there and begins another,
+        whatever stands further away. An added token may stretch over such a place, or take the space away.
+        """
+        data = _bytes_of(text)
+        tokens = (*self._added.plain, *self._added.awkward)
+        is_bound = any(" " in token for token in tokens) or (self._normalize is not None and self._added.awkward)
+        if is_bound or any(_contains(text, token).any() for token in self._added.awkward):
+            return text
+        ends = [0]
+        while len(data) - ends[-1] > 2 * num_bytes:
+            found = _place_to_cut(data[ends[-1] + num_bytes :], num_bytes)
+            if found is None:
+                break
+            ends.append(ends[-1] + num_bytes + found)
+        if len(ends) == 1:
+            return text
+        offsets: Any = np.array([*ends, len(data)], np.int64)
+        return pa.LargeStringArray.from_buffers(len(ends), pa.py_buffer(offsets), text[0].as_buffer())
+
     def id_of(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
 
@@ -487,9 +509,18 @@ class ByteLevelBpe:
         return self._ids[ranks[ranks != self._separator] if len(ends) else ranks], lengths
 
     def _by_library(self, texts: pa.Array) -> tuple[Tokens, Ints]:
-        fast = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)  # skips offsets
-        lists = [np.array(encoding.ids, np.int32) for encoding in fast(texts.to_pylist(), add_special_tokens=False)]
+        rows: Any = texts.to_pylist()
+        lists = [np.array(ids, np.int32) for ids in library_ids(self.tokenizer, rows)]
         return np.concatenate([np.zeros(0, np.int32), *lists]), np.array([len(ids) for ids in lists], np.int64)
+
+
+def library_ids(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
+    """The ids of each text by the `tokenizers` library, in this thread.
+
+    A batch of several texts would be spread over a pool with a thread for each core, whose CPU time nobody counts.
+    """
+    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # skips offsets
+    return (encode([text], add_special_tokens=False)[0].ids for text in texts)
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
@@ -536,6 +567,22 @@ def _join(texts: pa.Array) -> str:
     whole: Any = (pa.LargeListArray if is_large else pa.ListArray).from_arrays(ends, texts)
     joined: Any = pc.binary_join(whole, pa.scalar(_SEPARATOR, texts.type))
     return joined[0].as_py()
+
+
+def _bytes_of(text: pa.Array) -> NDArray[np.uint8]:
+    """The UTF-8 of a single text, without a copy."""
+    return np.frombuffer(text[0].as_buffer(), np.uint8)
+
+
+def _place_to_cut(data: NDArray[np.uint8], step: int) -> int | None:
+    """The first place of a single space between ASCII letters; None if there is none."""
+    for begin in range(0, len(data), step):
+        part = data[begin : begin + step + 2]
+        is_letter = ((part | 0x20) >= ord("a")) & ((part | 0x20) <= ord("z"))  # bytes above 127 are never in this range
+        at = np.flatnonzero((part[1:-1] == ord(" ")) & is_letter[:-2] & is_letter[2:])
+        if len(at):
+            return begin + 1 + int(at[0])
+    return None
 
 
 def _contains(texts: pa.Array, token: str) -> Flags:

@@ -1,4 +1,8 @@
-"""Text to token ids, a slice of the column at a time, so that memory stays a small multiple of the ids."""
+"""Text to token ids, a slice of the column at a time, so that memory stays a small multiple of the ids.
+
+Slices run side by side where the encoder releases the GIL and there are threads. Where slices are cut, and which thread
+encodes one, changes no id.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -15,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel, Tokens
+from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel, Tokens, library_ids
 from overlord.chunks.transforms.outcome import ORIGIN, RowError, row_error
 from overlord.errors import DataError, SchemaError, SpecError
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     import tokenizers
     from numpy.typing import NDArray
 
+    from overlord.runtime.threads import Executor
     from overlord.stream.facts import Ints
 
 
@@ -32,8 +37,9 @@ TokenizerLike: TypeAlias = "str | Path | tiktoken.Encoding | tokenizers.Tokenize
 MOST_TOKENS = 2**31 - 1
 """Arrow's list<int32> counts its values in 32 bits."""
 
-SLICE_BYTES = 1 << 20
-"""Bytes of text to encode at once. The `tokenizers` library takes about fifty times as much memory meanwhile."""
+SLICE_BYTES = 1 << 18
+"""Bytes of text to encode at once, in each thread. The `tokenizers` library takes about fifty times as much memory
+meanwhile. A slice takes 20 to 100 ms, so that a thread that joins in is soon free again."""
 
 _ROW_BYTES = 256
 """The overhead of one text while it is encoded."""
@@ -119,6 +125,10 @@ class Tokenize:
             )
 
     def __call__(self, table: pa.Table) -> pa.Table:
+        return self.run_on(None, table)
+
+    def run_on(self, threads: Executor | None, table: pa.Table) -> pa.Table:
+        """The same, with slices side by side on these threads."""
         present = [name for name in table.column_names if name != ORIGIN]
         missing = [name for name in (self.column, *self.keep) if name not in present]
         if missing:
@@ -127,10 +137,9 @@ class Tokenize:
         encoder = _encoder(self.encoding, self.special_tokens, self.engine)
         bos, eos = (_token_id(encoder, name, getattr(self, name)) for name in ("bos", "eos"))
         try:
-            flat, lengths = _encode(encoder, column)
+            tokens = _encode(encoder, column, _Ends(bos, eos), threads)
         except RowError as error:
             raise row_error(table, error.origin, error.cause) from None
-        tokens = _to_lists(flat, lengths, bos, eos)
         kept = {name: table.column(name) for name in (*self.keep, ORIGIN) if name in table.column_names}
         return pa.table({self.into: tokens, **kept})
 
@@ -156,40 +165,94 @@ def _as_text(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
     raise SchemaError(f"Tokenize: column {name!r} must be text, it is {kind}")
 
 
-def _encode(encoder: _Encoder, column: pa.ChunkedArray) -> tuple[Tokens, Ints]:
-    """(all ids, length of each text). Raises RowError, with the row of the column, for ids that int32 does not hold."""
+def _encode(encoder: Any, column: pa.ChunkedArray, ends: _Ends, threads: Executor | None) -> pa.Array:
+    """The ids of each text. Raises RowError, with the row of the column, for ids that int32 does not hold."""
     if isinstance(encoder, ByteTokenizer):
         filled = column.cast(pa.large_string()).fill_null(pa.scalar("", pa.large_string()))
-        return encoder.encode_column(filled.combine_chunks())
-    flat, lengths = [np.zeros(0, np.int32)], np.zeros(len(column), np.int64)
+        return _to_lists([ends.around(*encoder.encode_column(filled.combine_chunks()))], len(column), [0])
+    slices = [piece for part in _slices(column, encoder) for piece in part]
+    calls = [partial(_encode_slice, encoder, piece, ends) for piece in slices]
+    # The library takes fifty times the bytes of a text: long ones, which cannot be cut for it, are encoded one by one.
+    is_light = not isinstance(encoder, _Tokenizers) or all(piece.texts.nbytes <= 2 * SLICE_BYTES for piece in slices)
+    can_share = encoder.releases_gil and is_light
+    found = threads.share(calls) if threads is not None and can_share else [call() for call in calls]
+    return _to_lists(found, len(column), [piece.first for piece in slices])
+
+
+@dataclass(frozen=True, slots=True)
+class _TextSlice:
+    """Texts from row `first` on; or a part of the text in that row, with its beginning, its end or neither."""
+
+    texts: Any
+    first: int
+    begins: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The ids to put around each text."""
+
+    bos: int | None
+    eos: int | None
+
+    def around(self, ids: Tokens, lengths: Ints, begins: bool = True, ends: bool = True) -> tuple[Tokens, Ints]:
+        """Concatenated ids, and the length of each text, with `bos` and `eos` around each; around a part of a text only
+        where the text begins or ends."""
+        bos, eos = self.bos if begins else None, self.eos if ends else None
+        if bos is None and eos is None:
+            return ids, lengths
+        lengths = lengths + (bos is not None) + (eos is not None)
+        stops = np.cumsum(lengths)
+        whole = np.empty(lengths.sum(), np.int32)
+        is_text = np.ones(len(whole), bool)
+        for token, places in ((bos, stops - lengths), (eos, stops - 1)):
+            if token is not None:
+                whole[places] = token
+                is_text[places] = False
+        whole[is_text] = ids
+        return whole, lengths
+
+
+def _slices(column: pa.ChunkedArray, encoder: Any) -> Iterator[Iterable[_TextSlice]]:
+    """The texts, about SLICE_BYTES at a time: as Python objects a whole column would take several times its size. A long
+    text is cut where the encoder knows that this changes no id."""
     first = 0
-    for texts in _slices(column):
-        if isinstance(encoder, _Bpe):
-            ids, counts = encoder.bpe.encode_column(texts)
-        else:
-            rows: Any = texts.to_pylist()
-            ids, counts = _as_int32([np.asarray(ids) for ids in encoder.encode(rows)], first)
-        flat.append(ids)
-        lengths[first : first + len(texts)] = counts
-        first += len(texts)
-    return np.concatenate(flat), lengths
-
-
-def _slices(column: pa.ChunkedArray) -> Iterator[pa.Array]:
-    """The texts, about SLICE_BYTES at a time: as Python objects a whole column would take several times its size."""
-    nothing = pa.scalar("", column.type)
     for chunk in column.chunks:
         texts: Any = chunk  # strings or large strings
-        lengths = pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False)
-        sizes = lengths.astype(np.int64) + _ROW_BYTES
-        ends = np.flatnonzero(np.diff(np.cumsum(sizes) // SLICE_BYTES)) + 1
-        for begin, end in zip([0, *ends.tolist()], [*ends.tolist(), len(chunk)], strict=True):
-            yield texts.slice(begin, end - begin).fill_null(nothing)
+        lengths = pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        is_long = (lengths > 2 * SLICE_BYTES) & isinstance(encoder, _Bpe)
+        starts = np.diff(np.cumsum(lengths + _ROW_BYTES) // SLICE_BYTES) != 0
+        starts |= is_long[1:] | is_long[:-1]  # a long text is a slice of its own
+        ends = (np.flatnonzero(starts) + 1).tolist()
+        for begin, end in zip([0, *ends], [*ends, len(chunk)], strict=True):
+            part = texts.slice(begin, end - begin)
+            if len(part) and is_long[begin]:
+                yield _pieces(encoder.bpe, part, first + begin)
+            else:
+                yield [_TextSlice(part, first + begin)]
+        first += len(chunk)
 
 
-def _as_int32(lists: Sequence[NDArray[Any]], first_row: int) -> tuple[Tokens, list[int]]:
+def _pieces(bpe: ByteLevelBpe, text: pa.Array, row: int) -> list[_TextSlice]:
+    cut = bpe.cut(text, SLICE_BYTES)
+    last = len(cut) - 1
+    return [_TextSlice(cut.slice(i, 1), row, begins=i == 0, ends=i == last) for i in range(len(cut))]
+
+
+def _encode_slice(encoder: Any, piece: _TextSlice, ends: _Ends) -> tuple[Tokens, Ints]:
+    texts = piece.texts.fill_null(pa.scalar("", piece.texts.type))
+    if isinstance(encoder, _Bpe):
+        ids, counts = encoder.bpe.encode_column(texts)
+    else:
+        rows: list[str] = texts.to_pylist()
+        ids, counts = _as_int32([np.asarray(ids) for ids in encoder.encode(rows)], piece.first)
+    return ends.around(ids, counts, piece.begins, piece.ends)
+
+
+def _as_int32(lists: Sequence[NDArray[Any]], first_row: int) -> tuple[Tokens, Ints]:
     """The concatenated ids of some texts, and the number of ids of each."""
-    counts = [len(ids) if ids.ndim == 1 else -1 for ids in lists]
+    counts = np.array([len(ids) if ids.ndim == 1 else -1 for ids in lists], np.int64)
     filled = [(row, ids) for row, ids in enumerate(lists) if ids.size or ids.ndim != 1]
     for _, ids in filled:
         if ids.ndim != 1 or ids.dtype.kind not in "iuO":
@@ -212,21 +275,15 @@ def _fits_int32(ids: NDArray[Any]) -> bool:
     return np.can_cast(ids.dtype, np.int32) or bool(ids.min() >= -(2**31) and ids.max() < 2**31)
 
 
-def _to_lists(flat: Tokens, lengths: Ints, bos: int | None, eos: int | None) -> pa.Array:
-    """list<int32> from concatenated ids and the length of each list, with `bos` and `eos` around each."""
-    lengths = lengths + (bos is not None) + (eos is not None)
+def _to_lists(parts: list[tuple[Tokens, Ints]], num_rows: int, first_rows: Sequence[int]) -> pa.Array:
+    """list<int32> from the concatenated ids and the lengths of consecutive slices, whose first rows are given."""
+    lengths = np.zeros(num_rows, np.int64)
+    for first, (_, counts) in zip(first_rows, parts, strict=True):
+        lengths[first : first + len(counts)] += counts  # of a text in parts, all its parts
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if offsets[-1] > MOST_TOKENS:
         raise DataError(f"a chunk of {offsets[-1]:,} tokens is too large for one column; lower the source's window")
-    if bos is not None or eos is not None:
-        whole = np.empty(offsets[-1], np.int32)
-        text = np.ones(offsets[-1], bool)
-        for token, places in ((bos, offsets[:-1]), (eos, offsets[1:] - 1)):
-            if token is not None:
-                whole[places] = token
-                text[places] = False
-        whole[text] = flat
-        flat = whole
+    flat = parts[0][0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in parts)])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
 
 
@@ -244,12 +301,18 @@ class _Encoder(Protocol):
         """See `Tokenize.engine_used`."""
         ...
 
+    @property
+    def releases_gil(self) -> bool:
+        """Whether threads encode side by side."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Tiktoken:
     encoding: tiktoken.Encoding
     special_tokens: bool
     engine: str = "tiktoken"
+    releases_gil: bool = True
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
         allowed = self.encoding.special_tokens_set if self.special_tokens else set[str]()
@@ -269,10 +332,10 @@ class _Tokenizers:
 
     tokenizer: Any
     engine: str = "tokenizers"
+    releases_gil: bool = True
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
-        fast = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)  # skips offsets
-        return (encoding.ids for encoding in fast(texts, add_special_tokens=False))
+        return library_ids(self.tokenizer, texts)
 
     def id_of(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
@@ -284,6 +347,7 @@ class _Bpe:
 
     bpe: ByteLevelBpe
     engine: str = "tiktoken"
+    releases_gil: bool = True
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
         ids, lengths = self.bpe.encode_column(pa.array(texts, pa.large_string()))
@@ -300,6 +364,7 @@ class _Transformers:
     tokenizer: Any
     special_tokens: bool
     engine: str = "transformers"
+    releases_gil: bool = False
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
         options = {"add_special_tokens": False, "split_special_tokens": not self.special_tokens}
@@ -314,6 +379,7 @@ class _Transformers:
 class _FunctionEncoder:
     function: Callable[[str], Any]
     engine: str = "function"
+    releases_gil: bool = False
 
     def encode(self, texts: list[str]) -> Iterable[Any]:
         for text in texts:
