@@ -13,12 +13,14 @@ LEAVES_CHILDREN = """
 import os, subprocess, sys
 from bench.process_tree import adopt_orphans, end_below, tree
 adopt_orphans()
-grandchild = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE); input()"
+sleep = "import time; time.sleep(60)"
+parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
 for _ in range(2):
-    child = subprocess.Popen([sys.executable, "-c", grandchild], stdin=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", parent])
 while len(tree(os.getpid())) < 5:
     pass
 child.kill()
+child.wait()
 print(end_below(os.getpid(), grace_s=2.0), len(tree(os.getpid())) - 1)
 """
 
