@@ -41,6 +41,14 @@ with ol.start(job) as loader:
             {end}
 """
 
+PREFETCHING = """
+loader = ol.start(job)
+for step in loader.client(0, torch={torch}, fetch_ahead=2):
+    tokens = [micro["tokens"] for micro in step]
+    if step.number == 3:
+        {end}
+"""
+
 CONNECTED = """
 client = ol.connect(sys.argv[1], rank=0, torch={torch}, timeout_s=60)
 for step in client:
@@ -79,7 +87,7 @@ def _assert_silent(errors: str, end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("body", [LOOP, IN_A_BLOCK], ids=["a loop of the module", "a with block"])
+@pytest.mark.parametrize("body", [LOOP, IN_A_BLOCK, PREFETCHING], ids=["a loop of the module", "a with block", "a thread"])
 def test_a_script_that_reads_arrays_ends_without_a_word(tmp_path, body, end):
     _assert_silent(_errors_of(tmp_path, _script(body, False, end), expect=ENDS[end]), end)
 

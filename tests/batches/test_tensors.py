@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overlord.batches.collate import collate
-from overlord.batches.tensors import to_torch
+from overlord.batches.tensors import Destination, copy_arrays, to_torch
 from overlord.errors import SpecError
 from tests.batches.microbatches import microbatch
 
@@ -74,12 +74,69 @@ def test_pinned_tensors_are_page_locked_copies():
     assert tensors["tokens"].to("cuda", non_blocking=True).tolist() == batch["tokens"].tolist()
 
 
+def test_small_arrays_are_copied_to_a_device_together_and_large_ones_alone():
+    large = np.arange(1 << 18, dtype=np.int64).reshape(2, -1)  # 2 MiB
+    large.flags.writeable = False
+    column = pa.array(["a"])
+    fields = {
+        "tokens": np.arange(5, dtype=np.int32),
+        "loss_mask": np.array([True, False, True]),
+        "large": large,
+        "images": [np.full((2, 3, 3), 7, np.uint8), np.zeros((0, 4, 3), np.uint8)],
+        "none": np.empty((0, 3), np.float32),
+        "strided": np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2],
+        "url": column,
+        "num_rows": 2,
+    }
+    moved, copies = copy_arrays((fields, {"tokens": np.arange(3, dtype=np.int32)}), torch.device("cpu"))
+    assert [dict(one).keys() for one in moved] == [fields.keys(), {"tokens"}]
+    assert len(copies) == 2, "one for all small arrays, one for the large one"
+    assert moved[0]["url"] is column
+    assert moved[0]["num_rows"] == 2
+    for name in ("tokens", "loss_mask", "large", "none", "strided"):
+        np.testing.assert_array_equal(moved[0][name].numpy(), fields[name])
+        assert moved[0][name].numpy().dtype == fields[name].dtype
+    assert [image.tolist() for image in moved[0]["images"]] == [image.tolist() for image in fields["images"]]
+    assert moved[1]["tokens"].tolist() == [0, 1, 2]
+    pointers = [moved[0]["tokens"].data_ptr(), moved[0]["loss_mask"].data_ptr(), moved[1]["tokens"].data_ptr()]
+    assert len({(pointer - copies[0].data_ptr()) % 256 for pointer in pointers}) == 1
+    assert copy_arrays(({"num_rows": 2},), torch.device("cpu")) == (({"num_rows": 2},), [])
+
+
+def test_a_batch_is_placed_as_it_was_asked_for():
+    batch = collate(*microbatch([3, 5]))
+    assert Destination().open().place((batch,)).use() == (batch,)
+    for destination in (Destination(torch=True), Destination(torch=True, device="cpu")):
+        (tensors,) = destination.open().place((batch,)).use()
+        assert not destination.copies
+        assert tensors["tokens"].data_ptr() == batch["tokens"].ctypes.data
+    (tensors,) = Destination(torch=True, device="meta").open().place((batch,)).use()
+    assert {t.device.type for t in tensors.values() if isinstance(t, torch.Tensor)} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_to_a_gpu_have_the_same_numbers_and_are_waited_for_by_the_current_stream():
+    batch = collate(*microbatch([3, 5])) | {"large": np.arange(1 << 20, dtype=np.int64)}
+    placer = Destination(torch=True, device="cuda").open()
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 4096
+        (tensors,) = placer.place((batch,)).use()
+        total = tensors["large"].sum()
+        del tensors  # the memory goes to the next copy, which must not begin before the sum is there
+        assert total.item() == (1 << 20) * ((1 << 20) - 1) // 2
+    (tensors,) = placer.place((batch,)).use()
+    for name, value in batch.items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(tensors[name].cpu().numpy(), value)
+
+
 def test_collation_needs_no_torch_and_its_absence_names_the_extra():
     script = """
 import sys
 sys.modules["torch"] = None  # what an absent package looks like to import
 import overlord.batches.collate, overlord.batches.slices
-from overlord.batches.tensors import to_torch
+from overlord.batches.tensors import Destination, copy_arrays, to_torch
 to_torch({})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -18,7 +18,7 @@ from tests.service.served import two_sources
 
 loader = ol.start(two_sources(mesh=ol.Mesh(dp=2)), log=sys.argv[1])
 address = loader.serve()
-here, there = loader.client(0, timeout_s=20), ol.connect(address, rank=1, timeout_s=20)
+here, there = loader.client(0, timeout_s=20, fetch_ahead=2), ol.connect(address, rank=1, timeout_s=20)
 assert next(here).number == next(there).number == 0
 calls = {
     "next": lambda: next(here), "iter": lambda: iter(here), "state_dict": here.state_dict,

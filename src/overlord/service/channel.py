@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from overlord.batches.buffers import Arenas
-from overlord.declare.arguments import seconds_or_none, switch, whole
+from overlord.batches.tensors import Destination
+from overlord.declare.arguments import seconds_or_none, whole
 from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later
 from overlord.runtime.exclusive import OneProcess
@@ -29,7 +30,7 @@ from overlord.runtime.long_waits import FIRST_S, warn_if_long
 from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
 from overlord.service.auth import check_token, read_pem, service_address
-from overlord.service.client import Client
+from overlord.service.client import FETCH_AHEAD, Client
 from overlord.service.link import Link, Unreachable
 from overlord.service.run_api import CALLS, LoadStateRequest, remote_run
 from overlord.service.steps import DamagedStepError, regions_of, unpack_step
@@ -310,7 +311,7 @@ def _start_heartbeat(channel: FlightChannel, closed: threading.Event, every_s: f
     threading.Thread(target=beat, name="overlord-heartbeat", daemon=True).start()
 
 
-def connect(
+def connect(  # noqa: PLR0913 - all but the address by name
     address: str,
     *,
     rank: int,
@@ -319,18 +320,23 @@ def connect(
     timeout_s: float | None = 300.0,
     torch: bool = False,
     pin_memory: bool = False,
+    device: Any = None,
+    fetch_ahead: int = FETCH_AHEAD,
 ) -> Client:
     """Return the iterator of one rank of a run that `Loader.serve` or `overlord serve` serves at an address.
 
     `timeout_s` is the longest wait for the service and for each step; None waits forever. `tls_root` is a PEM file with the
     root certificate to trust; without it the system's root certificates are trusted.
+
+    With `torch`, arrays are tensors; with `pin_memory` in page-locked memory, with `device` on that device. A thread of the
+    client fetches up to `fetch_ahead` steps, and copies them, before the trainer takes them; 0 leaves that to `next`.
     """
     rank = whole(rank, "rank")
     timeout_s = seconds_or_none(timeout_s, "timeout_s")
-    torch, pin_memory = switch(torch, "torch"), switch(pin_memory, "pin_memory")  # checked before any wait
+    destination, num_ahead = Destination(torch, pin_memory, device), whole(fetch_ahead, "fetch_ahead")  # before any wait
     check_token(token)
     root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
     channel = FlightChannel(address, rank, token=token, root=root, timeout_s=timeout_s)
-    client = Client(rank, channel, torch=torch, pin_memory=pin_memory, timeout_s=timeout_s)
+    client = Client(rank, channel, destination=destination, fetch_ahead=num_ahead, timeout_s=timeout_s)
     client.at_close(channel.close)
     return client

@@ -7,21 +7,28 @@ import os
 import re
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
-from overlord.batches.tensors import to_torch
+from overlord.batches.tensors import Destination
 from overlord.checkpoint.form import contents_of, seal
-from overlord.declare.arguments import seconds_or_none, switch, whole
+from overlord.declare.arguments import seconds_or_none, whole
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
 from overlord.messages import Delivery, Later, State, Step, StepReport
 from overlord.runtime.exclusive import OneProcess, OneThread
 from overlord.runtime.long_waits import FIRST_S, warn_if_long
+from overlord.service.prefetch import StepsAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from overlord.batches.tensors import Placed, Placer
     from overlord.messages import MicrobatchWithColumns
+    from overlord.service.prefetch import FetchedStep
     from overlord.service.run_api import Channel
+
+FETCH_AHEAD = 2
+"""How many steps a client keeps ahead of its trainer, where that saves the trainer a wait."""
 
 _WAIT_S = 0.25  # how long one fetch waits before the client checks its own deadline
 _PAUSE_S = 0.01  # between fetches while another rank is behind
@@ -38,7 +45,8 @@ class Client:
     """Iterates over the steps of one rank.
 
     A loop that was left continues where it stopped. After the end of a finite run, iterating again starts over; `rewind`
-    starts over at any time. `state_dict` is the state before the next step, the same on every rank.
+    starts over at any time. `state_dict` is the state before the next step, the same on every rank, whatever was fetched
+    ahead.
 
     A client belongs to the process that made it, and one thread at a time may call `next`; others get SharedUseError. After
     half a minute of waiting, the logger "overlord" warns and says what the client waits for.
@@ -49,19 +57,18 @@ class Client:
         rank: int,
         channel: Channel,
         *,
-        torch: bool = False,
-        pin_memory: bool = False,
+        destination: Destination | None = None,
+        fetch_ahead: int = 0,
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         warn_after_s: float = FIRST_S,
     ) -> None:
+        """`fetch_ahead`: how many steps a thread of the client keeps ready; without any there is no thread."""
         self.rank = whole(rank, "rank")
         self._channel = channel
-        self._torch = switch(torch, "torch")
-        self._pin_memory = switch(pin_memory, "pin_memory")
+        self._destination = destination or Destination()
+        self._placer: Placer | None = None
         self._timeout_s = seconds_or_none(timeout_s, "timeout_s")
-        if pin_memory and not torch:
-            raise SpecError("pin_memory needs torch=True: only torch tensors can be pinned")
         self._clock = clock
         self._warn_after_s = warn_after_s
         self._home = OneProcess(f"the client of rank {rank}", _ONE_PROCESS)
@@ -74,6 +81,9 @@ class Client:
         self._warned: set[str] = set()
         self._closed = threading.Event()
         self._at_close: list[Callable[[], None]] = []
+        self._ahead = StepsAhead(channel, rank, fetch_ahead) if whole(fetch_ahead, "fetch_ahead") else None
+        if self._ahead is not None:
+            weakref.finalize(self, self._ahead.stop).atexit = False  # daemons need not be told of the end of the program
 
     def __iter__(self) -> Client:
         self._home.check()
@@ -98,17 +108,29 @@ class Client:
         if self._ended:
             raise StopIteration
         with warn_if_long(self._describe_wait, self._warn_after_s):
-            delivery = self._fetch_next()
+            began, self._reason = self._clock(), ""
+            found = None if self._ahead is None else self._take_ahead(self._ahead, began)
+            if self._ahead is not None and found is not None:
+                self._ahead.advance(self._next + 1)
+                return self._step(found.loss_tokens, found.placed)
+            delivery = self._fetch_next(began)
         if delivery is None:
             self._ended = True
             self._channel.leave(self.rank)
             raise StopIteration
-        self._next = delivery.step + 1
+        if self._placer is None:
+            self._placer = self._destination.open()
+        step = self._step(delivery.loss_tokens, self._placer.place(delivery.microbatches))
+        if self._ahead is not None:
+            self._ahead.follow(self._next, self._placer)
+        return step
+
+    def _step(self, loss_tokens: int | float, placed: Placed) -> Step:
+        microbatches = cast("tuple[MicrobatchWithColumns, ...]", placed.use())
+        step = Step(self._next, loss_tokens, microbatches)
+        self._next += 1  # last: the step of an error is requested again
         self._has_read = True
-        microbatches = delivery.microbatches
-        if self._torch:
-            microbatches = tuple(to_torch(fields, self._pin_memory) for fields in microbatches)
-        return Step(delivery.step, delivery.loss_tokens, cast("tuple[MicrobatchWithColumns, ...]", microbatches))
+        return step
 
     @property
     def step(self) -> int:
@@ -122,6 +144,7 @@ class Client:
             self._restart()
 
     def _restart(self) -> None:
+        self._drop_ahead()
         self._next = self._channel.start()
         self._ended = False
 
@@ -129,7 +152,8 @@ class Client:
         """Returns the state before the next step: {"overlord": 2, "step": ..., "state": "<JSON>"}. The keys are always the
         same, so that torch.distributed.checkpoint and other libraries that load in place can hold it.
 
-        A library that prefetches has taken steps that the model has not seen: pass the first of those as `before`."""
+        Steps that this client has fetched ahead are not taken. A library that prefetches, however, has taken steps that the
+        model has not seen: pass the first of those as `before`."""
         if before is not None and not 0 <= before <= self._next:
             raise SpecError(f"before is a step from 0 to {self._next}, the one that comes next, got {before}")
         return self._channel.run.state_before(self._next if before is None else before)
@@ -141,6 +165,7 @@ class Client:
         # A client that has read nothing yet calls as one of the generation before: if another client has moved the run to
         # this state already, this one only follows, and the others need not load the state again.
         with self._turn:
+            self._drop_ahead()
             generation = self._generation if self._has_read else self._generation - 1
             self._generation = self._channel.run.load_state(state, generation)
             self._next = self._channel.start()
@@ -175,6 +200,7 @@ class Client:
         self._home.check()
         number = None if at is None else whole(at, "at")
         with self._turn:
+            self._drop_ahead()
             self._next = self._channel.start() if number is None else number
             self._generation = self._channel.generation()
             self._ended = self._has_read = False
@@ -194,7 +220,7 @@ class Client:
         if not self._home.is_this:
             return
         if not self._closed.is_set():
-            self._closed.set()
+            self.abandon()
             self._channel.leave(self.rank, self._generation)
             for call in reversed(self._at_close):
                 call()
@@ -206,6 +232,8 @@ class Client:
     def abandon(self) -> None:
         """End a wait in another thread with ClosedError, because the loader is closing."""
         self._closed.set()
+        if self._ahead is not None:
+            self._ahead.stop()
 
     def __enter__(self) -> Client:
         return self
@@ -213,17 +241,35 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fetch_next(self) -> Delivery | None:
-        self._reason = ""
-        began = self._clock()
+    def _take_ahead(self, ahead: StepsAhead, began: float) -> FetchedStep | None:
+        """Take the next step if it was fetched ahead, or is being fetched. None if it must be requested by this thread."""
+        found = ahead.pop(self._next, self._timeout_s)
+        if found is None:
+            return None
+        self._check_reading()
+        later = self._channel.take(self._next, self.rank, self._clock() - began, found.origin)
+        if later is None and not self.is_stale:
+            return found
+        ahead.pause()
+        return None
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.forget()
+
+    def _check_reading(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError(f"the client of rank {self.rank} is closed; ask the loader for a new one")
+        if self.is_stale:
+            raise ClosedError(
+                f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too, or "
+                "rejoin if its mesh was changed"
+            )
+
+    def _fetch_next(self, began: float) -> Delivery | None:
+        """Request the next step until it comes, from this thread, whose rank is then at that step. None at the end."""
         while True:
-            if self._closed.is_set():
-                raise ClosedError(f"the client of rank {self.rank} is closed; ask the loader for a new one")
-            if self.is_stale:
-                raise ClosedError(
-                    f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too, or "
-                    "rejoin if its mesh was changed"
-                )
+            self._check_reading()
             wait_s = _WAIT_S if self._timeout_s is None else min(_WAIT_S, self._timeout_s)
             answer = self._channel.fetch(self._next, self.rank, wait_s)
             if self.is_stale:

@@ -13,6 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.batches.tensors import Destination
 from overlord.checkpoint.fingerprint import Fingerprint, warn_of_unseen
 from overlord.checkpoint.state import from_state, to_state
 from overlord.declare.arguments import seconds_or_none, seconds_to_wait, whole
@@ -30,7 +31,7 @@ from overlord.runtime.engine import Engine, Handle, Reply, StoreUse, WorkplaceSi
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import RANK_SILENT, ROLE_BUSY, ROLE_REPORT
 from overlord.runtime.long_waits import warn_if_long
-from overlord.service.client import Client
+from overlord.service.client import FETCH_AHEAD, Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.resizing import freeze_at, thaw_all
 from overlord.service.run_api import StepSource
@@ -188,14 +189,23 @@ class Loader:
         *,
         torch: bool = False,
         pin_memory: bool = False,
+        device: Any = None,
+        fetch_ahead: int | None = None,
         timeout_s: float | None = None,
     ) -> Client:
-        """Returns the iterator of one rank, from the step the run started at. `timeout_s` is the longest wait for a step."""
+        """Returns the iterator of one rank, from the step the run started at. `timeout_s` is the longest wait for a step.
+
+        With `torch`, arrays are tensors; with `pin_memory` in page-locked memory, with `device` on that device. A thread of
+        the client keeps up to `fetch_ahead` steps there before the trainer takes them: by default 2 if they have to be
+        copied, else none, because steps that are ready in this process cost nothing to hand over.
+        """
         self._home.check()
+        destination = Destination(torch, pin_memory, device)
+        num_ahead = FETCH_AHEAD * destination.copies if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
         rank = whole(rank, "rank", least=None)
         self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
         channel = LocalChannel(self, self._constructor_of)
-        client = Client(rank, channel, torch=torch, pin_memory=pin_memory, timeout_s=timeout_s)
+        client = Client(rank, channel, destination=destination, fetch_ahead=num_ahead, timeout_s=timeout_s)
         with self._lock:
             self._clients = [other for other in self._clients if other.is_reading or other.is_stale]
             self._clients.append(client)

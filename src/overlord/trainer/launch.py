@@ -81,6 +81,8 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     timeout_s: float | None = 300.0,
     torch: bool = True,
     pin_memory: bool = False,
+    device: Any = None,
+    fetch_ahead: int | None = None,
     linger_s: float = 60.0,
 ) -> Client:
     """Return the batch iterator of this process's rank in a torch training run.
@@ -93,12 +95,15 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     - `address`, `token`, `tls_root`: a service that runs already, its token and its root certificate.
     - `engine`, `resume`, `accept_changes`: as in `ol.start`; `resume` is the state to continue from.
     - `timeout_s`: the most seconds to wait for a step; None waits without limit.
-    - `torch`, `pin_memory`: return torch tensors, in pinned memory.
+    - `torch`, `pin_memory`, `device`, `fetch_ahead`: as in `ol.connect`; torch tensors, in pinned memory or on a device
+      ("cuda": the one that is current at the first `next`), where steps are copied ahead of the trainer.
     - `linger_s`: how long rank 0 keeps serving after its own client is closed (at the latest when the process exits), until
       the other ranks have left.
     """
     world = World.from_environment()
-    options: dict[str, Any] = {"timeout_s": timeout_s, "torch": torch, "pin_memory": pin_memory}
+    options: dict[str, Any] = {"timeout_s": timeout_s, "torch": torch, "pin_memory": pin_memory, "device": device}
+    if fetch_ahead is not None:
+        options["fetch_ahead"] = fetch_ahead
     if address is not None:
         return _close_at_exit(connect(address, rank=world.rank, token=token, tls_root=tls_root, **options))
     if job is None:
