@@ -48,7 +48,11 @@ def encoded(image: np.ndarray) -> np.ndarray:
 
 def picture_job(path: str, mesh: ol.Mesh, exchange: Any, **options: Any) -> ol.Job:
     strategy = ol.strategies.multimodal(
-        ol.TransformerCost(1.0, 0.01), ol.vision.VisionTransformerCost(2.0, 0.05), grid=GRID, exchange=exchange
+        ol.TransformerCost(1.0, 0.01),
+        ol.vision.VisionTransformerCost(2.0, 0.05),
+        grid=GRID,
+        exchange=exchange,
+        broadcast=options.pop("broadcast", ()),
     )
     source = ol.Parquet(
         path,

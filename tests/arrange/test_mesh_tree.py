@@ -1,5 +1,7 @@
 """Every rank has its place, whichever way the mesh is declared."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +29,10 @@ def test_broadcast_reaches_every_rank_from_one_that_fetches_the_same_samples(mes
     assert {tree.source_of(rank, broadcast) for rank in range(tree.world_size)} == set(fetchers)
     for rank in range(tree.world_size):
         assert tree.coordinates(rank).dp == tree.coordinates(tree.source_of(rank, broadcast)).dp
+    groups = tree.broadcast_groups(broadcast)
+    assert [ranks[0] for ranks in groups] == fetchers
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(tree.world_size))
+    assert all({tree.source_of(rank, broadcast) for rank in ranks} == {ranks[0]} for ranks in groups)
 
 
 def test_megatron_puts_tp_innermost_and_pp_outermost():
@@ -65,14 +71,80 @@ def test_a_rank_outside_the_world_is_refused():
         ClientPlaceTree(Mesh(dp=4)).coordinates(4)
 
 
-@pytest.fixture
-def make_device_mesh():
+@pytest.fixture(params=[16])
+def make_device_mesh(request):
     distributed = pytest.importorskip("torch.distributed")
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     device_mesh = pytest.importorskip("torch.distributed.device_mesh")
-    distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=16)
-    yield lambda shape, names: device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=request.param)
+
+    def make(shape, names):
+        return device_mesh.init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+
+    make.world_size = request.param
+    yield make
     distributed.destroy_process_group()
+
+
+def torchtitan_sizes(world: int):
+    """All (pp, dp_replicate, dp_shard, cp, tp, ep, etp) of a world that torchtitan takes, those with experts among them."""
+    sizes = (1, 2, 4)
+    for pp, dp_replicate, cp, tp in product(sizes, sizes, (1, 2), (1, 2)):
+        dp_shard, rest = divmod(world, pp * dp_replicate * cp * tp)
+        if rest or not dp_shard:
+            continue
+        for ep, etp in product((1, 2, 4, 8), {1, tp}):
+            borrowed = cp if etp == tp else cp * tp
+            if ep == 1 or (ep % borrowed == 0 and (dp_shard * borrowed) % ep == 0):
+                yield pp, dp_replicate, dp_shard, cp, tp, ep, etp
+
+
+@pytest.mark.parametrize("make_device_mesh", [8, 16], indirect=True)
+def test_every_mesh_of_torchtitan_gives_each_rank_the_data_of_its_loading_mesh(make_device_mesh):
+    count = 0
+    for pp, dp_replicate, dp_shard, cp, tp, ep, etp in torchtitan_sizes(make_device_mesh.world_size):
+        loading = make_device_mesh((pp, dp_replicate * dp_shard, cp, tp), ("pp", "batch", "cp", "tp"))
+        tree = ClientPlaceTree.from_device_mesh(loading)
+        assert tree.mesh == Mesh(pp=pp, dp=dp_replicate * dp_shard, cp=cp, tp=tp)
+        ways = [
+            ((pp, dp_replicate, dp_shard, cp, tp), ("pp", "dp_replicate", "dp_shard", "cp", "tp"), {}),
+            ((pp, dp_replicate, dp_shard * cp, tp), ("pp", "dp_replicate", "fsdp", "tp"), {"cp": cp}),
+            ((pp, dp_replicate, dp_shard * cp, tp), ("pp", "dp_replicate", "dp_shard_cp", "tp"), {"cp": cp}),
+        ]
+        if ep > 1:
+            experts = dp_shard * cp * tp // (ep * etp)
+            sparse = ("pp", "dp_replicate", "efsdp", "ep", "etp")
+            ways.append(((pp, dp_replicate, experts, ep, etp), sparse, {"cp": cp, "tp": tp}))
+            mod_ep = dp_shard * cp // ep if etp == tp else dp_shard * cp * tp // ep
+            before = ("pp", "dp_replicate", "dp_shard_mod_ep", "dp_shard_in_ep", "cp", "tp")
+            ways.append(((pp, dp_replicate, mod_ep, dp_shard // mod_ep, cp, tp), before, {}))
+        for shape, names, passed in ways:
+            found = ClientPlaceTree.from_device_mesh(make_device_mesh(shape, names), **passed)
+            places = [found.coordinates(rank) for rank in range(found.world_size)]
+            assert places == [tree.coordinates(rank) for rank in range(tree.world_size)], (shape, names)
+            count += 1
+    assert count > 50
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "passed", "message"),
+    [
+        ((2, 8), ("dp_replicate", "fsdp"), {}, r"\['fsdp'\] may hold it: pass cp="),
+        ((2, 4, 2), ("efsdp", "ep", "etp"), {"cp": 1}, "no dimension tp.* pass tp="),
+        ((2, 8), ("dp_replicate", "fsdp"), {"cp": 3}, "cp=3 does not divide the 8 ranks"),
+        ((8, 2), ("ep", "dp"), {"cp": 2, "tp": 1}, "does not divide the 1 ranks"),
+        ((8, 2), ("dp", "tp"), {"cp": 2}, "no dimension that holds it"),
+        ((8, 2), ("dp", "cp"), {"cp": 4}, "has cp=2, but cp=4 was passed"),
+    ],
+)
+def test_a_device_mesh_whose_dimensions_hold_several_axes_needs_their_sizes(make_device_mesh, shape, names, passed, message):
+    with pytest.raises(SpecError, match=message):
+        ClientPlaceTree.from_device_mesh(make_device_mesh(shape, names), **passed)
+
+
+def test_expert_parallel_ranks_of_a_mesh_of_ones_own_get_different_samples(make_device_mesh):
+    tree = ClientPlaceTree.from_device_mesh(make_device_mesh((2, 2, 2, 2), ("dp", "ep", "cp", "tp")))
+    assert tree.mesh == Mesh(dp=4, cp=2, tp=2)
 
 
 def test_a_device_mesh_gives_sizes_and_order(make_device_mesh):

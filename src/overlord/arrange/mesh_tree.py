@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 Bucket = Literal["dp", "cp", "world"]
 """What a group of a step is: a dp index, a dp x cp index, or a single rank."""
 
-_DP_NAMES = ("dp", "dp_replicate", "dp_shard")
+_DP_NAMES = ("dp", "batch", "dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep")
+"""Dimensions of a DeviceMesh along which ranks get samples of their own."""
+_JOINED_NAMES = ("dp_shard_cp", "dp_cp", "fsdp", "efsdp", "ep", "etp")
+"""Dimensions in which data, context and, with expert parallelism, tensor parallelism are one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +49,41 @@ class ClientPlaceTree:
     _places: dict[int, Place] = field(default_factory=dict[int, Place], init=False, repr=False, compare=False)
 
     @staticmethod
-    def from_device_mesh(device_mesh: Any) -> ClientPlaceTree:
-        """Make it from a torch DeviceMesh of the whole world whose dimensions are named dp (or dp_replicate and dp_shard),
-        cp, tp and pp."""
+    def from_device_mesh(device_mesh: Any, *, cp: int | None = None, tp: int | None = None) -> ClientPlaceTree:
+        """Make it from a torch DeviceMesh of the whole world whose dimensions are named dp, cp, tp and pp.
+
+        The names of torchtitan are known too. `batch`, `dp_replicate`, `dp_shard`, `dp_shard_mod_ep` and `dp_shard_in_ep`
+        are parts of dp. `fsdp` (`dp_shard_cp`) is dp and cp in one, so pass `cp`. Expert parallelism (`efsdp`, `ep`, `etp`)
+        takes its ranks from dp, cp and tp, so pass `cp` and `tp` unless the mesh has dimensions of these names. torchtitan's
+        mesh of pp, batch, cp and tp needs neither.
+        """
         names: tuple[str, ...] = tuple(device_mesh.mesh_dim_names or ())
         ranks = np.asarray(device_mesh.mesh)
         if not names:
             raise SpecError("the DeviceMesh has no dimension names; make it with mesh_dim_names=('pp', 'dp', 'cp', 'tp')")
-        unknown = [name for name in names if name not in (*_DP_NAMES, "cp", "tp", "pp")]
+        unknown = [name for name in names if name not in (*_DP_NAMES, *_JOINED_NAMES, "cp", "tp", "pp")]
         if unknown:
             raise SpecError(
                 f"the DeviceMesh has dimensions {names}, of which {unknown} are not known; "
-                f"known are dp, dp_replicate, dp_shard, cp, tp and pp"
+                f"known are pp, cp, tp, {', '.join((*_DP_NAMES, *_JOINED_NAMES))}"
             )
         if not np.array_equal(ranks.ravel(), np.arange(ranks.size)):
             raise SpecError(
                 f"the DeviceMesh must hold the ranks 0 to {ranks.size - 1} in order, the whole world; got "
                 f"{ranks.ravel()[:8].tolist()}...; pass the root mesh, not a part of it"
             )
-        at = [i for i, name in enumerate(names) if name in _DP_NAMES]
+        at = [i for i, name in enumerate(names) if name in (*_DP_NAMES, *_JOINED_NAMES)]
         if at and at != list(range(at[0], at[-1] + 1)):
-            raise SpecError(f"dp_replicate and dp_shard must be neighbours in the DeviceMesh, got {names}")
+            raise SpecError(
+                f"the dimensions of data and expert parallelism must be neighbours in the DeviceMesh, got {names}"
+            )
         sizes = dict(zip(names, ranks.shape, strict=True))
-        order = tuple(dict.fromkeys("dp" if name in _DP_NAMES else name for name in names))
-        dp = math.prod(size for name, size in sizes.items() if name in _DP_NAMES)
-        return ClientPlaceTree(_mesh(order, {**{a: sizes.get(a, 1) for a in ("cp", "tp", "pp")}, "dp": dp}))
+        block = _data_block({name: sizes[name] for name in names if name not in ("cp", "tp", "pp")}, sizes, cp, tp)
+        order: list[str] = []
+        for name in names:
+            order += [name] if name in ("cp", "tp", "pp") else [axis for axis in block if axis not in order]
+        named = {axis: sizes.get(axis, 1) for axis in ("cp", "tp", "pp")}
+        return ClientPlaceTree(_mesh(order, {"dp": 1, **named, **block}))
 
     @staticmethod
     def from_megatron(
@@ -140,6 +153,14 @@ class ClientPlaceTree:
         """The ranks that fetch batches when the trainer broadcasts along these axes; all others receive from one of them."""
         return [rank for rank in range(self.world_size) if self.source_of(rank, broadcast) == rank]
 
+    def broadcast_groups(self, broadcast: Collection[str]) -> list[list[int]]:
+        """The ranks that share a fetching rank when the trainer broadcasts along these axes, which comes first: the process
+        groups for `overlord.trainer.receive`."""
+        groups: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            groups.setdefault(self.source_of(rank, broadcast), []).append(rank)
+        return [sorted(ranks) for _, ranks in sorted(groups.items())]
+
     def ranks_of(self, dp: int) -> list[int]:
         """The ranks that train on the samples of one data-parallel group."""
         mesh = self.mesh
@@ -161,6 +182,37 @@ class ClientPlaceTree:
                 f"1 gives each place its own samples"
             )
         return sizes[axis] // group_size
+
+
+def _data_block(data: dict[str, int], sizes: dict[str, int], cp: int | None, tp: int | None) -> dict[str, int]:
+    """How the neighbouring dimensions `data` of a DeviceMesh divide into dp, cp and tp, outermost first; without an axis
+    that is a dimension of its own. `sizes` are those of all dimensions."""
+    joined = [name for name in data if name in _JOINED_NAMES and data[name] > 1]
+    takes_tp = any(name in ("efsdp", "ep", "etp") for name in data)
+    inside: dict[str, int] = {}
+    for axis, given, may_hold in (("cp", cp, bool(joined)), ("tp", tp, bool(joined) and takes_tp)):
+        if axis in sizes:
+            if given is not None and given != sizes[axis]:
+                raise SpecError(f"the DeviceMesh has {axis}={sizes[axis]}, but {axis}={given} was passed; leave it out")
+        elif may_hold:
+            if given is None:
+                raise SpecError(
+                    f"the DeviceMesh has no dimension {axis}, and {joined} may hold it: pass {axis}=..., 1 without it; "
+                    "or pass a mesh with the dimensions pp, batch, cp and tp"
+                )
+            inside[axis] = given
+        elif given is not None and given != 1:
+            raise SpecError(f"{axis}={given} was passed, but the DeviceMesh {tuple(sizes)} has no dimension that holds it")
+    divisor, num_ranks = math.prod(inside.values()), math.prod(data.values())
+    within = 1  # ranks of the innermost joined dimensions, which must hold all of cp and tp
+    for name in reversed(data):
+        if name not in _JOINED_NAMES:
+            break
+        within *= data[name]
+    if divisor < 1 or within % divisor:
+        given = " x ".join(f"{axis}={size}" for axis, size in inside.items())
+        raise SpecError(f"{given} does not divide the {within} ranks of {joined}; the DeviceMesh has {sizes}")
+    return {"dp": num_ranks // divisor, **inside} if data else {}
 
 
 def _mesh(order: Sequence[str], sizes: dict[str, int]) -> Mesh:

@@ -26,7 +26,7 @@ from overlord.declare.mesh import StageFields
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -80,9 +80,20 @@ def receive_only(batch: Fields) -> Fields:
     sides broadcast them (for images of different sizes, a list of these). Numbers, cu_seqlens and other small
     arrays are here already, and so are Arrow columns, which no tensor broadcast can carry.
     """
-    large = {name: batch[name] for name in (*PER_PLACE, "images") if name in batch}
+    large = {name: batch[name] for name in large_fields(batch)}
     kept = {name: value for name, value in batch.items() if name not in large}
     return kept | {"broadcast": {name: _shape_and_dtype(value) for name, value in large.items()}}
+
+
+def large_fields(batch: Mapping[str, Any]) -> list[str]:
+    """The fields of a microbatch that a trainer broadcasts, in the order in which it does."""
+    return [name for name in (*PER_PLACE, "images") if name in batch]
+
+
+def cp_places(batch: Fields, cp: int, index: int) -> Ints:
+    """The places that context-parallel rank `index` of `cp` takes along the last axis, in order."""
+    _check_cp(cp, index)
+    return _places(batch, cp, [index])[0]
 
 
 def _check_cp(cp: int, index: int) -> None:

@@ -73,7 +73,9 @@ class _Built:
         if self.counts is not None:
             first = sum(self.counts[: place.cp])
             own = slice(first, first + self.counts[place.cp])
-        if self.counts is None and cp > 1:
+        if self.counts is None and cp > 1 and "cp" in self.broadcast:
+            micros = [fields | {"cp_size": cp, "cp_index": place.cp} for fields in self.whole]  # cut by the trainer
+        elif self.counts is None and cp > 1:
             with self.lock:
                 if not self.slices:
                     self.slices = [cp_slices(fields, cp) for fields in self.whole]
@@ -83,7 +85,7 @@ class _Built:
         for i, parts in enumerate(self.rank_parts[own]):
             for part in parts:
                 micros[i] = micros[i] | part.fields_for(place, tree)
-        if pp > 1:
+        if pp > 1 and "pp" not in self.broadcast:
             micros = [fields_for(fields, place.pp, pp, tree.stage_fields) for fields in micros]
         if self.broadcast and tree.source_of(place.rank, self.broadcast) != place.rank:
             micros = [receive_only(fields) for fields in micros]

@@ -3,6 +3,7 @@
 - `attach` returns the batch iterator of this process's rank in a torch training run.
 - `token_loss` and `sum_gradients` compute the loss of a step as one sum over its tokens, for any strategy.
 - `ring_attention` and `Ring` compute attention over documents that are split over ranks (`strategies.hdp`).
+- `receive` gets the arrays of a step from the rank that fetched them (`broadcast_at`).
 - `exchange` sends encoded images to the ranks that train on them (`strategies.multimodal`).
 - `TempBalance` sets a learning rate for every layer; the other names are its options.
 
@@ -19,6 +20,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from overlord.trainer.image_exchange import exchange
+from overlord.trainer.receiving import receive
 from overlord.trainer.ring_attention import Ring, ring_attention
 from overlord.trainer.tempbalance import (
     FixedAspectRatio,
@@ -54,6 +56,7 @@ __all__ = [
     "WholeMatrix",
     "attach",
     "exchange",
+    "receive",
     "ring_attention",
     "sum_gradients",
     "token_loss",
