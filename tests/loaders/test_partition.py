@@ -10,6 +10,7 @@ from overlord.loaders.model import (
     Share,
     by_share,
     evenly,
+    shares_by_load,
 )
 
 NAMES = st.sampled_from([f"source {i}" for i in range(12)])
@@ -30,6 +31,22 @@ def test_no_host_has_more_than_its_part_and_one_share(loads, num_hosts):
     partition = evenly(dict.fromkeys(loads, 1), loads, num_hosts)
     carried = [sum(loads[share.source] for share in host) for host in partition.hosts]
     assert max(carried) <= sum(loads.values()) / len(partition.hosts) + max(loads.values()) + 1e-9
+
+
+@given(SOURCES, st.integers(1, 8))
+def test_shares_by_load_are_each_within_the_part_of_one_host(sources, num_hosts):
+    given_shares = {name: n for name, (n, _) in sources.items()}
+    loads = {name: load for name, (_, load) in sources.items()}
+    shares = shares_by_load(given_shares, loads, num_hosts)
+    for name, n in shares.items():
+        assert given_shares[name] <= n <= max(given_shares[name], num_hosts)
+        assert loads[name] / n <= sum(loads.values()) / num_hosts * (1 + 1e-6)
+
+
+def test_one_source_is_spread_over_every_host_and_light_ones_stay_whole():
+    assert shares_by_load({"only": 1}, {"only": 3.0}, 16) == {"only": 16}
+    assert shares_by_load({"a": 1, "b": 1, "c": 3}, {"a": 90.0, "b": 10.0, "c": 0.0}, 4) == {"a": 4, "b": 1, "c": 3}
+    assert shares_by_load({"a": 1, "b": 2}, {"a": 0.0, "b": 0.0}, 4) == {"a": 1, "b": 2}
 
 
 def test_the_shares_of_a_heavy_source_go_to_different_hosts():

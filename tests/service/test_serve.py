@@ -1,6 +1,7 @@
 """`overlord serve`: says where it listens in one line, lets in who may come, and stops without losing a step."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -75,12 +76,13 @@ def test_it_stops_at_a_signal_keeps_the_state_and_goes_on_from_it_for_the_same_c
 
 def test_when_stopped_every_rank_still_gets_the_step_that_one_has(job_file, tmp_path):
     state = tmp_path / "state.json"
-    with Serving(job_file, "--state", state) as serving:
+    with Serving(job_file, "--state", state, "--processes", "2") as serving:
         left, right = (ol.connect(serving.told["address"], rank=rank, timeout_s=60) for rank in range(2))
         streams([left, right], 1)
         expected = next(left).loss_tokens
         serving.process.send_signal(signal.SIGTERM)
         assert serving.process.stderr is not None
+        assert "loader hosts" in serving.process.stderr.readline()
         assert "stopping" in serving.process.stderr.readline()
         assert next(right).loss_tokens == expected
         serving.process.communicate(timeout=60)
@@ -107,6 +109,7 @@ def test_the_token_is_read_from_its_file(job_file, tmp_path):
         (["--resume", "nowhere"], "there is no state file nowhere"),
         (["--resume", "log"], "--resume log resumes from the planner's log: say where it is with --log"),
         (["--address", "here"], "an address is host:port"),
+        (["--ray", "--processes", "2"], "--ray and --processes both say where the job runs"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_served(job_file, arguments, message):
@@ -116,6 +119,22 @@ def test_what_cannot_work_is_said_before_anything_is_served(job_file, arguments,
         assert errors.startswith("error: ")
         assert message in errors
         assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["--processes", "3"], r"3 worker processes on \d+ cores: 3 loader hosts, 2 data constructors\n"),
+        (["--processes", "0"], "one process, as --processes 0 says\n"),
+        ([], r"\d+ worker processes on \d+ cores: \d+ loader hosts, 2 data constructors\n|one process: there is one core\n"),
+    ],
+)
+def test_it_says_which_processes_it_took_and_serves_the_same_in_any(job_file, arguments, where):
+    job = two_sources(mesh=ol.Mesh(dp=2))
+    with Serving(job_file, *arguments) as serving:
+        clients = [ol.connect(serving.told["address"], rank=rank, timeout_s=60) for rank in range(2)]
+        assert streams(clients, 2) == undisturbed(job, 2)
+        assert re.match(where, serving.stopped_by(signal.SIGTERM))
 
 
 @pytest.mark.second_try(reason="a Ray cluster must end within 60 s")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from overlord.cli.files import check_writable, load_job, read_state, read_token, write_state
-from overlord.cli.options import add_job_argument, positive, to_dataclass, zero_or_more
+from overlord.cli.options import add_job_argument, at_least, positive, to_dataclass, zero_or_more
 from overlord.errors import ServiceError, SpecError
 from overlord.runtime.liveness import RANK_SILENT
 from overlord.service.auth import Address
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from types import FrameType
 
+    from overlord.declare.job import Job
     from overlord.messages import State
     from overlord.runtime.engine import Engine
 
@@ -54,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="ADDRESS",
         help="run on the Ray cluster at ADDRESS, or on a local one without it",
+    )
+    parser.add_argument(
+        "--processes",
+        dest="num_processes",
+        type=at_least(0),
+        metavar="N",
+        help="spread loading over N worker processes; 0: run everything in one process (default: one for each core)",
     )
     parser.add_argument(
         "--leave-after",
@@ -92,6 +100,8 @@ class ServeOptions:
     """The path of a state, or "log" for the planner's log."""
     ray: str | None
     """The address of a Ray cluster, "" to start a local one, None to run without Ray."""
+    num_processes: int | None
+    """Worker processes; 0 for none, None for one for each core."""
     leave_after_s: float
     drain_s: float
 
@@ -100,6 +110,8 @@ class ServeOptions:
             raise SpecError("TLS needs both files: --tls-cert and --tls-key")
         if self.resume == "log" and self.log is None:
             raise SpecError("--resume log resumes from the planner's log: say where it is with --log")
+        if self.ray is not None and self.num_processes is not None:
+            raise SpecError("--ray and --processes both say where the job runs: give one of them")
 
 
 def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
@@ -110,11 +122,13 @@ def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
     resume = _read_resume(options.resume)
     _check_free(Address.parse(options.address))
     tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
-    with start(job, engine=_make_engine(options.ray), resume=resume, log=options.log) as loader:
+    engine, where = _make_engine(options, job)
+    with start(job, engine=engine, resume=resume, log=options.log) as loader:
         stop = _install_stop_event()  # after start: Ray installs handlers of its own
         address = loader.serve(
             options.address, token=token, tls=tls, advertise=options.advertise, leave_after_s=options.leave_after_s
         )
+        sys.stderr.write(f"{where or engine}\n")
         _announce(loader, address, as_json)
         stop.wait()
         _finish(loader, options)
@@ -181,9 +195,17 @@ def _read_resume(given: str | None) -> State | Literal["log"] | None:
     return None if given is None else read_state(Path(given))
 
 
-def _make_engine(ray: str | None) -> Engine | None:
-    if ray is None:
-        return None
-    from overlord.runtime.ray import Ray
+def _make_engine(options: ServeOptions, job: Job) -> tuple[Engine | None, str]:
+    """The engine, and where it runs the job in words, unless it says that itself."""
+    if options.ray is not None:
+        from overlord.runtime.ray import Ray
 
-    return Ray(ray or None)
+        return Ray(options.ray or None), "on Ray"
+    from overlord.runtime.processes.engine import Processes, default_engine
+
+    if options.num_processes == 0:
+        return None, "one process, as --processes 0 says"
+    if options.num_processes is not None:
+        return Processes(options.num_processes), ""
+    engine, reason = default_engine(job.num_workers)
+    return engine, "" if engine is not None else f"one process: {reason}"

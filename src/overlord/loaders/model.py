@@ -97,6 +97,14 @@ def evenly(num_shares: Mapping[str, int], loads: Mapping[str, float], num_hosts:
     return Partition(tuple(tuple(sorted(host)) for host in hosts))
 
 
+def shares_by_load(num_shares: Mapping[str, int], loads: Mapping[str, float], num_hosts: int) -> dict[str, int]:
+    """The shares of each source such that no share is more than one of `num_hosts` hosts can carry of the whole load: one
+    heavy source then keeps all of them busy. Never fewer than `num_shares`."""
+    total = sum(loads.values())
+    needed = {name: math.ceil(num_hosts * load / total - 1e-9) if total else 1 for name, load in loads.items()}
+    return {name: max(given, min(needed[name], num_hosts)) for name, given in num_shares.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """The average cost of one chunk of a source."""

@@ -17,6 +17,7 @@ from overlord.loaders.model import (
     Share,
     by_share,
     evenly,
+    shares_by_load,
 )
 from overlord.planlog.plan_log import Era, PlanLog
 from overlord.roles.loader_host import LoaderHost, OpenSource
@@ -65,17 +66,22 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
 
 
 def make_partition(
-    job: Job, units: Mapping[str, Sequence[Unit]], num_hosts: int | None, given: Partition | None = None
+    job: Job, units: Mapping[str, Sequence[Unit]], engine: Engine, given: Partition | None = None
 ) -> Partition:
-    """How sources are spread over loader hosts: as `given`; or over `num_hosts`, by the bytes that steps are expected to
-    take of each source; or, where all hosts run in one process (None), share i of every source in host i."""
+    """How sources are spread over loader hosts: as `given`; or over the engine's hosts, by the bytes that steps are expected
+    to take of each source; or, where all hosts run in one process, share i of every source in host i. Where hosts are
+    processes of one machine, a source that takes more than one of them can deliver gets several."""
     if given is not None:
         given.check_sources(job.sources)
         return given
     num_shares = {name: source.loaders for name, source in job.sources.items()}
+    num_hosts = engine.num_hosts
     if num_hosts is None:
         return by_share(num_shares)
-    return evenly(num_shares, {name: _expected_load(job, name, units[name]) for name in job.sources}, num_hosts)
+    loads = {name: _expected_load(job, name, units[name]) for name in job.sources}
+    if engine.shares_memory:
+        num_shares = shares_by_load(num_shares, loads, num_hosts)
+    return evenly(num_shares, loads, num_hosts)
 
 
 def publish_units(engine: Engine, units: Mapping[str, Sequence[Unit]]) -> None:
@@ -119,6 +125,7 @@ def make_loader_host(
             maker.make,
             maker.expected_bytes,
             buffer_bytes=buffer_bytes,
+            ahead_bytes=part,
             threads=threads,
             # A remote store may block at any time, so nothing is read from it before it is needed, except on threads.
             makes_inline=not has_threads and not any(is_remote(unit.path) for unit in units[:1]),

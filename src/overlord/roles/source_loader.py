@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from overlord.errors import BufferTooSmallError, ClosedError
+from overlord.loaders.model import CHUNKS_AT_HAND
 from overlord.runtime.threads import StealingFuture, cpu_time
 
 if TYPE_CHECKING:
@@ -125,24 +126,28 @@ _QUICK_S = 0.01  # to make a chunk: making one inline is hardly noticed
 class SourceLoader:
     """Makes the chunks of one source and buffers them, within `buffer_bytes`. The module's docstring has the promises."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but three by name
         self,
         name: str,
         make: Callable[[int], Chunk],
         expected_bytes: Callable[[int], int],
         *,
         buffer_bytes: int,
+        ahead_bytes: int | None = None,
         threads: Executor,
         makes_inline: bool = False,
         at_close: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`makes_inline`: `peek` makes a chunk in the caller's thread when that is quick. For loaders without threads, and
-        only where no read can block for long."""
+        """`ahead_bytes`: prefetch beyond two chunks only within these bytes, by default all of the buffer; for a source that
+        is spread over many loaders, each of which must have room for its largest chunks. `makes_inline`: `peek` makes a
+        chunk in the caller's thread when that is quick. For loaders without threads, and only where no read can block for
+        long."""
         self._name = name
         self._make = make
         self._expected_bytes = expected_bytes
         self._limit = buffer_bytes
+        self._ahead_limit = buffer_bytes if ahead_bytes is None else ahead_bytes
         self._threads = threads
         self._makes_inline = makes_inline
         self._at_close = at_close
@@ -198,7 +203,8 @@ class SourceLoader:
             if self._closed or number in self._chunks or number in self._pending or number in self._facts:
                 return
             reserved = sum(self._expected(other) for other in self._pending)
-            if self._bytes + reserved + self._expected(number) > self._limit:
+            has_some = len(self._chunks) + len(self._pending) >= CHUNKS_AT_HAND
+            if self._bytes + reserved + self._expected(number) > (self._ahead_limit if has_some else self._limit):
                 return
             future = self._threads.submit_ahead(self._make_now, number)
             if future is not None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from overlord.loaders.model import Budget, Partition
     from overlord.roles.plan_window import Planned
     from overlord.roles.source_loader import BufferUse
+    from overlord.service.auth import Address
     from overlord.service.serving import OneServer, ServerPerGroup
     from overlord.stream.progress import Progress
 
@@ -161,7 +162,7 @@ class Loader:
 
     def _spawn(self, units: Mapping[str, Sequence[Unit]], progress: Progress, loaders: Loaders) -> None:
         job, engine = self.job, self._engine
-        partition = make_partition(job, units, engine.num_hosts, loaders.partition)
+        partition = make_partition(job, units, engine, loaders.partition)
         self._fleet = loaders.start_fleet(engine, job, units, partition)
         self._routes = Routes(engine, tuple(job.sources))
         self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(job, progress, self._era))
@@ -236,7 +237,7 @@ class Loader:
             raise SpecError(f"this loader serves at {self._serving.address} already; clients of all ranks connect there")
         listen = Listen(address, token, None if tls is None else Tls(*tls), advertise)
         job, channel = job_id(self._saved_fingerprint), LocalChannel(self, self._constructor_of)
-        kind = OneServer if isinstance(self._engine, Embedded) else ServerPerGroup
+        kind = OneServer if self._is_served_here(listen.bound) else ServerPerGroup
         self._serving = kind(job, channel, lambda: self.tree, self._constructors, listen=listen, leave_after_s=leave_after_s)
         return self._serving.address
 
@@ -470,6 +471,12 @@ class Loader:
 
         with warn_if_long(describe):
             return call().result()
+
+    def _is_served_here(self, address: Address) -> bool:
+        """True if one server in this process serves all ranks. Also for worker processes of this machine where other
+        machines are told a port: only that one may be open to them."""
+        is_one_port = address.port != 0 and not address.is_loopback
+        return self._engine.num_hosts is None or (self._engine.shares_memory and is_one_port)
 
     def _slowest(self) -> int:
         reading, last = ({}, {}) if self._serving is None else (self._serving.reading(), self._serving.last())

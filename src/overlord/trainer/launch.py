@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.errors import ServiceError, SpecError
+from overlord.runtime.processes.engine import default_engine
 from overlord.service.auth import Address
 from overlord.service.channel import connect
 from overlord.service.run import Loader, start
@@ -93,7 +94,8 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     - `device_mesh`: a torch DeviceMesh of the whole world. Without it the job's own mesh is used; if that leaves dp out, dp
       is the world size divided by cp x tp x pp.
     - `address`, `token`, `tls_root`: a service that runs already, its token and its root certificate.
-    - `engine`, `resume`, `accept_changes`: as in `ol.start`; `resume` is the state to continue from.
+    - `engine`, `resume`, `accept_changes`: as in `ol.start`; `resume` is the state to continue from. By default a world of
+      several ranks is loaded for by all cores of the machine of rank 0 (`ol.Processes()`), a single rank in its own process.
     - `timeout_s`: the most seconds to wait for a step; None waits without limit.
     - `torch`, `pin_memory`, `device`, `fetch_ahead`: as in `ol.connect`; torch tensors, in pinned memory or on a device
       ("cuda": the one that is current at the first `next`), where steps are copied ahead of the trainer.
@@ -111,7 +113,11 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     job = _on_mesh(job, device_mesh, world)
 
     def start_job() -> Loader:
-        return start(job, engine=engine, resume=resume, accept_changes=accept_changes)
+        where, reason = (engine, "") if engine is not None or world.size == 1 else default_engine(job.num_workers)
+        loader = start(job, engine=where, resume=resume, accept_changes=accept_changes)
+        if world.size > 1:
+            _log.info("rank 0 loads for %d ranks: %s", world.size, where or f"in its own process ({reason})")
+        return loader
 
     if world.size == 1:
         return _close_at_exit(_make_host_client(start_job(), world, 0.0, options))

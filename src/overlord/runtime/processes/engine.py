@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _CLOSE_S = liveness.PROCESS_CLOSING.after_s
+_PLURALS = {"loaders": "loader hosts", "constructor": "data constructors"}
 _ONE_PROCESS = "Start a run in the process that uses it"
 
 
@@ -41,6 +42,19 @@ def num_usable_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
         return os.cpu_count() or 1
+
+
+def default_engine(num_workers: int | None) -> tuple[Processes | None, str]:
+    """The engine for a job whose trainers are other processes, with its reason: all cores, or this process (None) where that
+    is all there is. `num_workers` is the job's."""
+    if num_workers == 0:
+        return None, "num_workers=0 makes everything when it is requested"
+    reason = why_unavailable()
+    if reason is not None:
+        return None, reason
+    if num_usable_cores() == 1:
+        return None, "there is one core"
+    return Processes(), "one for each core"
 
 
 class Processes:
@@ -88,6 +102,14 @@ class Processes:
     @property
     def num_hosts(self) -> int | None:
         return self.num_processes
+
+    def __str__(self) -> str:
+        """What runs where."""
+        with self._lock:
+            kinds = Counter(_kind(name) for name, (_, process) in self._roles.items() if process is not None)
+            used = len({process for _, process in self._roles.values() if process is not None})
+        roles = ", ".join(f"{count} {_PLURALS.get(kind, kind)}" for kind, count in kinds.items())
+        return f"{used} worker processes on {num_usable_cores()} cores: {roles or 'no roles'}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._node.__reduce__()
