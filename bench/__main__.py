@@ -1,7 +1,8 @@
 """All benchmarks, or those named, one after the other.
 
-python -m bench [trainers] [text] [images] [memory] [planning] [ray] [balance] [scale] [multimodal] [pipeline] [outliers]
-    [strategies] [flight] [--quick] [--json]
+python -m bench [NAME ...] [--quick] [--json]
+
+What users run: trainers, scaling, first, trainers_memory. All in one process: text, images, memory. The rest are parts.
 
 With one name, other options are that benchmark's own: python -m bench text --rounds 5
 """
@@ -27,6 +28,9 @@ BENCHMARKS = {
     "images": Benchmark("bench.image_throughput", ("--quick",)),
     "memory": Benchmark("bench.many_sources_memory", ("--quick",)),
     "trainers": Benchmark("bench.trainers", ("--quick",)),
+    "scaling": Benchmark("bench.scaling", ("--rounds", "1")),
+    "first": Benchmark("bench.first_batch", ("--rounds", "1")),
+    "trainers_memory": Benchmark("bench.trainers_memory", ("--quick",)),
     "planning": Benchmark("bench.planning", ("--repeats", "3")),
     "ray": Benchmark("bench.ray_vs_embedded", ("--rounds", "2", "--seconds", "1")),
     "balance": Benchmark("bench.balance", ("--seeds", "1")),

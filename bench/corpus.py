@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
 import sysconfig
 import tarfile
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -38,43 +40,60 @@ class TextCorpus:
     Document lengths are log-normal (sigma 1) around a mean of about 1,000 and clipped to 8,192; token ids follow
     Zipf's law over 128,000, which compresses to about 2.2 bytes a token. Every source has 16 row groups, so that as many
     workers can share it. With `distinct` < `sources` the rest are symbolic links to the first ones: enough where only
-    memory is measured, and spares gigabytes of disk.
+    memory is measured, and spares gigabytes of disk. With several `files` a source, each has eight columns more, as crawls
+    have.
     """
 
     sources: int
     row_group_tokens: int
     row_groups: int = 16
     distinct: int | None = None
+    files: int = 1
 
     @property
     def folder(self) -> Path:
-        return DATA / f"text-{self.sources}x{self.row_groups}x{self.row_group_tokens}"
+        many = f"x{self.files}" if self.files > 1 else ""
+        return DATA / f"text-{self.sources}{many}x{self.row_groups}x{self.row_group_tokens}"
 
     @property
     def paths(self) -> list[str]:
-        return [str(self.folder / f"source_{i:03d}.parquet") for i in range(self.sources)]
+        """All files, those of a source after each other."""
+        return [str(self.folder / f"source_{i:03d}.parquet") for i in range(self.sources * self.files)]
+
+    @property
+    def paths_by_source(self) -> list[list[str]]:
+        return [self.paths[i : i + self.files] for i in range(0, self.sources * self.files, self.files)]
 
     @property
     def tokens(self) -> int:
-        return self.sources * self.row_groups * self.row_group_tokens
+        return self.sources * self.files * self.row_groups * self.row_group_tokens
 
     def make(self) -> TextCorpus:
         _once(self.folder, self._write)
         return self
 
     def _write(self, folder: Path) -> None:
-        distinct = self.distinct or self.sources
-        for index in range(self.sources):
+        distinct = self.distinct or self.sources * self.files
+        for index in range(self.sources * self.files):
             path = folder / f"source_{index:03d}.parquet"
             if index >= distinct:
                 path.symlink_to(f"source_{index % distinct:03d}.parquet")
                 continue
             rng = np.random.default_rng([7, index])
-            schema = pa.schema([("tokens", pa.list_(pa.int32()))])
-            with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+            with pq.ParquetWriter(path, self._schema(), compression="zstd") as writer:
                 for _ in range(self.row_groups):
-                    documents = _documents(rng, self.row_group_tokens)
-                    writer.write_table(pa.table([documents], schema=schema), row_group_size=len(documents))
+                    table = self._table(rng)
+                    writer.write_table(table, row_group_size=table.num_rows)
+
+    def _schema(self) -> pa.Schema:
+        names = ("url", "title", "language", "crawled_at", "score", "license", "host", "digest") if self.files > 1 else ()
+        return pa.schema([("tokens", pa.list_(pa.int32())), *((name, pa.string()) for name in names)])
+
+    def _table(self, rng: np.random.Generator) -> pa.Table:
+        documents = _documents(rng, self.row_group_tokens)
+        schema = self._schema()
+        others = [[f"{name} {number}" for number in rng.integers(1 << 60, size=len(documents))] for name in schema.names[1:]]
+        return pa.table([documents, *others], schema=schema)
 
 
 TEXT_8 = TextCorpus(sources=8, row_group_tokens=524_288)
@@ -83,15 +102,16 @@ TEXT_64 = TextCorpus(sources=64, row_group_tokens=262_144, distinct=16)
 """1 MiB decoded a row group, 268 M tokens to read."""
 
 
-def text_of(benchmark: str, sources: int) -> TextCorpus:
+def text_of(benchmark: str, sources: int, files: int = 1) -> TextCorpus:
     if benchmark == "memory":
-        return memory_text(sources)
+        return memory_text(sources, files)
     return {8: TEXT_8, 64: TEXT_64}[sources]
 
 
-def memory_text(sources: int) -> TextCorpus:
+def memory_text(sources: int, files: int = 1) -> TextCorpus:
     """1.6 MiB decoded a row group: small for Parquet, so the memory peers need is not overstated."""
-    return TextCorpus(sources=sources, row_group_tokens=409_600, distinct=8)
+    # A source that names one file twice is an error, so its files are not links to each other.
+    return TextCorpus(sources=sources, row_group_tokens=409_600, distinct=max(8, files), files=files)
 
 
 def _documents(rng: np.random.Generator, tokens: int) -> pa.ListArray:
@@ -143,9 +163,8 @@ class BpeCorpus:
         np.random.default_rng(5).shuffle(texts)
         documents = cycle(texts)
         for path in self.paths:
-            with pq.ParquetWriter(
-                folder / Path(path).name, pa.schema([("text", pa.string())]), compression="zstd"
-            ) as writer:
+            schema = pa.schema([("text", pa.string())])
+            with pq.ParquetWriter(folder / Path(path).name, schema, compression="zstd") as writer:
                 for _ in range(self.row_groups):
                     group: list[str] = []
                     while sum(map(len, group)) < self.row_group_bytes:
@@ -250,3 +269,17 @@ def _once(folder: Path, write: Callable[[Path], None]) -> None:
         os.rename(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def main() -> None:
+    """Makes what the benchmarks with trainers read, side by side: python -m bench.corpus [FOLDER]"""
+    if len(sys.argv) > 1:
+        keep_in(sys.argv[1])
+    wanted = [TEXT_8, TEXT_64, BPE, IMAGES, memory_text(256, 4), memory_text(256, 16)]
+    with ProcessPoolExecutor() as processes:
+        for done in [processes.submit(type(each).make, each) for each in wanted]:
+            print(done.result().folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -40,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _competitors(sources: int, ranks: int, given: Options) -> list[Competitor]:
     against_torch = (sources, ranks) == (256, 4)
-    if against_torch and _available_bytes() < TORCH_NEEDS:
+    if against_torch and available_bytes() < TORCH_NEEDS:
         print(f"left out: torch needs {TORCH_NEEDS / GIB:.0f} GiB of free memory", file=sys.stderr)
         against_torch = False
     return given.chosen([OVERLORD, TORCH] if against_torch else [OVERLORD])
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

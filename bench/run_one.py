@@ -40,6 +40,8 @@ class Work:
     settings: dict[str, Any]
     micros: int = 1
     """Batches a step, for trainers that accumulate gradients."""
+    files: int = 1
+    """Of each source, for benchmarks of memory."""
 
     @property
     def kind(self) -> str:

@@ -70,7 +70,7 @@ class TreeOutcome:
     """Processes that had not ended some seconds after they were asked to."""
 
     def to_dict(self) -> dict[str, Any]:
-        speeds = {"units_per_s": self.units / self.wall_s, "units_per_cpu_s": self.units / self.cpu_s}
+        speeds = {"units_per_s": self.units / self.wall_s, "units_per_cpu_s": self.units / max(self.cpu_s, 0.01)}
         return {**asdict(self), **speeds, "cores_used": self.cpu_s / self.wall_s}
 
 
@@ -270,6 +270,7 @@ def main() -> None:
     parser.add_argument("--sources", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--micros", type=int, default=1, help="batches a step")
+    parser.add_argument("--files", type=int, default=1, help="of a source, where memory is measured")
     parser.add_argument("--seconds", type=float, default=2.5)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to time `next` for, with trainers that sleep")
     parser.add_argument("--warmup", type=int, default=20, help="steps a trainer takes before the meter starts")
@@ -287,6 +288,7 @@ def main() -> None:
         warmup=given.warmup,
         settings=given.set,
         micros=given.micros,
+        files=given.files,
     )
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))

@@ -19,11 +19,13 @@ import argparse
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from bench import corpus
@@ -50,6 +52,7 @@ class Given:
     only: tuple[str, ...]
     quick: bool
     json: bool
+    save: Path | None
 
     def chosen(self, competitors: Sequence[Competitor]) -> list[Competitor]:
         return [each for each in competitors if not self.only or each.name in self.only]
@@ -67,6 +70,7 @@ def parser_of(description: str | None, seconds: float = 4.0, rounds: int = 3) ->
     parser.add_argument("--data", metavar="FOLDER", help="where the data are made and kept; bench/.data unless given")
     parser.add_argument("--quick", action="store_true", help="one round, fewer settings")
     parser.add_argument("--json", action="store_true", help="every figure of every run, for machines")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write those figures to FILE besides")
     parser.set_defaults(usual_rounds=rounds)
     return parser
 
@@ -78,7 +82,7 @@ def given_by(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Giv
     trainers = found.trainers or [max(4, found.cores // 2), 1]
     rounds = found.rounds or (1 if found.quick else found.usual_rounds)
     pace = 1.0 if found.quick else 2.0
-    shared = (found.seconds, pace, tuple(found.only), found.quick, found.json)
+    shared = (found.seconds, pace, tuple(found.only), found.quick, found.json, found.save)
     return Given(tuple(found.works), tuple(trainers), found.cores, rounds, *shared)
 
 
@@ -129,7 +133,7 @@ def text(given: Given) -> list[tuple[Setting, list[Competitor]]]:
             # The meter starts when every source is well into its second row group.
             warmup = max(8, 2 * made.row_group_tokens * sources // (BATCH_TOKENS * ranks))
             title = f"text, {sources} sources, {trainers(ranks)}"
-            setting = _setting(given, title, "text", ranks, ("--sources", sources, "--warmup", warmup))
+            setting = setting_of(given, title, "text", ranks, ("--sources", sources, "--warmup", warmup))
             found.append((setting, [*overlords(ranks), *peers(ranks, given.cores)]))
     return found
 
@@ -138,7 +142,7 @@ def bpe(given: Given) -> list[tuple[Setting, list[Competitor]]]:
     corpus.BPE.make()
     found = []
     for ranks in given.trainers:
-        setting = _setting(given, f"BPE, {trainers(ranks)}", "bpe", ranks, ("--warmup", 4))
+        setting = setting_of(given, f"BPE, {trainers(ranks)}", "bpe", ranks, ("--warmup", 4))
         fast, *_ = overlords(ranks)
         same = replace(fast, name=SAME_LIBRARY, settings={**fast.settings, "engine": "tokenizers"})
         found.append((setting, [fast, same, *peers(ranks, given.cores)]))
@@ -149,7 +153,7 @@ def images(given: Given) -> list[tuple[Setting, list[Competitor]]]:
     corpus.IMAGES.make()
     found = []
     for ranks in given.trainers:
-        setting = _setting(given, f"images, {trainers(ranks)}", "images", ranks, ("--warmup", 3))
+        setting = setting_of(given, f"images, {trainers(ranks)}", "images", ranks, ("--warmup", 3))
         found.append((setting, [*overlords(ranks), *peers(ranks, given.cores)]))
     return found
 
@@ -159,7 +163,7 @@ def ready(given: Given) -> list[tuple[Setting, list[Competitor]]]:
     found = []
     for ranks in given.trainers:
         title = f"steps of 8.9 MB that are ready, {trainers(ranks)}"
-        setting = _setting(given, title, "text", ranks, ("--warmup", 4, "--micros", 8))
+        setting = setting_of(given, title, "text", ranks, ("--warmup", 4, "--micros", 8))
         found.append((setting, [*overlords(ranks)[:1], *peers(ranks, given.cores)]))
     return found
 
@@ -171,46 +175,45 @@ def trainers(ranks: int) -> str:
     return f"{ranks} trainers" if ranks > 1 else "one trainer in the job's process"
 
 
-def _setting(given: Given, title: str, benchmark: str, ranks: int, arguments: Sequence[object]) -> Setting:
+def setting_of(given: Given, title: str, benchmark: str, ranks: int, arguments: Sequence[object]) -> Setting:
     measured = ("--ranks", ranks, "--seconds", given.seconds, "--pace", given.pace, "--cores", given.cores)
     words = tuple(map(str, (*measured, *arguments)))
     return Setting(f"{title}, {given.cores} cores", benchmark, words, module="bench.run_trainers")
 
 
 def show(result: Rounds) -> None:
-    million = result.setting.benchmark != "images"
-    unit, scale = ("M tokens", 1e6) if million else ("images", 1.0)
-    baselines = [name for name in (OVERLORD, SAME_LIBRARY) if name in result.outcomes]
-    ratios = "".join(f"{each + ' / it':>23}{'per CPU s':>18}" for each in baselines)
-    heads = f"{unit + '/s':>20}{unit + '/CPU s':>20}{'cores':>7}{'first s':>9}{'MiB':>8}{'next us p50':>13}{'p99':>8}"
-    print(f"\n{result.setting.title}\n  {'':<23}{heads}{ratios}")
+    unit, scale = ("images", 1.0) if result.setting.benchmark == "images" else ("M tokens", 1e6)
+    heads = f"{unit + '/s':>20}{unit + '/CPU s':>20}{'cores':>7}{'processes':>11}{'first s':>9}{'MiB':>8}"
+    heads += f"{'next us: p50':>14}{'p99':>9}"
+    print(f"\n{result.setting.title}\n  {'':<24}{heads}")
     for name in result.outcomes:
-        print(f"  {name:<23}{_line(result, name, scale, baselines)}", flush=True)
+        print(f"  {name:<24}{_line(result, name, scale)}", flush=True)
+    for baseline in (name for name in (OVERLORD, SAME_LIBRARY) if name in result.outcomes):
+        for name in (name for name in result.outcomes if not name.startswith(OVERLORD)):
+            per_s, per_cpu_s = (result.ratio(baseline, name, f"units_per_{per}") for per in ("s", "cpu_s"))
+            if per_s is not None:
+                print(f"  {f'{baseline} / {name}':<36}{per_s} per s, {per_cpu_s} per CPU s")
     for warning in doubts(result):
         print(f"  ! {warning}")
 
 
-def _line(result: Rounds, name: str, scale: float, baselines: Sequence[str]) -> str:
-    speed = result.spread(name, "units_per_s")
-    if speed is None:
+def _line(result: Rounds, name: str, scale: float) -> str:
+    done = [outcome for outcome in result.outcomes[name] if isinstance(outcome, dict)]
+    if not done:
         return f"failed: {result.error(name)}"
-    figures = {figure: _median(result, name, figure) for figure in ("cores_used", "first_batch_s", "peak_pss")}
-    times = [outcome["next_us"] for outcome in result.outcomes[name] if isinstance(outcome, dict) and outcome["next_us"]]
-    p50, p99 = (Spread.of([each[key] for each in times]).median if times else float("nan") for key in ("p50", "p99"))
     speeds = "".join(f"{_shown(result.spread(name, f'units_per_{per}'), scale):>20}" for per in ("s", "cpu_s"))
-    ratios = "".join(
-        f"{result.ratio(each, name, 'units_per_s')!s:>23}{_plain(result.ratio(each, name, 'units_per_cpu_s')):>18}"
-        for each in baselines
+    cores, processes, first, pss = (
+        statistics.median(each[figure] for each in done)
+        for figure in ("cores_used", "num_processes", "first_batch_s", "peak_pss")
     )
-    failures = sum(isinstance(outcome, str) for outcome in result.outcomes[name])
+    times = [each["next_us"] for each in done if each["next_us"]]
+    waits = "".join(
+        f"{statistics.median(each[key] for each in times):>{width},.0f}" if times else f"{'':>{width}}"
+        for key, width in (("p50", 14), ("p99", 9))
+    )
+    failures = len(result.outcomes[name]) - len(done)
     note = f"   {failures} of {len(result.outcomes[name])} runs failed: {result.error(name)}" if failures else ""
-    rest = f"{figures['cores_used']:>7.1f}{figures['first_batch_s']:>9.1f}{figures['peak_pss'] / MIB:>8,.0f}"
-    return f"{speeds}{rest}{p50:>13,.0f}{p99:>8,.0f}{ratios}{note}"
-
-
-def _median(result: Rounds, name: str, figure: str) -> float:
-    found = result.spread(name, figure)
-    return found.median if found else float("nan")
+    return f"{speeds}{cores:>7.1f}{processes:>11.0f}{first:>9.1f}{pss / MIB:>8,.0f}{waits}{note}"
 
 
 def _shown(spread: Spread | None, scale: float) -> str:
@@ -218,10 +221,6 @@ def _shown(spread: Spread | None, scale: float) -> str:
         return ""
     digits = 1 if spread.median / scale >= 10 else 2
     return f"{spread.median / scale:.{digits}f} ({spread.low / scale:.{digits}f}-{spread.high / scale:.{digits}f})"
-
-
-def _plain(spread: Spread | None) -> str:
-    return "" if spread is None else f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"
 
 
 def doubts(result: Rounds) -> list[str]:
@@ -232,7 +231,7 @@ def doubts(result: Rounds) -> list[str]:
         for outcome in outcomes:
             if isinstance(outcome, str):
                 continue
-            if outcome["num_killed"]:
+            if name.startswith(OVERLORD) and outcome["num_killed"]:
                 found.append(f"{name}: {outcome['num_killed']} processes did not end by themselves")
             if len({tuple(each) for each in outcome["first_checksums"]}) < outcome["ranks"]:
                 found.append(f"{name}: two trainers got the same steps")
@@ -250,9 +249,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(interleave(setting, given.chosen(competitors), given.rounds))
             if not given.json:
                 show(results[-1])
+    return report([result.to_dict() for result in results], given)
+
+
+def report(results: Sequence[dict[str, Any]], given: Given) -> int:
+    """Prints and saves every figure where that was asked for. Returns the exit status: 1 when a run failed."""
     if given.json:
-        print(json.dumps([result.to_dict() for result in results], indent=1))
-    return int(any(result.failed for result in results))
+        print(json.dumps(results, indent=1))
+    if given.save is not None:
+        given.save.write_text(json.dumps(results, indent=1))
+    return int(any(isinstance(run, str) for result in results for runs in result["outcomes"].values() for run in runs))
 
 
 if __name__ == "__main__":

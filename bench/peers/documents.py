@@ -17,28 +17,33 @@ Read = Callable[[pq.ParquetFile, int, np.random.Generator], Iterator[Document]]
 
 
 class ParquetSource:
-    """One source's documents, endlessly. Opened when first read; holds one decoded row group at a time.
+    """One source's documents, endlessly. Opened when first read; holds one file and one decoded row group at a time.
 
-    Share `share` of `shares` owns every `shares`-th row group. Row groups are permuted each epoch and rows inside a
-    row group, as every training loader does one way or another.
+    Share `share` of `shares` owns every `shares`-th row group of its files, which have equally many. Row groups are permuted
+    each epoch and rows inside a row group, as every training loader does one way or another.
     """
 
-    def __init__(self, path: str, share: int = 0, shares: int = 1, seed: int = 0, read: Read | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, paths: str | Sequence[str], share: int = 0, shares: int = 1, seed: int = 0, read: Read | None = None
+    ) -> None:
+        self.paths = [paths] if isinstance(paths, str) else paths
         self.share = share
         self.shares = shares
         self.seed = seed
         self.read = read or documents
 
     def __iter__(self) -> Iterator[Document]:
-        file = pq.ParquetFile(self.path)
-        if self.share >= file.num_row_groups:
-            raise ValueError(f"{self.path} has {file.num_row_groups} row groups, too few for {self.shares} readers")
+        opened, file = 0, pq.ParquetFile(self.paths[0])
+        each = file.num_row_groups
+        if self.share >= each * len(self.paths):
+            raise ValueError(f"{self.paths[0]} has {each} row groups, too few for {self.shares} readers")
         rng = np.random.default_rng([self.seed, self.share])
-        groups = np.arange(self.share, file.num_row_groups, self.shares)
+        groups = np.arange(self.share, each * len(self.paths), self.shares)
         while True:
             for group in rng.permutation(groups).tolist():
-                yield from self.read(file, group, rng)
+                if group // each != opened:
+                    opened, file = group // each, pq.ParquetFile(self.paths[group // each])
+                yield from self.read(file, group % each, rng)
 
 
 def documents(file: pq.ParquetFile, row_group: int, rng: np.random.Generator) -> Iterator[Document]:
@@ -55,7 +60,7 @@ def documents(file: pq.ParquetFile, row_group: int, rng: np.random.Generator) ->
 
 
 class Encoding:
-    """Documents of raw text: a row group is encoded by the BPE library in one call. Loaded where it is used."""
+    """Documents of raw text, encoded by the BPE library some at a time, so that the first come soon. Loaded where used."""
 
     def __init__(self, tokenizer: str) -> None:
         self.tokenizer = tokenizer
@@ -69,10 +74,16 @@ class Encoding:
 
             self._loaded = tokenizers.Tokenizer.from_file(self.tokenizer)
         texts = file.read_row_group(row_group, columns=["text"], use_threads=False).column(0).to_pylist()
-        # The fast call computes no offsets, which nobody needs here.
-        encoded = self._loaded.encode_batch_fast([texts[i] for i in rng.permutation(len(texts))], add_special_tokens=False)
-        for each in encoded:
-            yield np.array(each.ids, np.int32)
+        for numbers in _some_at_a_time(rng.permutation(len(texts)).tolist()):
+            # The fast call computes no offsets, which nobody needs here.
+            encoded = self._loaded.encode_batch_fast([texts[i] for i in numbers], add_special_tokens=False)
+            for each in encoded:
+                yield np.array(each.ids, np.int32)
+
+
+def _some_at_a_time(numbers: list[int], most: int = 16) -> Iterator[list[int]]:
+    for begin in range(0, len(numbers), most):
+        yield numbers[begin : begin + most]
 
 
 def choices(weights: Sequence[float], rng: np.random.Generator) -> Iterator[int]:
@@ -88,7 +99,12 @@ def mixed(sources: Sequence[Iterator[Document]], weights: Sequence[float], seed:
 
 
 def mixed_parquet(
-    paths: Sequence[str], weights: Sequence[float], share: int = 0, shares: int = 1, *, read: Read | None = None
+    paths: Sequence[str | Sequence[str]],
+    weights: Sequence[float],
+    share: int = 0,
+    shares: int = 1,
+    *,
+    read: Read | None = None,
 ) -> Iterator[Document]:
     """Mixed documents of all sources, as one worker of `shares` reads them."""
     sources = [iter(ParquetSource(path, share, shares, seed, read)) for seed, path in enumerate(paths)]

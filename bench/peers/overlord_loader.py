@@ -28,8 +28,8 @@ def job_of(work: Work) -> ol.Job:
         tokenize = ol.Tokenize("text", encoding=corpus.BPE.tokenizer, engine=work.settings.get("engine"))
         sources = {_name(i): ol.Parquet(path, transform=tokenize, **options) for i, path in enumerate(paths)}
     else:
-        paths = corpus.text_of(work.benchmark, work.sources).paths
-        sources = {_name(i): ol.Parquet(path, columns=["tokens"], **options) for i, path in enumerate(paths)}
+        paths = corpus.text_of(work.benchmark, work.sources, work.files).paths_by_source
+        sources = {_name(i): ol.Parquet(files, columns=["tokens"], **options) for i, files in enumerate(paths)}
     return ol.Job(
         sources=sources,
         mixture=ol.Mixture({_name(i): weight for i, weight in enumerate(mixing_weights(len(paths)))}),

@@ -3,7 +3,7 @@ mixes and packs inside the workers, and hands over whole batches, so that nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from bench.run_one import Work
 
 
 class PackedText(IterableDataset):
-    def __init__(self, paths: list[str], work: Work, rank: int, read: Read | None = None) -> None:
+    def __init__(self, paths: Sequence[str | list[str]], work: Work, rank: int, read: Read | None = None) -> None:
         self.paths = paths
         self.rank = rank
         self.ranks = work.ranks
@@ -52,7 +52,7 @@ def text(work: Work, rank: int) -> Iterator[Any]:
     process counted. Prefetch 4 for 2: no clear difference. No workers at all would cost far less CPU, but then loading
     holds up the training step instead of running beside it.
     """
-    dataset = PackedText(corpus.text_of(work.benchmark, work.sources).paths, work, rank)
+    dataset = PackedText(corpus.text_of(work.benchmark, work.sources, work.files).paths_by_source, work, rank)
     return iter(_loader(dataset, work, workers=1))
 
 

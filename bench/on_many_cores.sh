@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# What users run, on a machine with many cores and no network, in under eight minutes: Overlord beside torch's DataLoader.
+#
+#   bench/on_many_cores.sh [--packages FOLDER] [--data FOLDER] [--out FOLDER] [PART ...]
+#
+# Parts are text, bpe, images, ready, first, scaling and memory; all unless given. --packages is a folder of unpacked wheels
+# that the machine lacks (msgspec, orjson, cloudpickle, rich, zstandard, simplejpeg, tiktoken ...), for this machine's Python.
+# Data are made in --data (TMPDIR unless given), figures are written to --out. PYTHON names the interpreter.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+data=${TMPDIR:-/tmp}/overlord-bench
+out=$data/figures
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --packages) export PYTHONPATH="$(realpath "$2")${PYTHONPATH:+:$PYTHONPATH}" ;;
+    --data) data=$2 ;;
+    --out) out=$2 ;;
+    *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  esac
+  shift 2
+done
+export PYTHONPATH="$PWD:$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+mkdir -p "$data" "$out"
+parts=("$@"); ((${#parts[@]})) || parts=(text bpe images ready scaling memory)
+compared=(overlord "overlord, one process" "overlord, same library" "overlord, no threads" torch)
+echo "$(nproc) cores, $($python --version); data in $data"
+time "$python" -m bench.corpus "$data"
+status=0
+for part in "${parts[@]}"; do
+  case $part in
+    text | bpe | images | ready) what=(trainers --works "$part" --seconds 3 --only "${compared[@]}") ;;
+    first) what=(first --rounds 1 --only "${compared[@]}") ;;
+    scaling) what=(scaling --rounds 1 --seconds 2) ;;
+    memory) what=(trainers_memory --only overlord "torch, 4 workers each" torch) ;;
+    *) echo "no part is called $part: text, bpe, images, ready, first, scaling or memory"; exit 2 ;;
+  esac
+  begun=$SECONDS
+  "$python" -m bench "${what[@]}" --quick --data "$data" --save "$out/$part.json" || status=1
+  echo "($part took $((SECONDS - begun)) s)"
+done
+exit $status
