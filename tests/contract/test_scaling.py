@@ -19,9 +19,8 @@ ONE = ((Share("web"), Share("code"), Share("chat")),)
 MANY = ((Share("web", 0, 3), Share("code")), (Share("web", 1, 3), Share("chat")), (Share("web", 2, 3),))
 
 
-def repartition(loader: ol.Loader, hosts: tuple[tuple[Share, ...], ...], **ahead: int) -> None:
-    cursors = loader._planner.call(Planner.cursors).result()
-    loader._fleet.repartition(Partition(hosts), cursors, ahead)
+def repartition(loader: ol.Loader, hosts: tuple[tuple[Share, ...], ...]) -> None:
+    loader._fleet.repartition(Partition(hosts), loader._planner.call(Planner.cursors).result())
 
 
 def status_of(loader: ol.Loader, host: str) -> HostStatus:
@@ -39,7 +38,7 @@ def test_a_run_whose_loaders_change_is_the_same_on_every_engine_and_gives_hosts_
     with start(job, partition=Partition(ONE)) as loader:
         clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = _stream(clients, 2)
-        repartition(loader, MANY, web=3)
+        repartition(loader, MANY)
         assert loader.report().loaders == {"web": 3, "code": 1, "chat": 1}
         found += _stream(clients, 4)
         repartition(loader, (*ONE, (), ()))

@@ -55,7 +55,6 @@ class Deal:
     """The host of each share of each source."""
 
     hosts: tuple[tuple[int, ...], ...]
-    ahead: int
 
     def to(self, fleet: Fleet) -> Partition:
         num_hosts = max(len(fleet.partition.hosts), 1 + max(host for hosts in self.hosts for host in hosts))
@@ -74,7 +73,7 @@ class To:
     host: int
 
 
-DEALS = st.builds(Deal, st.tuples(*[st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)] * 3), st.integers(1, 4))
+DEALS = st.builds(Deal, st.tuples(*[st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)] * 3))
 HAPPENINGS = ["lose", "shadow", "mirror", "promote", "exchange", "unshadow", "close"]
 EVENTS = DEALS | st.builds(To, st.sampled_from(HAPPENINGS), st.integers(0, 5)) | st.sampled_from(["tidy", "read", "read"])
 
@@ -82,7 +81,7 @@ EVENTS = DEALS | st.builds(To, st.sampled_from(HAPPENINGS), st.integers(0, 5)) |
 def happen(event: Deal | To | str, loader: ol.Loader, engine: Mortal) -> None:
     fleet = loader._fleet
     if isinstance(event, Deal):
-        fleet.repartition(event.to(fleet), cursors_of(loader), dict.fromkeys(SOURCES, event.ahead))
+        fleet.repartition(event.to(fleet), cursors_of(loader))
     elif isinstance(event, To):
         names = [name for name in fleet.names if name]
         host = names[event.host % len(names)]
@@ -131,12 +130,12 @@ def test_hosts_that_nobody_needs_any_more_are_stopped_and_their_buffers_are_empt
         clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = steps_of(loader, clients, 2)
         one = fleet.partition
-        fleet.repartition(Deal(((0, 1, 2), (0,), (0, 3)), 3).to(fleet), cursors_of(loader), {"a": 3})
+        fleet.repartition(Deal(((0, 1, 2), (0,), (0, 3))).to(fleet), cursors_of(loader))
         assert len(fleet.hosts) == 4
         found += steps_of(loader, clients, 3)
         added = [engine._roles[name] for name in fleet.names[1:]]
         back = Partition((*one.hosts, *[()] * 3))
-        fleet.repartition(back, cursors_of(loader), {})
+        fleet.repartition(back, cursors_of(loader))
         assert loader.report().loaders == {"a": 1, "b": 1, "c": 1}
         fleet.tidy(cursors_of(loader))
         found += steps_of(loader, clients, STEPS - 5)
@@ -163,7 +162,7 @@ def test_more_loaders_make_more_chunks_side_by_side():
         fleet = loader._fleet
         fleet._num_added_threads = 1
         shares = tuple((Share("a", index, 4),) for index in range(4))
-        fleet.repartition(Partition(shares), {"a": Cursor(0, 0, None)}, {"a": 4})
+        fleet.repartition(Partition(shares), {"a": Cursor(0, 0, None)})
         loader._routes._look()
         assert sum(1 for _ in loader.client(0, timeout_s=60)) > 0, "a single loader would wait here for ever"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlord.chunks.chunk import Chunk, Lineage
 from overlord.errors import BufferTooSmallError, ClosedError
 from overlord.roles.source_loader import SourceLoader
-from overlord.runtime.threads import Threads
+from overlord.runtime.threads import CallerRuns, Threads
 from overlord.stream.facts import ChunkFacts, ImageSizes
 
 
@@ -61,7 +61,7 @@ def test_any_order_of_asks_gets_right_answers_within_the_bytes(asks, room):
                 assert values is not None
                 assert values[0] == number
             elif what == "prefetch":
-                loader.prefetch(number)
+                loader.prefetch(range(number, number + 9))
             else:
                 give(loader, number, 40)
             use = loader.buffer_use()
@@ -95,7 +95,7 @@ def test_a_chunk_wanted_by_many_threads_at_once_is_made_once(threads):
         return chunk_of(number)
 
     loader = loader_of(threads, 10 * SIZE, make)
-    loader.prefetch(3)
+    loader.prefetch([3])
     with ThreadPoolExecutor(8) as askers:
         pending = [askers.submit(loader.describe, 3) for _ in range(8)]
         gate.set()
@@ -148,6 +148,129 @@ def test_a_chunk_over_the_whole_buffer_is_an_error(threads):
     loader = loader_of(threads, SIZE - 1)
     with pytest.raises(BufferTooSmallError, match="chunk 0 takes"):
         loader.get(0)
+
+
+class Clock:
+    """Says what it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def paced_loader(threads, clock: Clock, *, make_s: float, interval_s: float, room: int, make=chunk_of) -> SourceLoader:
+    """Of which the chunks 0 to 2 were made in `make_s` each, and requested in these intervals."""
+
+    def timed(number: int) -> Chunk:
+        if number > 2:
+            return make(number)
+        clock.now += make_s
+        return chunk_of(number)
+
+    loader = SourceLoader("s", timed, lambda number: SIZE, buffer_bytes=room * SIZE, threads=threads, clock=clock)
+    for number in range(3):
+        clock.now = number * interval_s
+        loader.describe(number)
+        give(loader, number, 100)
+    return loader
+
+
+def test_a_source_that_requests_wait_for_gets_several_chunks_in_the_making():
+    threads, clock, begun, four = Threads(4, "test"), Clock(), [], threading.Event()
+
+    def make(number: int) -> Chunk:
+        begun.append(number)
+        if len(begun) == 4:
+            four.set()
+        assert four.wait(10), "no chunk is ready before four are in the making"
+        return chunk_of(number)
+
+    loader = paced_loader(threads, clock, make_s=3, interval_s=1, room=20, make=make)
+    try:
+        loader.prefetch(range(3, 40))
+        assert four.wait(10), "and nobody has requested one yet"
+        assert sorted(begun[:4]) == [3, 4, 5, 6]
+        assert loader.describe(3).num_rows == 1
+    finally:
+        loader.close()
+        threads.shutdown()
+
+
+def test_a_source_that_nobody_waits_for_makes_the_chunk_that_is_due_and_no_other():
+    threads, clock, made = Threads(4, "test"), Clock(), []
+
+    def make(number: int) -> Chunk:
+        made.append(number)
+        return chunk_of(number)
+
+    loader = paced_loader(threads, clock, make_s=1, interval_s=9, room=20, make=make)
+    try:
+        loader.prefetch(range(3, 40))
+        loader.get(3)
+        give(loader, 3, 100)
+        assert loader.chunks_held() == []
+        assert made == [3]
+    finally:
+        loader.close()
+        threads.shutdown()
+
+
+def test_chunks_made_early_leave_room_for_the_one_that_is_due():
+    threads, clock = Threads(4, "test"), Clock()
+    loader = paced_loader(threads, clock, make_s=9, interval_s=1, room=4)
+    try:
+        loader.prefetch(range(3, 40))
+        for number in range(3, 30):
+            loader.describe(number, number - 1)
+            assert len(loader.chunks_held()) <= 4
+            made = loader.buffer_use().chunks_made
+            loader.get(number)
+            assert loader.buffer_use().chunks_made - made <= 4, "it was still in the buffer"
+            use = loader.buffer_use()
+            assert use.num_bytes <= use.peak_bytes <= use.limit_bytes
+        assert loader.buffer_use().chunks_made <= 37, "none was made twice"
+    finally:
+        loader.close()
+        threads.shutdown()
+
+
+def test_a_chunk_that_could_not_be_made_early_is_tried_again_when_it_is_requested():
+    threads, clock, tried = Threads(1, "test"), Clock(), []
+
+    def make(number: int) -> Chunk:
+        tried.append(number)
+        if number == 4 and tried.count(4) == 1:
+            raise OSError("storage is away")
+        return chunk_of(number)
+
+    loader = paced_loader(threads, clock, make_s=3, interval_s=1, room=20, make=make)
+    try:
+        for _ in range(3):
+            loader.prefetch([4])
+            while loader.chunks_held():
+                pass
+        assert tried == [4]
+        assert loader.describe(4).num_rows == 1
+    finally:
+        loader.close()
+        threads.shutdown()
+
+
+def test_without_threads_nothing_is_made_before_it_is_requested():
+    loader = paced_loader(CallerRuns(), Clock(), make_s=3, interval_s=1, room=20)
+    loader.prefetch(range(3, 40))
+    loader.describe(3)
+    assert loader.chunks_held() == [3]
+    assert loader.buffer_use().chunks_made == 4
+
+
+def test_chunks_that_moved_to_another_loader_are_not_made_any_more(threads):
+    loader = paced_loader(threads, Clock(), make_s=3, interval_s=1, room=20)
+    loader.prefetch(())
+    loader.describe(3)
+    assert loader.chunks_held() == [3]
 
 
 def test_a_closed_loader_refuses(threads):

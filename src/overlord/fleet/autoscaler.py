@@ -96,16 +96,11 @@ class Autoscaler:
         return decisions
 
     def _apply(self, scaling: Scaling, cursors: Mapping[str, Cursor]) -> tuple[ScalingDecision, ...]:
-        room = self._autoscale.budget.workers_per_host
-        num_shares = scaling.partition.num_shares()
-        ahead = {name: min(math.ceil(need), num_shares[name] * room) for name, need in scaling.workers.items()}
-        ahead = {name: max(count, num_shares[name]) for name, count in ahead.items()}
-        table = self._fleet.table
-        if scaling.partition == self._fleet.partition and all(table.num_ahead(name) == n for name, n in ahead.items()):
+        if scaling.partition == self._fleet.partition:
             decisions = scaling.decisions
         else:
             try:
-                self._fleet.repartition(scaling.partition, cursors, ahead)
+                self._fleet.repartition(scaling.partition, cursors)
                 decisions = scaling.decisions
             except OverlordError as error:
                 num_hosts = sum(1 for shares in self._fleet.partition.hosts if shares)

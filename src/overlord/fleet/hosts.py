@@ -101,9 +101,9 @@ class Fleet:
         """Every running host, including shadows."""
         return [Handle(self._engine, name) for name in list(self._hosts)]
 
-    def repartition(self, to: Partition, cursors: Mapping[str, Cursor], ahead: Mapping[str, int]) -> None:
-        """Move to another partition, whose host i is host i of the current one. `ahead` is how many chunks of each source to
-        prefetch. If a host cannot be started, this raises and changes nothing."""
+    def repartition(self, to: Partition, cursors: Mapping[str, Cursor]) -> None:
+        """Move to another partition, whose host i is host i of the current one. If a host cannot be started, this raises and
+        changes nothing."""
         with self._lock:
             names = [self._names[i] if i < len(self._names) else "" for i in range(len(to.hosts))]
             added = [i for i, shares in enumerate(to.hosts) if shares and not names[i]]
@@ -111,12 +111,14 @@ class Fleet:
                 names[i] = self._spawn_host(_Host(to.hosts[i], self._num_added_threads))
             self._wait_until_started([names[i] for i in added])
             table = self._table
-            for source in self._job.sources:
-                hosts = [names[i] for i in to.hosts_of(source)]
-                if hosts != list(table.stretches[source][-1].hosts) or ahead.get(source, 1) != table.num_ahead(source):
-                    # Chunks that a host may already be prefetching stay with it.
-                    first = cursors[source].next + table.num_ahead(source) + 1
-                    table = table.with_hosts(source, hosts, first, ahead.get(source, 1))
+            hosts_of = {source: [names[i] for i in to.hosts_of(source)] for source in self._job.sources}
+            moved = [source for source, hosts in hosts_of.items() if hosts != list(table.stretches[source][-1].hosts)]
+            statuses = self.statuses() if moved else {}
+            for source in moved:
+                # Chunks that a host has, or may be making by now, stay with it.
+                announced = cursors[source].next + len(table.stretches[source][-1].hosts)
+                held = [max(status.holding.get(source, ()), default=0) for status in statuses.values()]
+                table = table.with_hosts(source, hosts_of[source], max(announced, *held) + 1)
             self._partition = to
             self._names = [name if shares else "" for name, shares in zip(names, to.hosts, strict=True)]
             if table is not self._table:
@@ -147,7 +149,7 @@ class Fleet:
     def warm(self, source: str, cursor: Cursor) -> None:
         """Prefetch the next chunks of a source that no step draws from yet."""
         table = self._table
-        last = cursor.next + table.num_ahead(source)
+        last = cursor.next + len(table.stretches[source][-1].hosts)
         for chunk in range(cursor.next, last if cursor.end is None else min(last, cursor.end)):
             Handle[LoaderHost](self._engine, table.host_of(source, chunk)).tell(LoaderHost.prefetch, source, [chunk])
 

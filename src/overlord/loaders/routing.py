@@ -32,11 +32,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
-    """Routes chunks to hosts. `stretches` of each source begin at chunk 0. `ahead` is how many chunks of a source to
-    prefetch, at least one for each host. `shadows` maps the name of a host to its shadow."""
+    """Routes chunks to hosts. `stretches` of each source begin at chunk 0. `shadows` maps the name of a host to its
+    shadow."""
 
     stretches: Mapping[str, tuple[Stretch, ...]]
-    ahead: Mapping[str, int] = field(default_factory=dict[str, int])
     shadows: Mapping[str, str] = field(default_factory=dict[str, str])
     version: int = 0
 
@@ -67,15 +66,12 @@ class RoutingTable:
         """The sources whose chunks a host has."""
         return tuple(name for name, found in self.stretches.items() if any(host in stretch.hosts for stretch in found))
 
-    def num_ahead(self, source: str) -> int:
-        return max(self.ahead.get(source, 1), len(self.stretches[source][-1].hosts))
-
-    def with_hosts(self, source: str, hosts: Sequence[str], first: int, ahead: int = 1) -> RoutingTable:
+    def with_hosts(self, source: str, hosts: Sequence[str], first: int) -> RoutingTable:
         """A table in which the chunks of a source from `first` on belong to these hosts."""
         before = tuple(stretch for stretch in self.stretches[source] if stretch.first < first)
         if not before or before[-1].hosts != tuple(hosts):
             before = (*before, Stretch(first if before else 0, tuple(hosts)))
-        return self._newer(stretches={**self.stretches, source: before}, ahead={**self.ahead, source: ahead})
+        return self._newer(stretches={**self.stretches, source: before})
 
     def since(self, needed: Mapping[str, int]) -> RoutingTable:
         """A table without the stretches that end before the first needed chunk of their source."""
@@ -105,13 +101,11 @@ class RoutingTable:
         self,
         *,
         stretches: Mapping[str, tuple[Stretch, ...]] | None = None,
-        ahead: Mapping[str, int] | None = None,
         shadows: Mapping[str, str] | None = None,
     ) -> RoutingTable:
         """A copy with the given fields replaced and the next version."""
         return RoutingTable(
             stretches=self.stretches if stretches is None else stretches,
-            ahead=self.ahead if ahead is None else ahead,
             shadows=self.shadows if shadows is None else shadows,
             version=self.version + 1,
         )

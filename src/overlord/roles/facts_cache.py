@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from overlord.loaders.reading_ahead import Lookout
 from overlord.stream.outliers import count_delays
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ class FactsCache:
         names: Sequence[str],
         ends: Sequence[int | None],
         first_chunk: Callable[[int], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ends`: the chunk that each source ends before, None where it never does. `first_chunk`: of a source, the first
         chunk that is still needed; its loader may drop earlier ones."""
@@ -31,6 +34,8 @@ class FactsCache:
         self._names = names
         self._ends = ends
         self._first_chunk = first_chunk
+        self._clock = clock
+        self._lookout = Lookout()
         self._known: dict[int, tuple[int, ChunkFacts]] = {}
         self._prefetched: dict[int, int] = {}  # source to the last chunk that was prefetched
         self._counted_to: dict[int, int] = {}
@@ -44,7 +49,9 @@ class FactsCache:
         if facts is not None and known_chunk == chunk:
             return facts
         self.waits_for = f"the facts of chunk {chunk} of source {self._names[source]!r}"
+        began = self._clock()
         facts = self._routes.describe(source, chunk, self._keep_from(source, chunk))
+        self._lookout = self._lookout.after_facts(self._clock() - began)
         self.waits_for = ""
         self._remember(source, chunk, facts)
         return facts
@@ -54,6 +61,10 @@ class FactsCache:
         if facts is not None:
             self._remember(source, chunk, facts)
         return facts
+
+    @property
+    def num_expected(self) -> int:
+        return self._lookout.num_sources
 
     def expect(self, source: int, chunk: int) -> None:
         if self._prefetched.get(source) != chunk:

@@ -89,9 +89,8 @@ class LoaderHost:
         return self._open(source).loader.peek(chunk, keep_from)
 
     def prefetch(self, source: str, chunks: Sequence[int]) -> None:
-        loader = self._open(source).loader
-        for chunk in chunks:
-            loader.prefetch(chunk)
+        """Note which chunks of a source will be requested here, soonest first."""
+        self._open(source).loader.prefetch(chunks)
 
     def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> LossCount:
         return self._open(source).loader.get(chunk).chunk.count_loss(row, start, stop)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TABLE = "routing"
 """The key under which the table is published."""
 
+_ANNOUNCED = 64  # chunks of a source, to each of its hosts: more than any host makes at once
 _TOGETHER_BYTES = 16 << 20  # about as much as one request fetches
 _STATUS_WAIT_S = liveness.ROLE_BUSY.after_s
 _LOOK_S = 0.25  # on a cluster a lookup costs a millisecond
@@ -76,17 +77,18 @@ class Routes:
         return self._call(source, chunk, LoaderHost.origins, self._names[source], chunk, rows)
 
     def prefetch(self, source: int, chunk: int, end: int | None = None) -> None:
-        """Prefetch a chunk and some after it, before `end`. Advice only: nobody waits for it, and a request that is lost
-        costs nothing but time."""
+        """Announce a chunk and those after it, before `end`: each host makes the first of its own, and as many more as it
+        finds necessary. Advice only: nobody waits for it, and a request that is lost costs nothing but time."""
         name, lookup = self._names[source], self._lookup()
-        last = chunk + lookup.num_ahead[source]
-        chunks: dict[str, list[int]] = {}
+        last = chunk + _ANNOUNCED * lookup.num_hosts[source]
+        # To every host of the source: one that has none of these chunks any more must know.
+        chunks: dict[str, list[int]] = {host: [] for host in lookup.hosts_of(source)}
         for number in range(chunk, last if end is None else min(last, max(end, chunk + 1))):
-            chunks.setdefault(lookup.host(source, number), []).append(number)
+            chunks[lookup.host(source, number)].append(number)
         for host, numbers in chunks.items():
             # A shadow too: it mirrors its host, but can no longer do so once the host is lost.
             for target in filter(None, (host, lookup.table.shadows.get(host))):
-                self._engine.tell(target, LoaderHost.prefetch, name, numbers)
+                self._send_to(target, LoaderHost.prefetch, name, numbers)
 
     def fetch(self, samples: Samples) -> Payload:
         """Return the payload of samples of any sources, in their order."""
@@ -222,7 +224,7 @@ class _Lookup:
     def __init__(self, table: RoutingTable, sources: Sequence[str]) -> None:
         self.table = table
         self.hosts = table.hosts
-        self.num_ahead = [table.num_ahead(name) for name in sources]
+        self.num_hosts = [len(table.stretches[name][-1].hosts) for name in sources]
         at = {name: index for index, name in enumerate(self.hosts)}
         self._stretches = [table.stretches[name] for name in sources]
         self._of_source: list[list[tuple[int, Ints]]] = [
@@ -238,6 +240,10 @@ class _Lookup:
             if stretch.first <= chunk:
                 of_chunk = stretch
         return of_chunk.hosts[chunk % len(of_chunk.hosts)]
+
+    def hosts_of(self, source: int) -> list[str]:
+        """Every host that has chunks of a source."""
+        return list(dict.fromkeys(host for stretch in self._stretches[source] for host in stretch.hosts))
 
     def host_of(self, samples: Samples) -> Ints:
         """The place in `hosts` of each sample's host."""

@@ -3,6 +3,10 @@
 What it promises: `describe(k)` and `get(k)` may be called in any order, any number of times, from any thread, and always
 return the same, because a chunk is a function of its number. So the buffer may drop any chunk at any time and make it again
 on the next request; it never holds more than its bytes. Concurrent requests for a chunk make it once.
+
+`prefetch` tells a loader which chunks will be requested. It makes the first of them, and as many more as the pace of
+requests asks for (`loaders/reading_ahead.py`), side by side, while there are idle threads and room in the buffer. It goes on
+by itself whenever a chunk was made, requested or released.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from typing import TYPE_CHECKING
 
 from overlord.errors import BufferTooSmallError, ClosedError
 from overlord.loaders.model import CHUNKS_AT_HAND
+from overlord.loaders.reading_ahead import ChunkPace
 from overlord.runtime.threads import StealingFuture, cpu_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     import numpy as np
     import pyarrow as pa
@@ -158,17 +163,22 @@ class SourceLoader:
         """Returns a chunk if it is in the buffer, without a lock."""
         self._facts: dict[int, ChunkFacts] = {}
         self._pending: dict[int, _Pending] = {}
-        self._failed: set[int] = set()  # chunks that could not be made inline
+        self._failed: set[int] = set()  # chunks that could not be made: not tried again before they are requested
         self._keep_from = 0
         self._bytes = 0
         self._peak = 0
         self._work = Work()
+        self._pace = ChunkPace()
+        self._coming: Sequence[int] = ()  # chunks that were announced and not requested yet, in the order of requests
+        self._due = -1  # the chunk that is announced to be requested next
+        self._last_requested = -1
         self._seen_ratio = 1.0  # decoded bytes per byte that the list of units promised
         self._closed = False
 
     def describe(self, number: int, keep_from: int = 0) -> ChunkFacts:
         """Return the facts of a chunk. Chunks before `keep_from` are released: normally nobody requests them again."""
         with self._lock:
+            self._note_request(number)
             self._release_before(keep_from)
             facts = self._facts.get(number)
         return self._obtain(number).chunk.facts if facts is None else facts
@@ -178,6 +188,7 @@ class SourceLoader:
         with self._lock:
             self._release_before(keep_from)
             if number in self._chunks:
+                self._note_request(number)
                 return self._facts.get(number)
         return self._make_if_quick(number) if self._makes_inline else None
 
@@ -186,6 +197,8 @@ class SourceLoader:
         found = self._chunks.get(number)
         if found is not None:
             return found
+        with self._lock:
+            self._note_request(number)
         hot = self._obtain(number)
         with self._lock:
             return self._admit(number, hot, is_needed=True)
@@ -196,19 +209,13 @@ class SourceLoader:
             found = self._chunks.get(number)
             if found is not None and found.left <= 0:
                 self._drop(number)
+                self._read_ahead()
 
-    def prefetch(self, number: int) -> None:
-        """Start making a chunk if there are threads for it and room in the buffer."""
+    def prefetch(self, numbers: Sequence[int]) -> None:
+        """Note which chunks will be requested, soonest first, in place of those noted before."""
         with self._lock:
-            if self._closed or number in self._chunks or number in self._pending or number in self._facts:
-                return
-            reserved = sum(self._expected(other) for other in self._pending)
-            has_some = len(self._chunks) + len(self._pending) >= CHUNKS_AT_HAND
-            if self._bytes + reserved + self._expected(number) > (self._ahead_limit if has_some else self._limit):
-                return
-            future = self._threads.submit_ahead(self._make_now, number)
-            if future is not None:
-                self._pending[number] = _Pending(future, self._clock())
+            self._coming, self._due = numbers, numbers[0] if numbers else -1
+            self._read_ahead()
 
     def status_lines(self) -> list[str]:
         """What this loader is busy with, one line a chunk."""
@@ -241,9 +248,10 @@ class SourceLoader:
             for number in [k for k in self._chunks if k not in numbers and k < newest]:
                 self._drop(number)
             for number in [k for k in self._facts if k not in self._chunks]:
-                del self._facts[number]  # else a chunk that was dropped for room would not be prefetched again
-        for number in sorted(numbers):
-            self.prefetch(number)
+                del self._facts[number]  # else a chunk that was dropped for room would not be made again
+            for number in sorted(numbers):
+                if number not in self._chunks and number not in self._pending:
+                    self._start(number, self._expected(number))
 
     def close(self) -> None:
         with self._lock:
@@ -254,6 +262,39 @@ class SourceLoader:
         for one in pending:
             one.future.cancel()
         self._close_source()
+
+    def _note_request(self, number: int) -> None:
+        if number <= self._last_requested:
+            return
+        self._last_requested = number
+        self._pace = self._pace.with_request(self._clock())
+        self._coming = [k for k in self._coming if k > number]
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Start making the chunks that should be in the making by now."""
+        wanted = self._pace.num_ahead(self._threads.num_threads)
+        for place, number in enumerate(self._coming):
+            is_due = number == self._due
+            if place >= wanted and not is_due:
+                break
+            if any(number in known for known in (self._chunks, self._pending, self._facts, self._failed)):
+                continue
+            # A chunk that is made before it is due leaves room for one that is, and threads to other sources.
+            room = self._expected(number) * (1 if is_due else 2)
+            if not (is_due or self._threads.has_idle) or not self._start(number, room):
+                break
+
+    def _start(self, number: int, room: int) -> bool:
+        """Start making a chunk. False if so many bytes are not free, or nobody would make it before it is requested."""
+        reserved = sum(self._expected(other) for other in self._pending)
+        has_some = len(self._chunks) + len(self._pending) >= CHUNKS_AT_HAND
+        if self._closed or self._bytes + reserved + room > (self._ahead_limit if has_some else self._limit):
+            return False
+        future = self._threads.submit_ahead(self._make_now, number)
+        if future is not None:
+            self._pending[number] = _Pending(future, self._clock())
+        return future is not None
 
     def _close_source(self) -> None:
         if self._at_close is not None:
@@ -271,8 +312,6 @@ class SourceLoader:
         try:
             return self._obtain(number).chunk.facts
         except Exception:  # noqa: BLE001 - raised again by the request that needs the chunk
-            with self._lock:
-                self._failed.add(number)
             return None
 
     def _obtain(self, number: int) -> HotChunk:
@@ -299,12 +338,16 @@ class SourceLoader:
         except BaseException:
             with self._lock:
                 self._pending.pop(number, None)
+                self._failed.add(number)
             raise
+        seconds, cpu_s = self._clock() - began, cpu_time() - began_cpu
         with self._lock:
             self._pending.pop(number, None)
-            self._work = self._work.plus(_work_on(hot, self._clock() - began, cpu_time() - began_cpu))
+            self._work = self._work.plus(_work_on(hot, seconds, cpu_s))
+            self._pace = self._pace.with_chunk(seconds)
             self._facts[number] = hot.chunk.facts
             hot = self._admit(number, hot, is_needed=False)
+            self._read_ahead()
         if self._closed:
             self._close_source()  # once more: this read may have reopened files after the first time
         return hot
@@ -347,6 +390,7 @@ class SourceLoader:
         for number in [k for k in self._facts if k < keep_from]:
             del self._facts[number]
         self._failed = {k for k in self._failed if k >= keep_from}
+        self._read_ahead()
 
     def _expected(self, number: int) -> int:
         return int(self._expected_bytes(number) * self._seen_ratio)

@@ -142,6 +142,14 @@ class StealingFuture(Future[T], Generic[T]):
 class Executor(Protocol):
     """Runs calls, on threads or without any."""
 
+    @property
+    def num_threads(self) -> int: ...
+
+    @property
+    def has_idle(self) -> bool:
+        """True if a call that is queued now would be run at once, as far as is known."""
+        ...
+
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> StealingFuture[T]:
         """Queue a call whose result somebody needs."""
         ...
@@ -172,6 +180,9 @@ def make_executor(num_threads: int, name: str) -> Executor:
 class CallerRuns:
     """The executor without threads: a call runs when its result is asked for, in the thread of the caller."""
 
+    num_threads = 0
+    has_idle = False
+
     def __init__(self) -> None:
         self._closed = False
 
@@ -201,16 +212,24 @@ class Threads:
     """Runs calls on up to `num_threads` daemon threads, which start when they are first needed."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._name = name
         self._calls: queue.SimpleQueue[StealingFuture[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._num_idle = 0
+        self._num_busy = 0  # a thread that was just started is neither
         self._lock = threading.Lock()
         self._closed = False
         self._shared: list[SharedCalls[Any]] = []
         self._news = threading.Condition()
         """Notified when calls are shared, and when a call that somebody waits for has ended."""
+
+    @property
+    def has_idle(self) -> bool:
+        with self._lock:
+            # A thread of this pool that asks will be free soon.
+            free = self.num_threads - self._num_busy + (threading.current_thread() in self._threads)
+            return not self._closed and self._calls.qsize() < free
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> StealingFuture[T]:
         future: StealingFuture[T] = StealingFuture(partial(fn, *args, **kwargs), waits_for_thread=True)
@@ -219,7 +238,7 @@ class Threads:
                 future.cancel()
                 return future
             self._calls.put(future)
-            if self._idle < self._calls.qsize() and len(self._threads) < self._num_threads:
+            if self._num_idle < self._calls.qsize() and len(self._threads) < self.num_threads:
                 thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -236,7 +255,7 @@ class Threads:
             self._shared.append(shared)
             self._news.notify_all()
         # Queued behind other work: a thread that comes to one of these later joins in then, if there is anything left.
-        joining = [self.submit(shared.run_all) for _ in range(min(self._num_threads, len(calls) - 1))]
+        joining = [self.submit(shared.run_all) for _ in range(min(self.num_threads, len(calls) - 1))]
         try:
             return shared.results()
         finally:
@@ -295,11 +314,14 @@ class Threads:
     def _work(self) -> None:
         while True:
             with self._lock:
-                self._idle += 1
+                self._num_idle += 1
             future = self._calls.get()
             with self._lock:
-                self._idle -= 1
+                self._num_idle -= 1
+                self._num_busy += 1
             if future is None:
                 return
             future.run()
             del future
+            with self._lock:
+                self._num_busy -= 1

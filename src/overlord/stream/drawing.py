@@ -44,6 +44,11 @@ class FactSource(Protocol):
         """The facts of a chunk if that takes no waiting."""
         ...
 
+    @property
+    def num_expected(self) -> int:
+        """How many sources to announce the next chunk of, soonest first."""
+        ...
+
     def expect(self, source: int, chunk: int) -> None:
         """Advice: this chunk will be described soon."""
         ...
@@ -66,6 +71,10 @@ class ComputedFacts:
     def peek(self, source: int, chunk: int) -> ChunkFacts | None:
         return None if self.at_hand is None else self.at_hand(source, chunk)
 
+    @property
+    def num_expected(self) -> int:
+        return 0
+
     def expect(self, source: int, chunk: int) -> None:
         """Nothing is prepared."""
 
@@ -75,7 +84,6 @@ class ComputedFacts:
 
 _MOST_ROWS_OF_A_SOURCE = 8192  # per block: keeps the first step quick when chunks are huge
 _ROWS_POOLED = 2048  # about: enough to visit each source rarely, few enough to merge quickly
-_CHUNKS_EXPECTED = 8  # enough to keep several readers busy; more would only fill memory early
 _FEWEST_CHUNKS_TRIED = 16  # before a source counts as one without rows
 _CHUNKS_EXTENDED = 8  # at most, in a block: about as many as are prefetched
 
@@ -242,7 +250,7 @@ class DrawQueue:
 
     def _look_ahead(self) -> None:
         """Announce which chunks come next: those of the sources whose known rows run out first."""
-        soonest: list[int] = self._last_times.argsort(kind="stable")[:_CHUNKS_EXPECTED].tolist()
+        soonest: list[int] = self._last_times.argsort(kind="stable")[: self._facts.num_expected].tolist()
         for source in soonest:
             if source in self._lanes:
                 chunk, end = self._lanes[source].chunk + 1, self._extents[source].end
