@@ -204,7 +204,7 @@ class Training:
         """The service dies, and another one goes on from the last state. Trainers in its process would die with it."""
         if self._address is None:
             return
-        state = self._loader.state_dict()
+        state = self.clients[0].state_dict()
         self._stack.close()
         self._loader = self._begin(state)
         self.start = self.taken_to = self.at[0]

@@ -233,6 +233,8 @@ class FlightChannel:
 
     def _reconnect(self, reason: str) -> Later:
         """Try once to find the server of this rank. The client calls again when it gets Later."""
+        if self._closed.is_set():  # a fetch ahead that was under way
+            return Later("the client is closed")
         if not self._is_lost:  # log once, not for every attempt
             _log.warning("rank %d lost its server and reconnects: %s", self._rank, reason)
             self._is_lost = True
