@@ -9,7 +9,6 @@ processes of this machine.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import subprocess
 import sys
@@ -37,9 +36,7 @@ class Built:
 
     def __init__(self, megabytes: float) -> None:
         num_rows = max(round(megabytes * 1e6 / 17 / ROW), 1)
-        arenas = Arenas(8)
-        if hasattr(arenas, "share"):
-            arenas.share()
+        self.arenas = arenas = Arenas(8, shared=True)
         made = microbatch(
             [ROW // 4] * 4 * num_rows, rows=np.repeat(np.arange(num_rows), 4), num_rows=num_rows, row_tokens=ROW
         )
@@ -65,7 +62,7 @@ class Built:
 
 def serve(megabytes: float) -> None:
     steps: Any = Built(megabytes)
-    service = Service("bench", Listen(), steps=steps, run=steps)
+    service = Service("bench", Listen(), steps=steps, run=steps, arenas=steps.arenas)
     print(service.address, flush=True)
     for _ in sys.stdin:
         print(time.process_time(), flush=True)
@@ -74,8 +71,7 @@ def serve(megabytes: float) -> None:
 
 def read(address: str, num_steps: int, way: str) -> None:
     """Fetch steps and look at each; prints the CPU time of a step here, and the wall time."""
-    options = {"local": way == WAYS[0]} if "local" in inspect.signature(FlightChannel.__init__).parameters else {}
-    channel = FlightChannel(address, 0, timeout_s=30.0, **options)
+    channel = FlightChannel(address, 0, timeout_s=30.0, local=way == WAYS[0])
 
     def fetch(step: int) -> int:
         delivery = channel.fetch(step, 0, 1.0)

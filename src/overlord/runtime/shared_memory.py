@@ -153,12 +153,19 @@ _message = threading.local()
 (`incoming`)."""
 
 
+class _QuietSocket(socket.socket):
+    """Closes itself when it is collected, without Python's warning: the end of a connection is no leak here."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Connection:
     """One end of a connection between two processes. Any object can be sent that cloudpickle can pickle. One thread at a
     time may send, and one may receive."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+        self._socket = _QuietSocket(fileno=end.detach())
         self._room = bytearray(1 + _MESSAGE_BYTES)
 
     def send(self, value: Any, *, waits: bool = True) -> None:
@@ -224,9 +231,16 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def stop_receiving(self) -> None:
+        """Receive no more: a thread that waits in `receive` gets EOFError. What was begun can still be answered."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
         """Close the connection; the other side gets EOFError."""
         self._socket.close()
+
+    close_here = close
 
 
 class Listener:
@@ -240,7 +254,7 @@ class Listener:
             self.address: str = self._socket.getsockname()[1:].decode()
             return
         self.address = f"overlord-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = _QuietSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(_BACKLOG)
 
@@ -261,6 +275,10 @@ class Listener:
         """Accept no more; a thread that waits in `accept` gets OSError."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def close_here(self) -> None:
+        """In a forked child, close its copy; the parent goes on listening."""
         self._socket.close()
 
 

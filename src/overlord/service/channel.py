@@ -1,4 +1,7 @@
-"""The `Channel` over Arrow Flight, through which a client in another process reaches its run.
+"""The `Channel` to a service, through which a client in another process reaches its run.
+
+Calls on the run go over Arrow Flight. So do steps, except where the server that has them is on this host: these are mapped
+from shared memory (`local_link.py`).
 
 A channel survives a restart of its server. When the server cannot be reached, the channel reconnects to the address that it
 was made with, until that address says which server has the rank now. `fetch` meanwhile returns Later, so that the client's
@@ -32,14 +35,13 @@ from overlord.service import wire
 from overlord.service.auth import check_token, read_pem, service_address
 from overlord.service.client import FETCH_AHEAD, Client
 from overlord.service.link import Link, Unreachable
+from overlord.service.local_link import LocalLink, NotOnThisHostError
 from overlord.service.run_api import CALLS, LoadStateRequest, remote_run
-from overlord.service.steps import DamagedStepError, regions_of, unpack_step
+from overlord.service.steps import DamagedStepError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
-
-    import pyarrow as pa
 
     from overlord.messages import State
     from overlord.service.run_api import Call, RunApi, RunRequest
@@ -56,14 +58,22 @@ _log = logging.getLogger(__name__)
 
 
 class FlightChannel:
-    """The channel of one rank over Arrow Flight. Safe to call from several threads."""
+    """The channel of one rank to a service. Safe to call from several threads."""
 
     warn_after_s = FIRST_S
     """After how long a wait for the service is first logged."""
 
     def __init__(
-        self, address: str, rank: int, *, token: str | None = None, root: str | None = None, timeout_s: float | None
+        self,
+        address: str,
+        rank: int,
+        *,
+        token: str | None = None,
+        root: str | None = None,
+        timeout_s: float | None,
+        local: bool = True,
     ) -> None:
+        """`local`: use shared memory where the service is on this host."""
         self._rank = rank
         self._token = token
         self._root = root
@@ -79,10 +89,11 @@ class FlightChannel:
         self._is_lost = False
         self._trouble = ""
         self._front = self._link_to(service_address(address, root))
-        self._steps = self._front
+        self._steps: Link | LocalLink = self._front
+        self._not_here: str | None = None if local else ""  # the unix socket that cannot be used; "" for any
         self._welcome = self._retry(self._greet)
         self._generations = [self._welcome.generation]
-        self._follow(self._welcome)
+        self._retry(lambda: self._follow(self._welcome))
         if self._welcome.heartbeat_s is not None:
             _start_heartbeat(self, self._closed, self._welcome.heartbeat_s)
 
@@ -104,13 +115,21 @@ class FlightChannel:
         wait_s = max(wait_s, self._wait_s)
         known, generation = self._welcome, self._generations[-1]
         ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, generation, ahead)
+        link = self._steps
         try:
-            answer, batches = self._steps.fetch(wire.pack(ticket), wait_s + _GRACE_S)
+            answer = link.fetch(ticket, wait_s + _GRACE_S, self._arenas)
+        except NotOnThisHostError as error:
+            return self._give_up_local(link, str(error))
         except Unreachable as error:
             return self._reconnect(str(error))
+        except DamagedStepError as error:
+            raise ServiceError(
+                f"step {step} came damaged from {link.address}: {error}; request it again, and if that does not help, "
+                "install the same release on both sides"
+            ) from error
         match answer:
-            case wire.Contents():
-                return self._unpack(answer, batches, step)
+            case Delivery():
+                return self._check(answer, step, link.address)
             case wire.End():
                 return None
             case wire.Failure():
@@ -144,19 +163,13 @@ class FlightChannel:
             case wire.Elsewhere():
                 return self._reconnect(f"rank {self._rank} is no longer served there")
 
-    def _unpack(self, contents: wire.Contents, batches: Sequence[pa.RecordBatch], step: int) -> Delivery:
-        try:
-            delivery = unpack_step(contents, regions_of(batches), self._arenas)
-        except DamagedStepError as error:
-            raise ServiceError(
-                f"step {step} came damaged from {self._steps.address}: {error}; request it again, and if that does not "
-                "help, install the same release on both sides"
-            ) from error
+    def _check(self, delivery: Delivery, step: int, address: str) -> Delivery:
         if delivery.step != step:
             raise ServiceError(
-                f"{self._steps.address} sent step {delivery.step} where step {step} was requested: check the address, and "
-                "install the same release on both sides"
+                f"{address} sent step {delivery.step} where step {step} was requested: check the address, and install the "
+                "same release on both sides"
             )
+        self._arenas.most = max(self._arenas.most, 2 * len(delivery.microbatches))
         return delivery
 
     def leave(self, rank: int, generation: int | None = None) -> None:  # noqa: ARG002 - part of the protocol
@@ -169,6 +182,8 @@ class FlightChannel:
     def close(self) -> None:
         """End every wait, and stop the heartbeat. Calls that do not have to wait still work."""
         self._closed.set()
+        if isinstance(self._steps, LocalLink):
+            self._steps.close()
 
     def beat(self) -> None:
         """Send a heartbeat."""
@@ -274,15 +289,41 @@ class FlightChannel:
         self._generations[-1] = welcome.generation
         return welcome
 
-    def _greet(self) -> wire.Welcome:
-        return self._front.call(wire.HELLO, wire.Hello(wire.VERSION, self._rank), _CALL_S)
+    def _greet(self, needs_flight: bool = False) -> wire.Welcome:
+        return self._front.call(wire.HELLO, wire.Hello(wire.VERSION, self._rank, needs_flight), _CALL_S)
 
     def _follow(self, welcome: wire.Welcome) -> None:
-        address = welcome.address or self._front.address
-        if address != self._steps.address:
-            if self._steps is not self._front:
-                self._steps.close()
-            self._steps = self._front if address == self._front.address else self._link_to(address)
+        """Connect to the server that has this rank's steps: through its unix socket, or else over Flight. Whether it is on
+        this host is not guessed from names: only a process of the same host can connect to the socket."""
+        link = self._find_local(welcome.local)
+        if link is None and welcome.local is not None:
+            welcome = self._greet(needs_flight=True)  # the server listens on the network only where a client needs it
+        if link is None:
+            address = welcome.address or self._front.address
+            if address == self._steps.address:
+                return
+            link = self._front if address == self._front.address else self._link_to(address)
+        old, self._steps = self._steps, link
+        if old not in (link, self._front):
+            old.close()
+
+    def _find_local(self, address: str | None) -> LocalLink | None:
+        if address is None or self._not_here in ("", address):
+            return None
+        if isinstance(self._steps, LocalLink) and self._steps.address == address and self._steps.is_open:
+            return self._steps
+        try:
+            return LocalLink(address, self._token)
+        except NotOnThisHostError as error:
+            self._not_here = address
+            _log.info("rank %d does not share memory with its service, and uses Flight: %s", self._rank, error)
+            return None
+
+    def _give_up_local(self, link: Link | LocalLink, reason: str) -> Later:
+        """Use Flight from now on: the service has no shared memory for this rank's steps."""
+        _log.warning("rank %d uses Flight from now on: %s", self._rank, reason)
+        self._not_here = link.address
+        return self._reconnect(reason)
 
     def _add_generation(self, generation: int, after: int | None = None) -> None:
         """Note that the run was moved. The answer to an old request, sent `after` an older move, is no news."""

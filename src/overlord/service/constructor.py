@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.roles.data_constructor import DataConstructor
@@ -11,13 +11,14 @@ from overlord.roles.data_constructor import DataConstructor
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from overlord.batches.buffers import Arenas
     from overlord.declare.job import Job
     from overlord.roles.data_constructor import HandedOut, Pace
     from overlord.roles.planner import Planner
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Handle, Workplace
     from overlord.service.auth import Listen
-    from overlord.service.server import Service
+    from overlord.service.server import Addresses, Service
 
 
 def make_serving_constructor(
@@ -35,7 +36,15 @@ def make_serving_constructor(
         arenas=workplace.arenas,
         weighted=job.is_weighted,
     )
-    return ServingConstructor(constructor, tree, group)
+    return ServingConstructor(constructor, tree, group, workplace.arenas)
+
+
+class ServerIdentity(NamedTuple):
+    """Which run a server is of."""
+
+    job: str
+    instance: str
+    generation: int
 
 
 class ServingConstructor:
@@ -44,36 +53,46 @@ class ServingConstructor:
     Every call may be repeated. A constructor that was made again after a failure has no server until `serve` is called.
     """
 
-    def __init__(self, constructor: DataConstructor, tree: ClientPlaceTree, group: int) -> None:
+    def __init__(self, constructor: DataConstructor, tree: ClientPlaceTree, group: int, arenas: Arenas) -> None:
         self._constructor = constructor
         self.fetch = constructor.fetch
         self.take = constructor.take
         self._tree = tree
         self._group = group
+        self._arenas = arenas
         self._serving = threading.Lock()
         self._service: Service | None = None
 
     # The server
 
-    def serve(self, job: str, instance: str, listen: Listen, generation: int, leave_after_s: float | None) -> str:
-        """Serve the ranks of this group, unless it does already; returns the address."""
+    def serve(self, identity: ServerIdentity, listen: Listen, leave_after_s: float | None, needs_flight: bool) -> Addresses:
+        """Serve the ranks of this group, unless it does already; returns where. Trainers on this host need no Flight server,
+        so there is none until a client needs one."""
         from overlord.service.server import Service
 
         with self._serving:
             if self._service is None:
-                self._constructor.generation = generation
+                self._constructor.generation = identity.generation
                 ranks = self._tree.ranks_of(self._group)
                 self.expect(ranks)  # a constructor that was made again does not know who reads
                 self._service = Service(
-                    job,
+                    identity.job,
                     listen,
-                    instance=instance,
+                    instance=identity.instance,
                     steps=self,
                     serves=lambda rank: self._tree.coordinates(rank).dp == self._group,
                     ranks=lambda: ranks,
                     leave_after_s=leave_after_s,
+                    arenas=self._arenas,
+                    on_network=False,
                 )
-            return self._service.address
+            if needs_flight or self._service.addresses.local is None:
+                self._service.open_network()
+            return self._service.addresses
+
+    def arenas(self) -> Arenas:
+        """Where its batches are built; for a server in the same process."""
+        return self._arenas
 
     def reading(self) -> dict[int, int]:
         """The ranks that read from here, with the next step of each."""

@@ -6,12 +6,16 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SharedUseError
 
+if TYPE_CHECKING:
+    from overlord.runtime.shared_memory import Connection, Listener
+
 _first_process: int | None = None  # the process that made the first connection or server
 _protected: weakref.WeakSet[Any] = weakref.WeakSet()
+_local: weakref.WeakSet[Connection | Listener] = weakref.WeakSet()
 
 
 def check_not_forked() -> None:
@@ -31,8 +35,16 @@ def protect_in_forks(flight_object: Any) -> None:
     _protected.add(flight_object)
 
 
+def close_in_forks(end: Connection | Listener) -> None:
+    """Close a child's copy of a unix socket, so that the other side notices the end of this process while the child lives
+    on."""
+    _local.add(end)
+
+
 def _leave_to_parent() -> None:
     """In the child, keep the garbage collector and exit hooks from closing the parent's connections and servers."""
+    for end in list(_local):
+        end.close_here()
     for flight_object in list(_protected):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(flight_object))  # never finalised
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):

@@ -12,9 +12,12 @@ from overlord.errors import ServiceError
 from overlord.service import wire
 from overlord.service.auth import token_header
 from overlord.service.forking import check_not_forked, protect_in_forks
+from overlord.service.steps import regions_of, unpack_step
 from overlord.service.wire import pack
 
 if TYPE_CHECKING:
+    from overlord.batches.buffers import Arenas
+    from overlord.messages import Delivery
     from overlord.service.wire import Action
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -70,10 +73,10 @@ class Link:
             raise self._translate(error) from None
         return memoryview(results[0].body if results else b"")
 
-    def fetch(self, ticket: bytes, timeout_s: float) -> tuple[wire.Answer, list[pa.RecordBatch]]:
-        """Returns the answer to a ticket, and the data that came with it."""
+    def fetch(self, ticket: wire.Ticket, timeout_s: float, arenas: Arenas) -> Delivery | wire.NoStep:
+        """Returns the answer to a ticket. Raises DamagedStepError for a step that cannot be read."""
         try:
-            reader = self._client.do_get(flight.Ticket(ticket), self._options(timeout_s))
+            reader = self._client.do_get(flight.Ticket(pack(ticket)), self._options(timeout_s))
             chunks = list(reader)
         except (flight.FlightError, pa.ArrowException) as error:
             raise self._translate(error) from None
@@ -81,7 +84,9 @@ class Link:
             answer = wire.unpack_answer(memoryview((chunks[0].app_metadata if chunks else None) or b""))
         except msgspec.DecodeError as error:
             raise self._foreign(error) from None
-        return answer, [chunk.data for chunk in chunks if chunk.data is not None]
+        if not isinstance(answer, wire.Contents):
+            return answer
+        return unpack_step(answer, regions_of([chunk.data for chunk in chunks if chunk.data is not None]), arenas)
 
     def close(self) -> None:
         self._client.close()

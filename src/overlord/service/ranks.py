@@ -105,6 +105,12 @@ class RankRegistry:
         with self._lock:
             return self._reading()
 
+    def is_reading(self, rank: int, session: str) -> bool:
+        """True while a rank reads, by this client."""
+        with self._lock:
+            entry = self._ranks.get(rank)
+            return entry is not None and entry.is_reading and entry.session == session
+
     def last(self) -> dict[int, int]:
         """Every rank that ever read, with its next step."""
         with self._lock:

@@ -1,13 +1,18 @@
 """The service: hands the steps of a run to trainers in other processes, and answers their calls on the run.
 
+Trainers on this host reach it through a unix socket and map their batches from shared memory (`local_server.py`); others
+over Arrow Flight (`flight_server.py`). Both ways lead to the methods below.
+
 How it behaves:
-- Every call may be repeated. A call that is malformed, is for another job or lacks the token is refused with a Flight error
-  that says why, is logged, and changes nothing.
+- Every call may be repeated. A call that is malformed, is for another job or lacks the token is refused with an error that
+  says why, is logged, and changes nothing.
 - Errors of the run travel inside answers, so that the client raises what would have been raised here.
 - A rank without a sign of life for `leave_after_s` no longer holds others back. When it comes back it continues where it
   was. A rank that has not come since the service started is late, and counts as gone after the same time, counted from its
   first peer.
 - A step that a client has fetched ahead is not taken yet: the ranks' steps below are those that trainers have taken.
+- A connection that ends says nothing about its rank: a rank that was replaced or lost its network comes back. Only what the
+  client says counts, and its silence.
 - Draining: a step that some rank has taken is still handed to the others; no later step is.
 """
 
@@ -17,29 +22,24 @@ import logging
 import secrets
 import threading
 import time
-from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import msgspec
-import pyarrow as pa
-import pyarrow.flight as flight
-
-from overlord.batches.buffers import Arenas
 from overlord.declare.arguments import seconds_or_none
-from overlord.errors import OverlordError, ServiceError, SpecError
+from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later
 from overlord.runtime.liveness import RANK_SILENT
 from overlord.service import wire
-from overlord.service.auth import Listen, TokenCheck
-from overlord.service.forking import check_not_forked, protect_in_forks
-from overlord.service.gate import Gate, has_gate
+from overlord.service.local_server import LocalServer
 from overlord.service.ranks import RankRegistry
 from overlord.service.run_api import ACTIONS, CALLS
-from overlord.service.steps import SCHEMA, pack_step
+from overlord.service.wire import Refused, parse, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
 
+    from overlord.batches.buffers import Arenas
+    from overlord.service.auth import Listen
+    from overlord.service.flight_server import FlightServer
     from overlord.service.run_api import Channel, StepSource
 
 T = TypeVar("T")
@@ -49,17 +49,24 @@ LEAVE_AFTER_S = RANK_SILENT.after_s
 _MOST_WAIT_S = 10.0  # a call holds one of the server's threads
 _SLICE_S = 0.5  # how often a waiting call checks that the run was not moved and the service is not closing
 _PAUSES_S = (0.002, 0.25)  # the first and the longest pause between two fetches for one call
-_arrow: Any = pa  # its stubs leave types open
-_NO_REGIONS: pa.RecordBatch = _arrow.RecordBatch.from_arrays([pa.array([], pa.binary_view())], schema=SCHEMA)
-_SCRATCH = 8  # buffers to compute fields in that need not be sent
 _log = logging.getLogger(__name__)
 
 
-class Service:
-    """A Flight server over a run, over the steps of some of its ranks, or over both; it serves until it is closed.
+class Addresses(NamedTuple):
+    """Where the steps of a rank are served."""
 
-    `locate` returns the address of the server that has a rank's steps, or None when it is this one, and raises SpecError for
-    a rank that the run does not have. `serves` says whether a rank's steps are here; a rank may be moved elsewhere. `ranks`
+    flight: str | None
+    local: str | None
+    """For processes of the same host; None where there is no shared memory."""
+
+
+class Service:
+    """A server over a run, over the steps of some of its ranks, or over both; it serves until it is closed.
+
+    `locate` returns the addresses of the server that has a rank's steps, or None when it is this one, and raises SpecError
+    for a rank that the run does not have; it is told whether the client needs Flight. With `arenas`, whose memory is shared
+    from then on, trainers on this host map their batches. Without `on_network` Flight starts when `open_network` is called.
+    `serves` says whether a rank's steps are here; a rank may be moved elsewhere. `ranks`
     returns those that are expected to come. Servers of one run share an `instance`; another one tells clients that the
     service was restarted.
     """
@@ -72,10 +79,12 @@ class Service:
         instance: str | None = None,
         steps: StepSource | None = None,
         run: Channel | None = None,
-        locate: Callable[[int], str | None] = lambda _: None,
+        locate: Callable[[int, bool], Addresses | None] = lambda _rank, _needs_flight: None,
         serves: Callable[[int], bool] = lambda _: True,
         ranks: Callable[[], Collection[int]] = tuple,
         leave_after_s: float | None = LEAVE_AFTER_S,
+        arenas: Arenas | None = None,
+        on_network: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         leave_after_s = seconds_or_none(leave_after_s, "leave_after_s")
@@ -94,11 +103,37 @@ class Service:
         self._last_step: int | None = None  # the last to hand out, once draining
         self._taking = threading.Lock()
         self._closing = threading.Event()
-        self._scratch = Arenas(_SCRATCH)
-        self._server = _start_server(listen, self)
-        self.address = listen.public_address(self._server.port)
+        self._listen = listen
+        self._opening = threading.Lock()
+        self._flight: FlightServer | None = None
+        if on_network:
+            self.open_network()
+        self._local: LocalServer | None = None
+        if steps is not None and arenas is not None and arenas.share():
+            self._local = LocalServer(self, arenas, listen.token)
         if leave_after_s is not None and steps is not None:
             threading.Thread(target=self._watch, args=(leave_after_s,), name="overlord-ranks", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """The address of the Flight server, which is started where it does not run."""
+        return self.open_network()
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where this server can be reached by now."""
+        flight = self._flight
+        return Addresses(None if flight is None else flight.address, None if self._local is None else self._local.address)
+
+    def open_network(self) -> str:
+        """Start the Flight server, unless it runs; returns its address. It costs memory and time: it is not started where
+        all trainers are on this host."""
+        from overlord.service.flight_server import FlightServer
+
+        with self._opening:
+            if self._flight is None:
+                self._flight = FlightServer.start(self._listen, self)
+            return self._flight.address
 
     def halt(self) -> int:
         """Hand out no step beyond those that some rank has taken; returns the last of them."""
@@ -114,19 +149,26 @@ class Service:
     def close(self) -> None:
         """Stop serving, once calls in progress are answered. Safe to call twice."""
         self._closing.set()
-        self._server.shutdown()
+        if self._local is not None:
+            self._local.close()
+        if self._flight is not None:
+            self._flight.shutdown()
 
-    def answer(self, ticket: wire.Ticket) -> tuple[wire.Answer, Iterator[pa.RecordBatch]]:
-        """Returns the answer to a ticket, and the data that comes with it: at least one batch, which may be empty."""
+    def answer(self, ticket: wire.Ticket, pack: Callable[[Delivery], T]) -> T | wire.Answer:
+        """Returns the answer to a ticket; a step as `pack` packs it."""
         self._check_job(ticket.job)
         steps = self._require_steps()
         try:
             answer = self._fetch_patiently(steps, ticket)
-            return pack_step(answer, self._scratch) if isinstance(answer, Delivery) else (answer, iter([_NO_REGIONS]))
+            return pack(answer) if isinstance(answer, Delivery) else answer
         except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
-            if not isinstance(error, OverlordError):
-                _log.exception("rank %d asked for step %d", ticket.rank, ticket.step)
-            return wire.Failure.of(error), iter([_NO_REGIONS])
+            return self.failure(error, f"rank {ticket.rank} asked for step {ticket.step}")
+
+    def failure(self, error: Exception, doing: str) -> wire.Failure:
+        """The answer for an error. Those that are not Overlord's own are logged here."""
+        if not isinstance(error, OverlordError):
+            _log.error("%s", doing, exc_info=error)
+        return wire.Failure.of(error)
 
     def _fetch_patiently(self, steps: StepSource, ticket: wire.Ticket) -> Delivery | wire.Answer:
         """Fetch for a client until there is an answer or its wait is over, so that thousands of clients need not poll."""
@@ -192,11 +234,19 @@ class Service:
             return None
         return wire.Moved(self.instance, generation)
 
-    def act(self, name: str, body: memoryview) -> Any:
-        """Returns the reply of an action. Raises Flight errors for calls that are refused, others for what went wrong."""
+    def act(self, name: str, body: bytes | memoryview) -> wire.Value[Any] | wire.Failure:
+        """Returns the reply of an action. Raises Refused for a call that is refused."""
         if name not in ACTIONS:
-            raise _refusal(f"there is no action {name[:64]!r}; there are {', '.join(ACTIONS)}")
-        request = _parse(body, ACTIONS[name].request)
+            raise refusal(f"there is no action {name[:64]!r}; there are {', '.join(ACTIONS)}")
+        request = parse(body, ACTIONS[name].request)
+        try:
+            return wire.Value(self._act(name, request))
+        except Refused:
+            raise
+        except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
+            return self.failure(error, f"action {name}")
+
+    def _act(self, name: str, request: Any) -> Any:
         if isinstance(request, wire.Hello):
             return self._welcome(request)
         self._check_job(request.job)
@@ -214,25 +264,27 @@ class Service:
     def _check_job(self, job: str) -> None:
         if job != self.job:
             _log.warning("refused a call for job %r: this service runs %r", job, self.job)
-            raise flight.FlightUnauthorizedError(
+            raise Refused(
                 f"this service runs job {self.job}, and the call is for job {job}: the declaration or its data changed, or "
-                "the address belongs to another run; call overlord.connect again"
+                "the address belongs to another run; call overlord.connect again",
+                is_unauthorized=True,
             )
 
     def _welcome(self, hello: wire.Hello) -> wire.Welcome:
         if hello.version != wire.VERSION:
-            raise _refusal(
+            raise refusal(
                 f"the client speaks version {hello.version} of the wire, this service version {wire.VERSION}: install the "
                 "same release of overlord on both sides"
             )
         run = self._require_run()
         every_s = None if self._leave_after_s is None else self._leave_after_s / RANK_SILENT.checks
-        where = self._locate(hello.rank)
-        return wire.Welcome(self.job, self.instance, where, run.start(), run.generation(), every_s)
+        found = self._locate(hello.rank, hello.needs_flight)
+        flight, local = (None, self.addresses.local) if found is None else found
+        return wire.Welcome(self.job, self.instance, flight, run.start(), run.generation(), every_s, local)
 
     def _require_steps(self) -> StepSource:
         if self._steps is None:
-            raise flight.FlightServerError("this server hands out no steps; ask it for the address of the rank's")
+            raise Refused("this server hands out no steps; ask it for the address of the rank's")
         return self._steps
 
     def _require_run(self) -> Channel:
@@ -248,90 +300,3 @@ class Service:
                 if self.ranks.note_leave(rank):
                     _log.warning("rank %d was silent for %.0f s: others no longer wait for it", rank, leave_after_s)
                     steps.leave(rank)
-
-
-def _start_server(listen: Listen, service: Service) -> _Server:
-    try:
-        return _Server(listen, service)
-    except (OSError, pa.ArrowException) as error:
-        raise SpecError(f"cannot listen on {listen.bound}: {wire.words_of(error)}; is the port taken?") from error
-
-
-class _Server(flight.FlightServerBase):
-    """Hands Flight calls to the service."""
-
-    def __init__(self, listen: Listen, service: Service) -> None:
-        check_not_forked()
-        self._service = service
-        bound = listen.bound
-        super().__init__(
-            str(bound),
-            tls_certificates=[] if listen.tls is None else [listen.tls.read()],
-            middleware={} if listen.token is None else {"token": TokenCheck(listen.token)},
-        )
-        protect_in_forks(self)
-        self._gate = Gate(self.port) if listen.token is not None and has_gate() else None
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self._gate is not None:
-            self._gate.close()
-
-    def _admit(self, context: Any) -> None:
-        """Flight calls reach this point only with the token."""
-        if self._gate is not None:
-            self._gate.admit(context.peer())
-
-    def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
-        self._admit(context)
-        answer, batches = self._service.answer(_parse(ticket.ticket, wire.Ticket))
-        # The metadata of the first message describes all of them.
-        messages: Any = zip(batches, chain([wire.pack(answer)], repeat(b"")), strict=False)
-        return flight.GeneratorStream(SCHEMA, messages)
-
-    def do_action(self, context: Any, action: flight.Action) -> Iterator[bytes]:
-        self._admit(context)
-        try:
-            answer = wire.Value(self._service.act(action.type, memoryview(action.body)))
-        except flight.FlightError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
-            if not isinstance(error, OverlordError):
-                _log.exception("action %s", action.type[:64])
-            answer = wire.Failure.of(error)
-        return iter([wire.pack(answer)])
-
-    def list_actions(self, context: Any) -> Any:
-        self._admit(context)
-        return [(name, "") for name in ACTIONS]
-
-    def list_flights(self, context: Any, criteria: Any) -> Any:  # noqa: ARG002 - refused
-        raise _not_offered()
-
-    def get_flight_info(self, context: Any, descriptor: Any) -> Any:  # noqa: ARG002 - refused
-        raise _not_offered()
-
-    def get_schema(self, context: Any, descriptor: Any) -> Any:  # noqa: ARG002 - refused
-        raise _not_offered()
-
-    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002 - refused
-        raise _not_offered()
-
-    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002 - refused
-        raise _not_offered()
-
-
-def _parse(data: bytes | memoryview, kind: type[T]) -> T:
-    try:
-        return wire.unpack(data, kind)
-    except msgspec.DecodeError as error:
-        raise _refusal(f"not a {kind.__name__} of overlord's wire: {error}") from None
-
-
-def _refusal(text: str) -> flight.FlightError:
-    _log.warning("refused a call: %s", text)
-    return flight.FlightServerError(text)
-
-
-def _not_offered() -> flight.FlightError:
-    return _refusal("an overlord service answers do_get and actions, nothing else of Flight")

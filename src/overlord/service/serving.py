@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from overlord.runtime.liveness import ROLE_REPORT
 from overlord.service.auth import Address, Listen
-from overlord.service.constructor import ServingConstructor
-from overlord.service.server import Service
+from overlord.service.constructor import ServerIdentity, ServingConstructor
+from overlord.service.server import Addresses, Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -37,7 +37,7 @@ class OneServer:
         listen: Listen,
         leave_after_s: float | None,
     ) -> None:
-        def check_rank(rank: int) -> None:
+        def check_rank(rank: int, needs_flight: bool) -> None:  # noqa: ARG001 - this server has both
             tree().coordinates(rank)  # raises for a rank that the mesh does not have
 
         self._tree = tree
@@ -51,6 +51,7 @@ class OneServer:
             locate=check_rank,
             ranks=lambda: range(tree().world_size),
             leave_after_s=leave_after_s,
+            arenas=constructors[0].call(ServingConstructor.arenas).result(),  # all of them are in this process
         )
         self.address = self._service.address
 
@@ -103,11 +104,11 @@ class ServerPerGroup:
         self.expect()
         instance = secrets.token_hex(8)
 
-        def locate(rank: int) -> str:
+        def locate(rank: int, needs_flight: bool) -> Addresses:
             # Called for every greeting: a restarted constructor has no server yet, and may be on another node.
             constructor = constructors[tree().coordinates(rank).dp]
-            generation = channel.generation()
-            return constructor.call(ServingConstructor.serve, job, instance, behind, generation, leave_after_s).result()
+            identity = ServerIdentity(job, instance, channel.generation())
+            return constructor.call(ServingConstructor.serve, identity, behind, leave_after_s, needs_flight).result()
 
         self._front = Service(job, listen, instance=instance, run=channel, locate=locate, leave_after_s=leave_after_s)
         self.address = self._front.address

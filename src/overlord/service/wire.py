@@ -8,6 +8,7 @@ fields, and numbers have bounds.
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 VERSION = 2
 """Incremented whenever a struct of this file, a request of `run_api` or the layout of a step changes."""
+
+_log = logging.getLogger(__name__)
 
 Q = TypeVar("Q", bound=Struct)
 T = TypeVar("T")
@@ -67,6 +70,8 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True):
 
     version: int
     rank: Count
+    needs_flight: bool = False
+    """The client cannot reach the local address of the server that has its steps."""
 
 
 class Welcome(Struct, frozen=True):
@@ -76,11 +81,13 @@ class Welcome(Struct, frozen=True):
     instance: str
     """Different after the service was restarted."""
     address: str | None
-    """None: this server."""
+    """None: this server, or none, where `local` is another server's that does not listen on the network."""
     start: Count
     generation: Count
     heartbeat_s: Heartbeat | None
     """How often a client must send a heartbeat; None when a silent client never counts as gone."""
+    local: str | None = None
+    """The unix socket of the same server, for clients on its host (`local_steps.py`)."""
 
 
 class Presence(Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,7 +201,8 @@ class Contents(Struct, frozen=True, tag="contents"):
     microbatches: list[list[Field]]
 
 
-Answer = Contents | NotReady | End | Moved | Elsewhere | Failure
+NoStep = NotReady | End | Moved | Elsewhere | Failure
+Answer = Contents | NoStep
 Refusal = NotReady | Moved | Elsewhere
 """Why a step is not taken."""
 
@@ -218,6 +226,27 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
         return decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not translate these
         raise msgspec.DecodeError(f"MessagePack data is malformed: {error}") from None
+
+
+class Refused(Exception):
+    """A call that is not answered, with the reason."""
+
+    def __init__(self, reason: str, *, is_unauthorized: bool = False) -> None:
+        super().__init__(reason)
+        self.is_unauthorized = is_unauthorized
+
+
+def parse(data: bytes | memoryview, kind: type[T]) -> T:
+    """Read a struct of the wire. Raises Refused for anything else."""
+    try:
+        return unpack(data, kind)
+    except msgspec.DecodeError as error:
+        raise refusal(f"not a {kind.__name__} of overlord's wire: {error}") from None
+
+
+def refusal(text: str) -> Refused:
+    _log.warning("refused a call: %s", text)
+    return Refused(text)
 
 
 def job_id(fingerprint: Mapping[str, Any]) -> str:
