@@ -358,7 +358,9 @@ def test_a_service_may_hand_out_steps_only_or_answer_questions_only():
         with pytest.raises(ol.errors.ServiceError, match="only hands out steps"):
             Raw(only_steps.address).hello()
         assert isinstance(Raw(only_steps.address).get(asked), wire.Contents)
-        front = Service("job", Listen(), instance="instance", run=steps, locate=lambda _rank, _needs_flight: only_steps.addresses)
+        front = Service(
+            "job", Listen(), instance="instance", run=steps, locate=lambda _rank, _needs_flight: only_steps.addresses
+        )
         with pytest.raises(pa.ArrowException, match="hands out no steps"):
             Raw(front.address).get(asked)
         client = ol.connect(front.address, rank=0, timeout_s=10)

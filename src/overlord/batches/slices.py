@@ -16,6 +16,7 @@ takes `images[index::cp]`. Where images are encoded on other ranks than those th
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from overlord.batches.buffers import Arenas
     from overlord.messages import Fields
     from overlord.stream.facts import Ints
 
@@ -38,17 +40,28 @@ PER_PLACE = ("tokens", "labels", "position_ids", "loss_mask", "loss_weights", "a
 
 _BY_DEFAULT = StageFields()
 
+_ALIGNMENT = 64
 
-def cp_slices(batch: Fields, cp: int) -> list[Fields]:
-    """The slice of every context-parallel rank, in their order."""
+
+def cp_slices(batch: Fields, cp: int, arenas: Arenas | None = None) -> list[Fields]:
+    """The slice of every context-parallel rank, in their order. With `arenas` all of them share one pooled buffer."""
     _check_cp(cp, 0)
-    return [batch] if cp == 1 else [_take_places(batch, places) for places in _places(batch, cp, range(cp))]
+    if cp == 1:
+        return [batch]
+    names = _per_place(batch)
+    num_bytes = sum(batch[name].nbytes for name in names) + cp * len(names) * _ALIGNMENT
+    memory = None if arenas is None else arenas.lease(num_bytes)
+    slices: list[Fields] = []
+    for places in _places(batch, cp, range(cp)):
+        fields, memory = _take_places(batch, places, memory)
+        slices.append(fields)
+    return slices
 
 
 def cp_slice(batch: Fields, cp: int, index: int) -> Fields:
     """The slice of context-parallel rank `index` of `cp`. Use `cp_slices` for several ranks: it is cheaper."""
     _check_cp(cp, index)
-    return batch if cp == 1 else _take_places(batch, _places(batch, cp, [index])[0])
+    return batch if cp == 1 else _take_places(batch, _places(batch, cp, [index])[0])[0]
 
 
 def join_cp(slices: Sequence[Fields]) -> Fields:
@@ -107,10 +120,23 @@ def _per_place(batch: Fields) -> list[str]:
     return [name for name in PER_PLACE if name in batch]
 
 
-def _take_places(batch: Fields, places: Ints) -> Fields:
-    fields = {name: batch[name].take(places, axis=-1) for name in _per_place(batch)}
+def _take_places(
+    batch: Fields, places: Ints, memory: NDArray[np.uint8] | None = None
+) -> tuple[Fields, NDArray[np.uint8] | None]:
+    """The slice of some places, in the first bytes of `memory` where given, and the rest of that memory."""
+    fields: Fields = {}
+    for name in _per_place(batch):
+        array: NDArray[Any] = batch[name]
+        if memory is None:
+            fields[name] = array.take(places, axis=-1)
+            continue
+        shape = (*array.shape[:-1], len(places))
+        num_bytes = math.prod(shape) * array.itemsize
+        # Without a mode numpy would take into memory of its own first.
+        fields[name] = array.take(places, axis=-1, out=memory[:num_bytes].view(array.dtype).reshape(shape), mode="clip")
+        memory = memory[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
     num_tokens = len(places) if _is_packed(batch) else len(places) * batch["num_rows"]
-    return batch | fields | {"num_tokens": num_tokens}
+    return batch | fields | {"num_tokens": num_tokens}, memory
 
 
 def _is_packed(batch: Fields) -> bool:

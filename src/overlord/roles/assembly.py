@@ -133,7 +133,14 @@ def make_loader_host(
         )
         return OpenSource(loader, bad_rows, source.decode, maker.report_bad_decode)
 
-    return LoaderHost(open_source, tuple(num_held), job.batch.columns, threads, owns_threads=num_threads is not None)
+    return LoaderHost(
+        open_source,
+        tuple(num_held),
+        job.batch.columns,
+        threads,
+        arenas=workplace.arenas,
+        owns_threads=num_threads is not None,
+    )
 
 
 def are_decisions_safe(job: Job, era: Era | None, engine: Engine) -> bool:

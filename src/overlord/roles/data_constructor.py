@@ -61,6 +61,7 @@ class _Built:
     loss_tokens: int | float
     whole: tuple[Fields, ...]
     broadcast: frozenset[str]
+    arenas: Arenas
     counts: tuple[int, ...] | None = None
     """How many of the microbatches each context-parallel rank has; None where all have a slice of each."""
     rank_parts: tuple[tuple[RankPart, ...], ...] = ()
@@ -78,7 +79,7 @@ class _Built:
         elif self.counts is None and cp > 1:
             with self.lock:
                 if not self.slices:
-                    self.slices = [cp_slices(fields, cp) for fields in self.whole]
+                    self.slices = [cp_slices(fields, cp, self.arenas) for fields in self.whole]
             micros = [slices[place.cp] for slices in self.slices]
         else:
             micros = list(self.whole[own])
@@ -378,12 +379,21 @@ class DataConstructor:
                 for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of `extra` come after
             ]
             rank_parts = _add_parts(plan, whole, payloads) if extra else ()
-            return _Built(plan.loss_tokens, tuple(whole), plan.broadcast, plan.counts, rank_parts)
+            self._keep_buffers(len(whole) * (2 if plan.counts is None and self._tree.mesh.cp > 1 else 1))
+            return _Built(plan.loss_tokens, tuple(whole), plan.broadcast, self._arenas, plan.counts, rank_parts)
         except Exception as error:
             error.add_note(f"while data-parallel group {self._group} built step {step}")
             raise
         finally:
             self._doing.pop(step, None)
+
+    def _keep_buffers(self, per_step: int) -> None:
+        """Let the pool keep the buffers of as many steps as there are at once. `per_step` is how many a step takes."""
+        with self._lock:
+            more = (self._prefetch + 2) * per_step - self._most_idle
+            if more > 0 and not self._closed:
+                self._most_idle += more
+                self._arenas.keep_more(more)
 
     def _plan(self, step: int) -> GroupPlan | Later | None:
         with self._lock:

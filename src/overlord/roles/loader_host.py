@@ -64,13 +64,16 @@ class LoaderHost:
         columns: Sequence[str],
         threads: Executor,
         *,
+        arenas: Arenas | None = None,
         owns_threads: bool = False,
     ) -> None:
-        """`owns_threads`: shut `threads` down at `close`."""
+        """Images are decoded into memory of `arenas`. `owns_threads`: shut `threads` down at `close`."""
         self._open_source = open_source
         self._threads = threads
         self._owns_threads = owns_threads
-        self._rows = RowTaker(self, columns, threads, Arenas(_MOST_IDLE_ARENAS))
+        arenas = arenas or Arenas()
+        arenas.keep_more(_MOST_IDLE_ARENAS)
+        self._rows = RowTaker(self, columns, threads, arenas)
         self._instance = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._closed = False

@@ -40,7 +40,8 @@ class StoreUse:
     """How full the memory is that roles pass data through."""
 
     num_bytes: int
-    limit_bytes: int
+    limit_bytes: int | None
+    """None for shared memory, which is as large as the steps that are kept ready and those that trainers hold."""
 
 
 class Engine(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,6 +94,10 @@ class ServingConstructor:
     def arenas(self) -> Arenas:
         """Where its batches are built; for a server in the same process."""
         return self._arenas
+
+    def shared_bytes(self) -> tuple[int, int]:
+        """The number of this process, and the bytes of its batches' shared memory: ready, and held by trainers."""
+        return os.getpid(), self._arenas.shared_bytes
 
     def reading(self) -> dict[int, int]:
         """The ranks that read from here, with the next step of each."""

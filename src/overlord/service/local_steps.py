@@ -105,8 +105,8 @@ class _Envelope(Struct, frozen=True):
     has_own: bool = False
     """The last descriptor is memory of the step's own, in place of loans."""
     body: bytes = b""
-    body_at: tuple[Count, Count] | None = None
-    """The region and the length of a long body, at the region's begin."""
+    body_at: tuple[Count, Count, Count] | None = None
+    """The region of a long body, its begin and its end there."""
     is_complete: bool = True
     """False: the message only brings descriptors for the next."""
 
@@ -152,47 +152,28 @@ class StepLender:
 
     def pack(self, delivery: Delivery) -> list[LocalMessage]:
         """The messages for a step; one, unless it has very many segments."""
-        if len(self._open) >= self._most_lent:
-            self.num_copied += 1
-            return self._pack_copied(delivery)
-        regions = _LentRegions(self._arenas)
-        body = _pack_body(delivery, regions, regions.small)
-        body_at = None
+        is_copied = len(self._open) >= self._most_lent
+        self.num_copied += is_copied
+        regions = _SharedRegions(is_copied)
+        microbatches = [pack_fields(regions, fields, {}) for fields in delivery.microbatches]
+        contents = Contents(delivery.step, delivery.loss_tokens, microbatches)
+        body, body_at = pack(_Body(contents, regions.small.joined().tobytes())), None
         if len(body) > _IN_MESSAGE:
-            body_at, body = (regions.copy(np.frombuffer(body, np.uint8)), len(body)), b""
+            region, begin = regions.copy(np.frombuffer(body, np.uint8))
+            body, body_at = b"", (region, begin, begin + len(body))
+        if is_copied:
+            segment = regions.copy_apart()
+            return [LocalMessage(pack(_Envelope([], [], self._lender.take_gone(), True, body, body_at)), [segment])]
+        regions.copy_into(self._arenas)
         lent = self._lender.lend(regions.held)
         numbers = [loan.number for loan in lent.loans]
         if numbers:
             self._open[numbers[0]] = set(numbers)
             self._first |= dict.fromkeys(numbers, numbers[0])
-        messages: list[LocalMessage] = []
-        new = lent.unmapped
-        while len(new) > _MOST_DESCRIPTORS:
-            some, new = new[:_MOST_DESCRIPTORS], new[_MOST_DESCRIPTORS:]
-            envelope = _Envelope(unmapped=[segment.number for segment in some], is_complete=False)
-            messages.append(LocalMessage(pack(envelope), some))
-        envelope = _Envelope(
-            loans=[(loan.number, loan.segment) for loan in lent.loans],
-            unmapped=[segment.number for segment in new],
-            gone=self._lender.take_gone(),
-            body=body,
-            body_at=body_at,
-        )
-        return [*messages, LocalMessage(pack(envelope), new)]
-
-    def _pack_copied(self, delivery: Delivery) -> list[LocalMessage]:
-        regions = _CopiedRegions()
-        body = _pack_body(delivery, regions, regions.small)
-        body_at = None
-        if len(body) > _IN_MESSAGE:  # at the region's begin
-            regions = _CopiedRegions(len(body))
-            long = np.frombuffer(_pack_body(delivery, regions, regions.small), np.uint8)
-            segment = regions.copied(long)
-            body_at, body = (1, len(long)), b""
-        else:
-            segment = regions.copied()
-        envelope = _Envelope(gone=self._lender.take_gone(), has_own=True, body=body, body_at=body_at)
-        return [LocalMessage(pack(envelope), [segment])]
+        *bulks, new = _in_bulks(lent.unmapped)
+        loans = [(loan.number, loan.segment) for loan in lent.loans]
+        last = _Envelope(loans, [segment.number for segment in new], self._lender.take_gone(), False, body, body_at)
+        return [*(_only_descriptors(bulk) for bulk in bulks), LocalMessage(pack(last), new)]
 
     def take_back(self, returned: Returned) -> None:
         """Note which loans the trainer has returned."""
@@ -220,25 +201,35 @@ def pack_answer(answer: Answer | NotLocal) -> LocalMessage:
     return LocalMessage(pack(_Envelope(body=pack(_Body(answer)))))
 
 
-def _pack_body(delivery: Delivery, regions: _LentRegions | _CopiedRegions, small: SmallArrays) -> bytes:
-    microbatches = [pack_fields(regions, fields, {}) for fields in delivery.microbatches]
-    return pack(_Body(Contents(delivery.step, delivery.loss_tokens, microbatches), small.joined().tobytes()))
+def _in_bulks(segments: list[SharedSegment]) -> list[list[SharedSegment]]:
+    """As many as a message may bring, at least one bulk."""
+    begins = range(0, max(len(segments), 1), _MOST_DESCRIPTORS)
+    return [segments[begin : begin + _MOST_DESCRIPTORS] for begin in begins]
 
 
-class _LentRegions:
-    """Finds the segments that arrays lie in."""
+def _only_descriptors(segments: list[SharedSegment]) -> LocalMessage:
+    envelope = _Envelope(unmapped=[segment.number for segment in segments], is_complete=False)
+    return LocalMessage(pack(envelope), segments)
 
-    def __init__(self, arenas: Arenas) -> None:
+
+class _SharedRegions:
+    """Finds the segments that arrays lie in, and collects those that must be copied into one more, in any case all where
+    `copies`."""
+
+    def __init__(self, copies: bool) -> None:
         self.small = SmallArrays()
         self.held: list[NDArray[Any]] = []
-        """An array in each segment: it keeps the segment from being used again."""
-        self._arenas = arenas
+        """An array in each segment: it keeps the segment from being used again. Region i + 1 is that of entry i."""
+        self._copies = copies
         self._found: dict[int, tuple[int, int]] = {}  # the region of each segment, and its address
+        self._copied: list[tuple[int, NDArray[np.uint8]]] = []
+        self._copy_region = 0
+        self._copy_bytes = 0
 
     def add(self, name: str, array: NDArray[Any]) -> Array:
         check_sendable(name, array)
         dtype, shape = array.dtype.str, array.shape
-        if array.nbytes > _ALIGNMENT and array.flags.c_contiguous:
+        if not self._copies and array.nbytes > _ALIGNMENT and array.flags.c_contiguous:
             segment = segment_of(array)
             if segment is not None:
                 region, address = self._region_of(segment, array)
@@ -246,16 +237,40 @@ class _LentRegions:
         content = bytes_of(array)
         if len(content) <= SMALL_BYTES:
             return Array(name, dtype, shape, 0, self.small.add(content))
-        return Array(name, dtype, shape, self.copy(content), 0)
+        return Array(name, dtype, shape, *self.copy(content))
 
-    def copy(self, content: NDArray[np.uint8]) -> int:
-        """Copy bytes to the begin of a region; returns its number."""
-        memory = self._arenas.lease(len(content))
-        segment = segment_of(memory)
-        if segment is None:
-            raise NoSharedMemoryError(self._arenas.why_private or "batches are built in private memory")
-        memory[:] = content
-        return self._region_of(segment, memory)[0]
+    def copy(self, content: NDArray[np.uint8]) -> tuple[int, int]:
+        """Copy bytes; returns the region and the offset where they will be."""
+        if not self._copied:
+            self.held.append(content)  # replaced by the copy
+            self._copy_region = len(self.held)
+        offset = self._copy_bytes
+        self._copied.append((offset, content))
+        self._copy_bytes += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+        return self._copy_region, offset
+
+    def copy_into(self, arenas: Arenas) -> None:
+        """Copy what is not in shared memory into a buffer of the pool."""
+        if not self._copied:
+            return
+        memory = arenas.lease(self._copy_bytes)
+        if segment_of(memory) is None:
+            raise NoSharedMemoryError(arenas.why_private or "batches are built in private memory")
+        self._write(memory)
+        self.held[self._copy_region - 1] = memory
+
+    def copy_apart(self) -> SharedSegment:
+        """Copy everything into memory of its own."""
+        try:
+            segment = SharedSegment.create(self._copy_bytes)
+        except OSError as error:
+            raise NoSharedMemoryError(f"the system refuses {self._copy_bytes:,} bytes of shared memory: {error}") from None
+        self._write(segment.memory)
+        return segment
+
+    def _write(self, memory: NDArray[np.uint8]) -> None:
+        for offset, content in self._copied:
+            memory[offset : offset + len(content)] = content
 
     def _region_of(self, segment: SharedSegment, array: NDArray[Any]) -> tuple[int, int]:
         found = self._found.get(segment.number)
@@ -263,34 +278,6 @@ class _LentRegions:
             self.held.append(array)
             found = self._found[segment.number] = len(self.held), _address(segment.memory)
         return found
-
-
-class _CopiedRegions:
-    """Collects arrays to be copied into one segment, from `first` bytes on."""
-
-    def __init__(self, first: int = 0) -> None:
-        self.small = SmallArrays()
-        self._contents: list[tuple[int, NDArray[np.uint8]]] = []
-        self._end = _aligned(first)
-
-    def add(self, name: str, array: NDArray[Any]) -> Array:
-        check_sendable(name, array)
-        dtype, shape, content = array.dtype.str, array.shape, bytes_of(array)
-        if len(content) <= SMALL_BYTES:
-            return Array(name, dtype, shape, 0, self.small.add(content))
-        offset = self._end
-        self._contents.append((offset, content))
-        self._end = _aligned(offset + len(content))
-        return Array(name, dtype, shape, 1, offset)
-
-    def copied(self, first: NDArray[np.uint8] | None = None) -> SharedSegment:
-        try:
-            segment = SharedSegment.create(self._end)
-        except OSError as error:
-            raise NoSharedMemoryError(f"the system refuses {self._end:,} bytes of shared memory: {error}") from None
-        for offset, content in self._contents if first is None else [(0, first), *self._contents]:
-            segment.memory[offset : offset + len(content)] = content
-        return segment
 
 
 class StepBorrower:
@@ -323,8 +310,8 @@ class StepBorrower:
             self._borrower.unmap(envelope.gone)
             body = envelope.body
             if envelope.body_at is not None:
-                region, num_bytes = envelope.body_at
-                body = memories[region - 1][:num_bytes].tobytes()
+                region, begin, end = envelope.body_at
+                body = memories[region - 1][begin:end].tobytes()
             answer = _BODIES.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError, KeyError, ValueError) as error:
             raise DamagedStepError(f"the message cannot be read: {error!r}") from None
@@ -333,10 +320,6 @@ class StepBorrower:
         small = np.frombuffer(answer.small, np.uint8)
         regions = [Region(memory, _address(memory)) for memory in (small, *memories)]
         return unpack_step(answer.answer, regions, arenas)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _address(array: NDArray[Any]) -> int:

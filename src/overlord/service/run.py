@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -312,7 +313,7 @@ class Loader:
             buffers=self._fleet.buffer_use(),
             loaders={name: len(table.stretches[name][-1].hosts) for name in self.job.sources},
             shadows=dict(table.shadows),
-            store=self._engine.store_use(),
+            store=self._engine.store_use() or self._shared_memory(),
         )
 
     def scaling(self) -> tuple[ScalingDecision | ShadowChange, ...]:
@@ -488,6 +489,14 @@ class Loader:
             ended = [client.step for client in self._clients if not client.is_stale] + list(last.values())
             return min(here or ended or [self._start.step])
 
+    def _shared_memory(self) -> StoreUse | None:
+        found: dict[int, int] = {}  # by process: constructors of one process share its memory
+        for answer in [constructor.call(ServingConstructor.shared_bytes) for constructor in self._constructors]:
+            with suppress(WaitTimeoutError, WorkerDiedError):
+                process, num_bytes = answer.result(_STATUS_WAIT_S)
+                found[process] = num_bytes
+        return StoreUse(sum(found.values()), None) if any(found.values()) else None
+
     def _constructor_of(self, rank: int) -> Handle[ServingConstructor]:
         group = self._group_of.get(rank)
         if group is None:
@@ -626,7 +635,8 @@ class Report:
     shadows: dict[str, str]
     """The loader hosts that have a shadow, with the shadow's name."""
     store: StoreUse | None
-    """How full Ray's object store is; None on the embedded engine, which has none."""
+    """How full Ray's object store is. On other engines the shared memory of batches, which trainers on this host map; None
+    where there is none."""
 
     @property
     def delay(self) -> Delay | None:
