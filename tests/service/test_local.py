@@ -1,0 +1,391 @@
+"""Trainers on the service's host: their batches are mapped, not copied; whatever they or the service do, memory comes back and
+nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import overlord as ol
+from overlord.runtime.shared_memory import Connection, connect_to
+from overlord.service import wire
+from overlord.service.auth import Listen
+from overlord.service.channel import FlightChannel
+from overlord.service.client import Client
+from overlord.service.local_link import LocalLink
+from overlord.service.local_steps import MOST_LENT, Act, Greeting
+from overlord.service.serving import ServerPerGroup
+from tests.commands import environment, python
+from tests.faults.trainers import wait_until
+from tests.service.served import content, served, streams, two_sources, undisturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WIDE = ol.Batch(samples=64, sequence_length=64)
+JOBS = {
+    "dp-cp": two_sources(mesh=ol.Mesh(dp=2, cp=2)),
+    "pp-tp": two_sources(mesh=ol.Mesh(pp=3, tp=2)),
+    "padded": two_sources(batch=ol.Batch(samples=6, sequence_length=16, layout="padded", columns=("document",))),
+    "broadcast": two_sources(
+        mesh=ol.Mesh(tp=2), strategy=lambda graph: graph.pack().distribute("dp").deal().broadcast_at("tp").plan()
+    ),
+}
+
+
+def over_flight(address: str, rank: int, **options: Any) -> Client:
+    """A client that could be on another host."""
+    return Client(rank, FlightChannel(address, rank, timeout_s=20, local=False, **options), timeout_s=20)
+
+
+def link_of(client: Client) -> Any:
+    return client._channel._steps  # type: ignore[attr-defined]
+
+
+def local_address(address: str) -> str:
+    local = FlightChannel(address, 0, timeout_s=20)._welcome.local
+    assert local is not None
+    return local
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_rank_gets_the_same_through_shared_memory_over_flight_and_in_one_process(name):
+    job, ranks = JOBS[name], range(JOBS[name].mesh.world_size)
+    with served(job) as (_, address):
+        clients = [ol.connect(address, rank=rank, timeout_s=20) for rank in ranks]
+        assert all(isinstance(link_of(client), LocalLink) for client in clients)
+        expected = undisturbed(job, 6)
+        assert streams(clients, 6) == expected
+        for client in clients:
+            client.close()
+    with served(job) as (_, address):
+        clients = [over_flight(address, rank) for rank in ranks]
+        assert not any(isinstance(link_of(client), LocalLink) for client in clients)
+        assert streams(clients, 6) == expected
+
+
+TRAINER = """
+import json, os, sys
+import numpy as np
+import overlord as ol
+
+address, rank, num_steps, keep = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+client = ol.connect(address, rank=rank, timeout_s=60)
+kept = []
+for step in range(num_steps):
+    kept.append(next(client))
+    if keep == "last":
+        del kept[:-1]
+tokens = kept[-1].microbatches[0]["tokens"]
+with open("/proc/self/maps") as maps:
+    is_mapped = "memfd:overlord" in maps.read()
+said = {"pid": os.getpid(), "number": kept[-1].number, "is_mapped": is_mapped, "is_writable": tokens.flags.writeable,
+        "sums": [int(step.microbatches[0]["tokens"].sum()) for step in kept]}
+print(json.dumps(said), flush=True)
+line = sys.stdin.readline()
+if line == "fork\\n":
+    child = os.fork()
+    if child == 0:
+        try:
+            next(client)
+        except ol.errors.SharedUseError as error:
+            print(json.dumps({"pid": os.getpid(), "error": str(error)}), flush=True)
+        sys.stdin.readline()
+        os._exit(0)
+    os.waitpid(child, 0)
+print(json.dumps({"number": next(client).number}), flush=True)
+client.close()
+"""
+
+
+class Trainer:
+    """A trainer in a process of its own that reads some steps, says so, and waits to be told to go on."""
+
+    def __init__(self, address: str, rank: int, num_steps: int, keep: str = "last") -> None:
+        command = [sys.executable, "-c", TRAINER, address, str(rank), str(num_steps), keep]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=environment(), **pipes)
+        self.said: dict[str, Any] = {}
+
+    def line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the trainer ended early"
+        self.said = json.loads(line)
+        return self.said
+
+    def tell(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+@contextmanager
+def trainer(address: str, rank: int = 0, num_steps: int = 3, keep: str = "last") -> Iterator[Trainer]:
+    made = Trainer(address, rank, num_steps, keep)
+    try:
+        made.line()
+        yield made
+    finally:
+        made.end()
+
+
+def in_dev_shm() -> set[str]:
+    return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+
+
+def shared_bytes(loader: ol.Loader) -> int:
+    store = loader.report().store
+    return 0 if store is None else store.num_bytes
+
+
+def test_a_trainer_in_a_process_of_its_own_maps_its_batches_and_nothing_lies_in_dev_shm():
+    before = in_dev_shm()
+    with served(two_sources(batch=WIDE)) as (loader, address):
+        assert shared_bytes(loader) == 0, "nothing is shared before a trainer reads"
+        with trainer(address) as reader:
+            assert reader.said["is_mapped"]
+            assert not reader.said["is_writable"]
+            assert shared_bytes(loader) > 0
+            assert in_dev_shm() == before
+            reader.tell("go on")
+            assert reader.line() == {"number": 3}
+    assert in_dev_shm() == before
+
+
+def test_a_trainer_that_is_killed_while_it_holds_batches_costs_nothing_and_its_rank_goes_on(caplog):
+    caplog.set_level(logging.WARNING)
+    before = in_dev_shm()
+    with served(two_sources(batch=WIDE)) as (loader, address):
+        most = 0
+        for i in range(5):
+            with trainer(address, num_steps=4, keep="all") as reader:
+                assert reader.said["number"] == 3 if i == 0 else True
+                os.kill(reader.said["pid"], signal.SIGKILL)
+                assert wait_until(lambda n=i: len(_ended(caplog)) > n, 20), "the closed socket is noticed at once"
+            most = max(most, shared_bytes(loader)) if i else shared_bytes(loader)
+            if i:
+                assert shared_bytes(loader) <= 2 * most
+        assert all("rank 0 ended without a leave" in line for line in _ended(caplog))
+        with ol.connect(address, rank=0, timeout_s=20) as client:
+            assert content(next(client)) == undisturbed(two_sources(batch=WIDE), 1)[0][0]
+    assert in_dev_shm() == before
+
+
+def _ended(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if "ended without a leave" in line]
+
+
+def test_a_trainer_that_keeps_every_batch_is_named_and_the_service_does_not_grow(caplog):
+    job = two_sources(batch=WIDE)
+    with served(job) as (loader, address):
+        client = ol.connect(address, rank=0, timeout_s=20)
+        kept = [next(client) for _ in range(MOST_LENT + 4)]
+        full = shared_bytes(loader)
+        kept += [next(client) for _ in range(MOST_LENT)]
+        assert shared_bytes(loader) <= full + full // 4
+        (line,) = [line for line in caplog.messages if "further steps are copied" in line]
+        assert line.startswith(f"rank 0 holds {MOST_LENT} steps")
+        assert [content(step) for step in kept] == undisturbed(job, len(kept))[0]
+
+
+def test_of_two_trainers_with_one_rank_the_newest_reads_and_the_other_is_told():
+    with served(two_sources()) as (_, address):
+        old = ol.connect(address, rank=0, timeout_s=20)
+        held = next(old)
+        before = content(held)
+        new = ol.connect(address, rank=0, timeout_s=20)
+        for _ in range(10):
+            next(new)
+        with pytest.raises(ol.errors.ClosedError, match="another client has taken the place of this one for rank 0"):
+            next(old)
+        assert content(held) == before
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_whatever_name_the_host_has_a_trainer_on_it_maps_its_batches(host):
+    with served(two_sources()) as (_, address):
+        port = address.rsplit(":", 1)[1]
+        client = ol.connect(f"{host}:{port}", rank=0, timeout_s=20)
+        assert isinstance(link_of(client), LocalLink)
+        assert next(client).number == 0
+
+
+def test_a_service_on_all_interfaces_lets_its_own_host_map_with_the_token_alone():
+    token = "0123456789abcdef"
+    with served(two_sources(), address="0.0.0.0:0", token=token, advertise="127.0.0.1") as (_, address):
+        client = ol.connect(address, rank=0, token=token, timeout_s=20)
+        assert isinstance(link_of(client), LocalLink)
+        local = link_of(client).address
+        for given in (None, "another"):
+            connection = connect_to(local)
+            connection.send_raw(wire.pack(Greeting(wire.VERSION, given)))
+            reply, _ = connection.receive_raw(10)
+            with pytest.raises(ol.errors.ServiceError, match=f"carried {'a wrong' if given else 'no'} token"):
+                wire.HERE.unpack_reply(reply)
+            with pytest.raises(EOFError):
+                connection.receive_raw(10)
+        assert next(client).number == 0
+
+
+@pytest.mark.strangers
+@pytest.mark.parametrize(
+    "message", [b"\xff" * 100, wire.pack(Greeting(wire.VERSION + 1, None)), wire.pack(Act("here", b"")), b"\x91" * 5000]
+)
+def test_a_connection_that_does_not_greet_is_closed_and_the_service_goes_on(message):
+    with served(two_sources()) as (_, address):
+        client = ol.connect(address, rank=0, timeout_s=20)
+        connection = connect_to(link_of(client).address)
+        connection.send_raw(message)
+        with pytest.raises(EOFError):
+            for _ in range(2):
+                connection.receive_raw(10)
+        assert next(client).number == 0
+
+
+@pytest.mark.strangers
+def test_requests_that_are_wrong_are_refused_one_by_one():
+    with served(two_sources()) as (_, address):
+        client = ol.connect(address, rank=0, timeout_s=20)
+        connection = greeted(link_of(client).address)
+        presence = wire.Presence("another job", 0, "abcdefgh")
+        for act, message in [
+            (Act("nonsense", b""), "there is no action 'nonsense'"),
+            (Act("here", b"\xff"), "not a Presence"),
+            (Act("here", wire.pack(presence)), "this service runs job"),
+        ]:
+            connection.send_raw(wire.pack(act))
+            reply, _ = connection.receive_raw(10)
+            with pytest.raises(ol.errors.ServiceError, match=message):
+                wire.HERE.unpack_reply(reply)
+        assert next(client).number == 0
+
+
+def greeted(address: str) -> Connection:
+    connection = connect_to(address)
+    connection.send_raw(wire.pack(Greeting(wire.VERSION, None)))
+    wire.HERE.unpack_reply(connection.receive_raw(10)[0])
+    return connection
+
+
+def test_a_client_that_cannot_reach_the_socket_uses_flight_which_starts_only_then():
+    job = two_sources(mesh=ol.Mesh(dp=2))
+    with ol.start(job) as loader:
+        channel, constructors = loader.client(0)._channel, loader._constructors
+        serving = ServerPerGroup("job", channel, lambda: loader.tree, constructors, listen=Listen(), leave_after_s=None)
+        near = ol.connect(serving.address, rank=0, timeout_s=20)
+        assert isinstance(link_of(near), LocalLink)
+        services = [constructor.engine._roles[constructor.name]._service for constructor in constructors]  # type: ignore[attr-defined]
+        assert services[0].addresses.flight is None
+        far = over_flight(serving.address, 1)
+        services[1] = constructors[1].engine._roles[constructors[1].name]._service  # type: ignore[attr-defined]
+        assert services[0].addresses.flight is None
+        assert link_of(far).address == services[1].addresses.flight
+        assert streams([near, far], 4) == undisturbed(job, 4)
+        near.close()
+        far.close()
+        serving.close()
+
+
+REFUSED = """
+import logging, resource, sys
+import overlord as ol
+from tests.service.served import content, two_sources, undisturbed
+
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+job = two_sources(batch=ol.Batch(samples=3000, sequence_length=64))
+expected = undisturbed(job, 5)[0]
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+with ol.start(job) as loader:
+    client = ol.connect(loader.serve(), rank=0, timeout_s=20)
+    assert [content(next(client)) for _ in range(5)] == expected
+    assert loader.report().store is None
+    print(type(client._channel._steps).__name__)
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 4096])
+def test_where_shared_memory_is_refused_flight_is_used_and_the_log_says_so_once(limit):
+    said = python("-c", REFUSED.replace("{limit}", str(limit))).stdout
+    assert said.splitlines()[-1] == "Link"
+    assert said.count("batches are built in private memory") == 1
+    assert "File too large" in said
+
+
+def test_a_forked_child_of_a_trainer_can_neither_read_nor_hide_the_trainers_death(caplog):
+    with served(two_sources(batch=WIDE)) as (_, address), trainer(address) as reader:
+        reader.tell("fork")
+        child = reader.line()
+        try:
+            assert "rank 0" in child["error"]
+            os.kill(reader.process.pid, signal.SIGKILL)
+            assert wait_until(lambda: len(_ended(caplog)) == 1, 20), "the child does not hold the socket open"
+        finally:
+            os.kill(child["pid"], signal.SIGKILL)
+
+
+FORKED_SERVICE = """
+import os, signal, sys
+import overlord as ol
+from tests.service.served import two_sources
+
+loader = ol.start(two_sources())
+address = loader.serve()
+client = ol.connect(address, rank=0, timeout_s=20)
+next(client)
+child = os.fork()
+if child == 0:
+    try:
+        loader.client(0)
+    except ol.errors.SharedUseError as error:
+        print("refused:", error, flush=True)
+    loader.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print("step", next(client).number, flush=True)
+client.close()
+loader.close()
+"""
+
+
+def test_a_fork_of_the_service_changes_nothing_for_its_trainers():
+    said = python("-c", FORKED_SERVICE).stdout.splitlines()
+    assert said[0].startswith("refused:")
+    assert said[1] == "step 1"
+
+
+@pytest.mark.second_try(reason="processes are killed and replaced while a client waits")
+def test_a_constructor_that_is_killed_while_it_builds_leaves_no_half_batch():
+    job = two_sources(batch=WIDE, mesh=ol.Mesh(dp=2))
+    with ol.start(job, engine=ol.Processes(2)) as loader:
+        address = loader.serve()
+        clients = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)]
+        assert all(isinstance(link_of(client), LocalLink) for client in clients)
+        found: list[list[tuple]] = [[], []]
+        for number in range(12):
+            if number % 4 == 2:
+                os.kill(_process_of(loader, number % 2), signal.SIGKILL)
+            for client, steps in zip(clients, found, strict=True):
+                steps.append(content(next(client)))
+        for client in clients:
+            client.close()
+    assert found == undisturbed(job, 12)
+
+
+def _process_of(loader: ol.Loader, group: int) -> int:
+    from overlord.service.constructor import ServingConstructor
+
+    return loader._constructors[group].call(ServingConstructor.shared_bytes).result()[0]
