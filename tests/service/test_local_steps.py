@@ -201,5 +201,5 @@ def test_an_array_outside_its_segment_is_refused():
     contents = wire.Contents(0, 1, [[wire.Array("odd", "<i8", (126,), 1, 0)]])
     body = wire.pack({"answer": contents})
     data = wire.pack({"has_own": True, "body": body})
-    with pytest.raises(DamagedStepError, match="field 'odd' .*takes bytes 0 to 1008 of regions that have 1000"):
+    with pytest.raises(DamagedStepError, match=r"field 'odd' .*takes bytes 0 to 1008 of regions that have 1000"):
         StepBorrower().receive(memoryview(data), [os.dup(segment.descriptor)], Arenas(1))
