@@ -3,25 +3,30 @@
 #
 #   bench/on_many_cores.sh [--packages FOLDER] [--data FOLDER] [--out FOLDER] [PART ...]
 #
-# Parts are text, bpe, images, ready, first, scaling and memory; all unless given. --packages is a folder of unpacked wheels
-# that the machine lacks (msgspec, orjson, cloudpickle, rich, zstandard, simplejpeg, tiktoken ...), for this machine's Python.
+# Parts are text, bpe, images, ready, first, scaling and memory; all but first unless given. --packages is a folder of wheels
+# that the machine lacks (msgspec, orjson, cloudpickle, rich, simplejpeg, tiktoken, spdl-core ...), made for its Python.
 # Data are made in --data (TMPDIR unless given), figures are written to --out. PYTHON names the interpreter.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 data=${TMPDIR:-/tmp}/overlord-bench
-out=$data/figures
+out=
 while [[ ${1:-} == --* ]]; do
   case $1 in
-    --packages) export PYTHONPATH="$(realpath "$2")${PYTHONPATH:+:$PYTHONPATH}" ;;
+    --packages) packages=$2 ;;
     --data) data=$2 ;;
     --out) out=$2 ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2 ;;
   esac
   shift 2
 done
 export PYTHONPATH="$PWD:$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+out=${out:-$data/figures}
 mkdir -p "$data" "$out"
+if [[ -n ${packages:-} ]]; then
+  for wheel in "$packages"/*.whl; do "$python" -m zipfile -e "$wheel" "$data/packages"; done
+  export PYTHONPATH="$PYTHONPATH:$data/packages"
+fi
 parts=("$@"); ((${#parts[@]})) || parts=(text bpe images ready scaling memory)
 compared=(overlord "overlord, one process" "overlord, same library" "overlord, no threads" torch)
 echo "$(nproc) cores, $($python --version); data in $data"
@@ -29,7 +34,8 @@ time "$python" -m bench.corpus "$data"
 status=0
 for part in "${parts[@]}"; do
   case $part in
-    text | bpe | images | ready) what=(trainers --works "$part" --seconds 3 --only "${compared[@]}") ;;
+    text) what=(trainers --works text --seconds 3 --only "${compared[@]}" "spdl, arena") ;;
+    bpe | images | ready) what=(trainers --works "$part" --seconds 3 --only "${compared[@]}") ;;
     first) what=(first --rounds 1 --only "${compared[@]}") ;;
     scaling) what=(scaling --rounds 1 --seconds 2) ;;
     memory) what=(trainers_memory --only overlord "torch, 4 workers each" torch) ;;
