@@ -1,4 +1,5 @@
-"""`overlord serve` as a process of its own on the embedded engine, and what can be done to it, its disk and its log."""
+"""`overlord serve` as a process of its own, alone or with worker processes, and what can be done to them, its disk and its
+log."""
 
 from __future__ import annotations
 
@@ -54,13 +55,16 @@ WEIGHTS: Mapping[str, int] = {
     "storage shut": 3,
 }
 
+WITH_PROCESSES: Mapping[str, int] = {**WEIGHTS, "host killed": 10, "host stopped": 2, "host paused": 4}
+"""With worker processes there are more parts that can fail. One that hangs is noticed after half a minute."""
+
 
 class AsService:
     """See the module's docstring. After it was killed the service is started again, from its log, at the same address."""
 
-    name = "service"
-
-    def __init__(self, folder: Path, store: Store, pace_s: float) -> None:
+    def __init__(self, folder: Path, store: Store, pace_s: float, num_processes: int = 0) -> None:
+        self.name = "processes" if num_processes else "service"
+        self._num_processes = num_processes
         self._job = folder / "job.py"
         self._job.write_text(_JOB.format(url=store.url))
         self._words = folder / "service.txt"
@@ -68,9 +72,11 @@ class AsService:
         self._address = f"127.0.0.1:{_free_port()}"
         self._process = self._started()
         self.trainers = Trainers(self._address, WORLD_SIZE, folder, pace_s)
-        workers = signals(lambda: [("a worker", child) for child in children(self._process.pid)], lambda: self.trainers)
+        workers = signals(self._workers, lambda: self.trainers)
+        hosts = signals(self._hosts, lambda: self.trainers)
         self.causes: dict[str, Cause] = {
             **{f"worker {how}": cause for how, cause in workers.items()},
+            **{f"host {how}": cause for how, cause in hosts.items()},
             **trainer_causes(lambda: self.trainers),
             **storage_causes(store, lambda: self.trainers),
             "service killed": self._killed,
@@ -86,6 +92,15 @@ class AsService:
         self._process.kill()
         self._process.wait()
 
+    def _hosts(self) -> list[tuple[str, int]]:
+        """The processes that have loader hosts and data constructors."""
+        return [("a worker process", child) for child in children(self._process.pid)] if self._num_processes else []
+
+    def _workers(self) -> list[tuple[str, int]]:
+        """The processes that run transforms."""
+        parents = [host for _, host in self._hosts()] if self._num_processes else [self._process.pid]
+        return [("a worker of transforms", child) for parent in parents for child in children(parent)]
+
     def _started(self, resume: str = "log") -> subprocess.Popen[str]:
         process = self._tried(resume)
         if process.poll() is not None:
@@ -95,6 +110,7 @@ class AsService:
     def _tried(self, resume: str = "log") -> subprocess.Popen[str]:
         """A service that has said where it is, or has ended."""
         options = ["--address", self._address, "--log", str(self._log), "--resume", resume, "--json"]
+        options += ["--processes", str(self._num_processes)]
         with self._words.open("w") as words:
             process = subprocess.Popen(
                 [sys.executable, "-m", "overlord", "serve", str(self._job), *options],

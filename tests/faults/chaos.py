@@ -1,10 +1,11 @@
 """Hundreds of random faults in one run, and the whole stream compared with an undisturbed one.
 
-    python -m tests.faults.chaos [--seed S] [--faults 200] [--json FILE] [--only ray|service]
+    python -m tests.faults.chaos [--seed S] [--faults 200] [--json FILE] [--only ray|service|processes]
 
-Two thirds of the faults meet a run on a Ray cluster of three nodes, the rest meet `overlord serve` in one process. Trainers
-are processes that read over Flight. The seed decides which faults happen in which order; when they hit is a matter of the
-machine too. Leaves with 1 when a single step of a single rank differs, or when a run does not come back.
+Half of the faults meet a run on a Ray cluster of three nodes, a quarter meet `overlord serve` in one process, and a quarter
+meet it with worker processes. Trainers are processes that read over the network or shared memory. The seed decides which
+faults happen in which order; when they hit is a matter of the machine too. Leaves with 1 when a single step of a single rank
+differs, or when a run does not come back.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.faults.as_service import WEIGHTS as ON_SERVICE
-from tests.faults.as_service import AsService
+from tests.faults.as_service import WITH_PROCESSES, AsService
 from tests.faults.comparison import Compared, compared
 from tests.faults.disturbance import Met, NotRecoveredError, met_faults
 from tests.faults.jobs import disturbed_job, write_files
@@ -32,7 +33,8 @@ from tests.faults.store import Store
 from tests.faults.trainers import TrainerFailedError
 
 PACE_S = 0.03
-_SHARE_ON_RAY = 2 / 3
+_SHARES = {"ray": 1 / 2, "service": 1 / 4, "processes": 1 / 4}
+_NUM_PROCESSES = 2
 _WIDTH = 150
 _OUT = sys.stdout
 
@@ -70,12 +72,16 @@ def run_on_ray(folder: Path, store: Store) -> Iterator:
 
 
 @contextmanager
-def run_as_service(folder: Path, store: Store) -> Iterator[AsService]:
-    run = AsService(folder, store, PACE_S)
+def run_as_service(folder: Path, store: Store, num_processes: int = 0) -> Iterator[AsService]:
+    run = AsService(folder, store, PACE_S, num_processes)
     try:
         yield run
     finally:
         run.close()
+
+
+def run_in_processes(folder: Path, store: Store) -> AbstractContextManager[AsService]:
+    return run_as_service(folder, store, _NUM_PROCESSES)
 
 
 class Told(list[Met]):
@@ -93,8 +99,9 @@ def episode(name: str, seed: int, num_faults: int) -> Episode:
     from tests.faults.on_ray import WEIGHTS as ON_RAY
 
     began = time.monotonic()
-    faults = drawn_faults(seed, ON_RAY if name == "ray" else ON_SERVICE, num_faults)
-    opened = run_on_ray if name == "ray" else run_as_service
+    weights = {"ray": ON_RAY, "service": ON_SERVICE, "processes": WITH_PROCESSES}[name]
+    opened = {"ray": run_on_ray, "service": run_as_service, "processes": run_in_processes}[name]
+    faults = drawn_faults(seed, weights, num_faults)
     failure = None
     met = Told()
     with tempfile.TemporaryDirectory(prefix="overlord-chaos-") as made:
@@ -143,15 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="of an earlier run, to have its faults again")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the report here")
-    parser.add_argument("--only", choices=["ray", "service"], default=None)
+    parser.add_argument("--only", choices=list(_SHARES), default=None)
     given = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1_000_000) if given.seed is None else given.seed
     logging.basicConfig(level=logging.ERROR)
     print(
         f"seed {seed}: to have the same faults again, python -m tests.faults.chaos --seed {seed} --faults {given.faults}\n"
     )
-    on_ray = round(given.faults * _SHARE_ON_RAY)
-    numbers = {"ray": on_ray, "service": given.faults - on_ray} if given.only is None else {given.only: given.faults}
+    shares = {name: round(given.faults * share) for name, share in _SHARES.items()}
+    numbers = shares if given.only is None else {given.only: given.faults}
     episodes = [episode(name, seed, number) for name, number in numbers.items()]
     tell_summary(episodes)
     is_good = all(one.is_good for one in episodes)

@@ -23,6 +23,7 @@ ON_SERVICE = (
     "log corrupted",
     "trainers restarted from their state",
 )
+IN_PROCESSES = ("host killed", "worker killed", "host paused", "trainer killed", "service killed", "host killed")
 ON_RAY = ("planner killed", "loader stopped", "constructor killed", "trainer killed")
 
 
@@ -44,10 +45,13 @@ def disturb(run: Disturbed, kinds: Sequence[str]) -> None:
 
 
 @pytest.mark.second_try(reason="each fault has a deadline by which processes must have come back")
-def test_the_stream_of_a_service_is_the_same_whatever_happens_to_it(tmp_path: Path, store: Store):
-    run = AsService(tmp_path, store, PACE_S)
+@pytest.mark.parametrize(("num_processes", "kinds"), [(0, ON_SERVICE), (2, IN_PROCESSES)], ids=["service", "processes"])
+def test_the_stream_of_a_service_is_the_same_whatever_happens_to_it(
+    tmp_path: Path, store: Store, num_processes: int, kinds: Sequence[str]
+):
+    run = AsService(tmp_path, store, PACE_S, num_processes)
     try:
-        disturb(run, ON_SERVICE)
+        disturb(run, kinds)
     finally:
         run.close()
     stream = compared(disturbed_job(store.url), run.trainers.lives)

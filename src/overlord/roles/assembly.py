@@ -99,8 +99,9 @@ def make_loader_host(
     has_threads = isinstance(threads, Threads)
     num_held = Counter(share.source for share in shares)
     num_shares = {share.source: share.of for share in shares}
-    # The threads of the process contend for the GIL with each other and with the thread that builds steps.
-    release_gil = num_threads is None and has_threads
+    # The threads of the process contend for the GIL with each other and with the thread that builds steps. Where there is a
+    # process per core, what takes less CPU time is better.
+    release_gil = num_threads is None and has_threads and not engine.shares_memory
 
     def open_source(name: str) -> OpenSource:
         source = job.sources[name]

@@ -97,23 +97,29 @@ def start(  # noqa: PLR0913 - all but the job by name
     """
     if world_size is not None:
         job = replace(job, mesh=job.mesh.for_world(whole(world_size, "world_size", least=1)))
-    units = list_units(job.sources)
-    fingerprint = Fingerprint.of(job, units)
     if log is not None and not isinstance(log, Log):
         log = Log(log)
-    progress, steered, era = begin_run(job, fingerprint, resume, log, accept_changes)
     loaders = Loaders.of(partition, autoscale, shadows)
-    return Loader(
-        job,
-        engine or Embedded(),
-        units,
-        fingerprint,
-        progress,
-        accept_changes=accept_changes,
-        era=era,
-        loaders=loaders,
-        steered=steered,
-    )
+    engine = engine or Embedded()
+    engine.open(WorkplaceSize(job.num_workers, job.num_processes))  # first: its processes start while files are listed
+    try:
+        units = list_units(job.sources)
+        fingerprint = Fingerprint.of(job, units)
+        progress, steered, era = begin_run(job, fingerprint, resume, log, accept_changes)
+        return Loader(
+            job,
+            engine,
+            units,
+            fingerprint,
+            progress,
+            accept_changes=accept_changes,
+            era=era,
+            loaders=loaders,
+            steered=steered,
+        )
+    except BaseException:
+        engine.close()
+        raise
 
 
 class Loader:
@@ -152,12 +158,7 @@ class Loader:
         self._home = OneProcess("the loader", _ONE_PROCESS)
         self._clients: list[Client] = []
         self._serving: OneServer | ServerPerGroup | None = None
-        engine.open(WorkplaceSize(job.num_workers, job.num_processes))
-        try:
-            self._spawn(units, progress, (loaders or Loaders()).for_engine(engine, job))
-        except BaseException:
-            engine.close()
-            raise
+        self._spawn(units, progress, (loaders or Loaders()).for_engine(engine, job))
         atexit.register(self.close)
         self._control_loop.start()
 

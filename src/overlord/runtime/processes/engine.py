@@ -1,7 +1,7 @@
 """The engine that spreads roles over processes of this machine.
 
 What it promises: the planner lives in the process that started the run, and every other role in one of the worker processes,
-which are fresh interpreters and start with their first role. A worker process that dies or hangs is replaced: its roles are
+which are fresh interpreters. A worker process that dies or hangs is replaced: its roles are
 made again by the same functions, and calls to them are repeated. Worker processes end with the process that started them,
 however that ends, and leave nothing behind.
 """
@@ -132,6 +132,8 @@ class Processes:
         ).start()
         settings = ProcessSettings(run, self._share(size), self._num_cores, self._patience_s, self._hung_after_s)
         self._processes = [HostProcess(index, settings) for index in range(self.num_processes)]
+        for process in self._processes:
+            process.start()
 
     def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
         self._home.check()

@@ -69,7 +69,7 @@ class _Ordered:
 
 
 class HostProcess:
-    """A worker process and its roles. The process is started with its first role. Thread-safe."""
+    """A worker process and its roles. Thread-safe."""
 
     def __init__(self, index: int, settings: ProcessSettings) -> None:
         self.index = index
@@ -99,6 +99,10 @@ class HostProcess:
         process = self._process
         return None if process is None else process.pid
 
+    def start(self) -> None:
+        """Start the process, without waiting for it."""
+        self._thread.start()
+
     def add(self, number: int, name: str, make: Callable[[Workplace], Any]) -> None:
         """Make a role in the process, now and whenever the process is started again."""
         with self._changed:
@@ -107,8 +111,6 @@ class HostProcess:
             self._roles[number] = _Ordered(name, make)
             if self._control is not None:
                 self._order([number])
-            elif not self._thread.is_alive():
-                self._thread.start()
 
     def drop(self, number: int) -> None:
         """Close a role."""
