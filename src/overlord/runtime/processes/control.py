@@ -39,7 +39,7 @@ class MakeRoles:
 
 @dataclass(frozen=True, slots=True)
 class DropRole:
-    """Close a role."""
+    """Forget a role, close it, and answer with a `RoleDropped`."""
 
     number: int
 
@@ -68,6 +68,13 @@ class RoleMade:
 
     number: int
     error: ErrorEnvelope | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleDropped:
+    """A role is closed."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,9 +240,9 @@ class Processes:
 
     def _drop(self, number: int, process: HostProcess | None) -> None:
         if process is None:
-            self._table.drop(number)
+            self._table.forget(number)()
         else:
-            process.drop(number)
+            process.drop(number, _CLOSE_S)
 
     @property
     def _num_cores(self) -> int:

@@ -29,6 +29,7 @@ from overlord.runtime.processes.control import (
     MakeRoles,
     ProcessHealth,
     ProcessStarted,
+    RoleDropped,
     RoleMade,
     Setup,
 )
@@ -77,6 +78,7 @@ class HostProcess:
         self._listener = Listener()
         self._changed = threading.Condition()
         self._roles: dict[int, _Ordered] = {}
+        self._dropping: set[int] = set()
         self._control: Connection | None = None  # from when the process can take roles until it ends
         self._process: subprocess.Popen[bytes] | None = None
         self._num_failed_starts = 0
@@ -112,12 +114,17 @@ class HostProcess:
             if self._control is not None:
                 self._order([number])
 
-    def drop(self, number: int) -> None:
-        """Close a role."""
+    def drop(self, number: int, timeout_s: float) -> None:
+        """Close a role, and wait for that up to `timeout_s`; a process that hangs is replaced without the role."""
         with self._changed:
             self._roles.pop(number, None)
-            self._send(DropRole(number))
             self._changed.notify_all()
+            control = self._control
+            if control is not None:
+                self._dropping.add(number)
+                self._send(DropRole(number))
+                self._changed.wait_for(lambda: number not in self._dropping or self._control is not control, timeout_s)
+                self._dropping.discard(number)
 
     def wait_until_made(self, number: int, timeout_s: float) -> ErrorEnvelope | str | None:
         """Wait until a role is made. Returns None, or the error that making it raised, or in words why there is no process
@@ -217,6 +224,7 @@ class HostProcess:
         finally:
             with self._changed:
                 self._control = None
+                self._changed.notify_all()
             control.close()
         try:
             code = process.wait(_EXIT_S)  # the connection closes a moment before the process can be waited for
@@ -271,6 +279,10 @@ class HostProcess:
                     self._send(EndProcess())
                 else:
                     self._order(list(self._roles))
+        elif isinstance(message, RoleDropped):
+            with self._changed:
+                self._dropping.discard(message.number)
+                self._changed.notify_all()
         elif isinstance(message, RoleMade):
             with self._changed:
                 role = self._roles.get(message.number)

@@ -95,16 +95,16 @@ class RoleTable:
         held = self._held.get(number)
         return "" if held is None else held.name
 
-    def drop(self, number: int) -> None:
-        """Forget a role and close it. Its callers are sent to the directory, which may know another."""
+    def forget(self, number: int) -> Callable[[], None]:
+        """Forget a role: its callers are sent to the directory, which may know another. The function that is returned closes
+        the role."""
         held = self._held.pop(number, None)
-        if held is not None:
-            _close(held)
+        return lambda: None if held is None else _close(held)
 
     def close(self) -> None:
         """Close every role, the newest first: a role is closed before those it calls."""
         for number in sorted(self._held, reverse=True):
-            self.drop(number)
+            self.forget(number)()
 
     def status_lines(self) -> list[str]:
         """What the roles are busy with. Takes their locks, so that a process with a deadlocked role does not answer."""

@@ -10,7 +10,7 @@ import resource
 import socket
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -24,12 +24,16 @@ from overlord.runtime.processes.control import (
     MakeRoles,
     ProcessHealth,
     ProcessStarted,
+    RoleDropped,
     RoleMade,
     Setup,
 )
 from overlord.runtime.processes.node import Node
 from overlord.runtime.processes.roles import RoleTable, accept_calls
 from overlord.runtime.shared_memory import Connection, Listener
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def main(control_number: int, listener_number: int, index: int, parent: int) -> None:
@@ -66,7 +70,7 @@ class _Worker:
             if isinstance(message, MakeRoles):
                 self._begin_roles(message)
             elif isinstance(message, DropRole):
-                self._start_thread(self._table.drop, message.number)
+                self._start_thread(self._close_role, message.number, self._table.forget(message.number))
             elif isinstance(message, CheckHealth):
                 self._send(ProcessHealth(tuple(self._table.status_lines())))
             elif isinstance(message, EndProcess):
@@ -93,6 +97,12 @@ class _Worker:
 
     def _make_role(self, number: int, make: Any) -> None:
         self._send(RoleMade(number, self._table.make(number, make, self._workplace)))
+
+    def _close_role(self, number: int, close: Callable[[], None]) -> None:
+        try:
+            close()
+        finally:
+            self._send(RoleDropped(number))
 
     def _end(self) -> None:
         self._node.close()
