@@ -74,6 +74,16 @@ def make_seeds() -> Sequence[Seed]:
     for suffix in (".jsonl.gz", ".jsonl.zst"):
         parts = [_compressed(b"".join(part), suffix) for part in (two[:8], two[8:])]
         seeds.append(Seed(f"two-parts{suffix[6:]}", b"".join(parts), suffix))
+        # Files of many units, which begin in the middle of a member or frame, and between two of them.
+        long = _texts()["rows"] * 6
+        seeds.append(Seed(f"units{suffix[6:]}", _compressed(long, suffix), suffix))
+        pieces = [_compressed(long[start : start + 500], suffix) for start in range(0, len(long), 500)]
+        seeds.append(Seed(f"many-parts{suffix[6:]}", b"".join(pieces), suffix))
+    with pa.CompressedOutputStream(sink := pa.BufferOutputStream(), "zstd") as stream:
+        stream.write(_texts()["rows"] * 6)  # a frame that does not say its size
+    skipped = bytes.fromhex("502a4d18") + (3).to_bytes(4, "little") + b"abc"
+    seeds.append(Seed("piped.zst", sink.getvalue().to_pybytes(), ".jsonl.zst"))
+    seeds.append(Seed("skipped.zst", skipped + seeds[-2].data, ".jsonl.zst"))
     return seeds
 
 
@@ -128,8 +138,9 @@ def read(path: str) -> Answer:
     source = ol.Jsonl(path, unit_bytes=600)
     rows: list[Any] = []
     bad: set[int] = set()
+    reader = source.open_reader(release_gil=False)
     for unit in source.units():
-        result = source.read_rows(unit)
+        result = reader.read_rows(unit)
         begin, num_rows = len(rows) + len(bad), result.table.num_rows
         numbers = list(range(num_rows)) if result.row_numbers is None else result.row_numbers.tolist()
         bad_here = {row.row for row in result.bad}

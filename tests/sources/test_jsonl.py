@@ -65,15 +65,18 @@ def test_a_line_longer_than_many_ranges_belongs_to_the_one_it_begins_in(tmp_path
     assert read_all(source) == rows
 
 
-def test_compressed_files_are_one_unit_each_and_several_frames_are_one_file(tmp_path: Path) -> None:
+def test_compressed_files_are_cut_by_their_size_and_several_frames_are_one_file(tmp_path: Path) -> None:
     rows = [{"n": i, "text": f"t{i}"} for i in range(2000)]
     content = b"".join(orjson.dumps(row) + b"\n" for row in rows)
     half = content.index(b"\n", len(content) // 2) + 1
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content[:half]) + gzip.compress(content[half:]))
     (tmp_path / "b.jsonl.zst").write_bytes(zstd(content[:half]) + zstd(content[half:]))
-    source = Jsonl(f"{tmp_path}/*", unit_bytes=1000)
-    assert len(source.units()) == 2
-    assert read_all(source) == rows + rows
+    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
+    for unit_bytes in (8000, 1 << 30):
+        source = Jsonl(f"{tmp_path}/*", unit_bytes=unit_bytes)
+        numbers = [i for size in sizes for i in range(-(-4 * size // unit_bytes))]
+        assert [unit.index for unit in source.units()] == numbers
+        assert read_all(source) == rows + rows
 
 
 def test_columns_select_fields_in_the_order_given(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from overlord.declare.batch import Batch
 from overlord.declare.mixture import Mixture
 from overlord.errors import DataError
-from overlord.stream.chunk_order import chunks_per_epoch, units_of_chunk
+from overlord.stream.chunk_order import UnitRuns, chunks_per_epoch, units_of_chunk
 from overlord.stream.drawing import ComputedFacts, Extent
 from overlord.stream.facts import ChunkFacts
 from overlord.stream.membership import StepDrawer
@@ -205,7 +205,8 @@ def test_a_source_in_which_a_single_unit_has_rows_is_read_for_ever(num_units, wi
     per_epoch = chunks_per_epoch(num_units, window)
 
     def describe(source: int, chunk: int) -> ChunkFacts:
-        return facts_of(int(usable in units_of_chunk(seed, "rare", num_units, window=window, shuffle=shuffle, chunk=chunk)))
+        units = UnitRuns(num_units)
+        return facts_of(int(usable in units_of_chunk(seed, "rare", units, window=window, shuffle=shuffle, chunk=chunk)))
 
     def drawer(progress: Progress) -> StepDrawer:
         batch, mixture = Batch(samples=1, sequence_length=8), Mixture({"rare": 1})

@@ -21,6 +21,7 @@ from overlord.checkpoint.source_code import digest_of
 from overlord.declare.batch import Batch
 from overlord.declare.source import Source, Unit
 from overlord.errors import StateError
+from overlord.sources.files import codec_of
 from overlord.stream.plain import DamagedError, as_list, as_mapping, short_repr, text, whole, with_keys
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ fields that a reader adds are named by its identity(), but for those of `READER_
 
 READER_MAY_CHANGE = frozenset({"storage_options", "retry"})
 """The fields of readers that say how files are reached."""
+
+_PACKED_HINT = (
+    "; compressed files were one unit each in earlier releases and are now cut into several: to continue the run exactly, "
+    "declare the source with unit_bytes=2**40 and accept that it is declared differently"
+)
 
 _log = logging.getLogger("overlord.checkpoint")
 
@@ -138,8 +144,14 @@ class Fingerprint:
                 found[f"sources.{name}"] = (
                     f"source {name!r} lists other data: {old_num_units} units then, {num_units} now"
                     + (", with other names or sizes" if old_num_units == num_units else "")
+                    + (_PACKED_HINT if old_num_units == self._num_packed(name) < num_units else "")
                 )
         return found
+
+    def _num_packed(self, name: str) -> int:
+        """The number of files of a source whose files are all compressed; 0 of another source."""
+        files = self.files[name].versions if name in self.files else {}
+        return len(files) if all(map(codec_of, files)) else 0
 
     def _changed_files(self, saved: Mapping[str, Any], told: Collection[str]) -> list[str]:
         """What to tell of files that were written anew under the same names, in sources of which nothing else is told."""

@@ -24,7 +24,7 @@ from overlord.errors import DataError, SchemaError
 from overlord.sources.column_types import cast_table, wider_schema, wider_type
 from overlord.sources.files import open_reader
 from overlord.sources.views import combine_chunks, take_rows
-from overlord.stream.chunk_order import row_order, units_of_chunk
+from overlord.stream.chunk_order import UnitRuns, row_order, units_of_chunk
 from overlord.stream.facts import LOSS_EXTRA, ChunkFacts, Ints
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class ChunkMaker:
         self._name = name
         self._source = source
         self._units = units
+        self._runs = UnitRuns.of(units)
         self._seed = seed
         self._batch = batch
         self._bad_rows = bad_rows
@@ -103,7 +104,7 @@ class ChunkMaker:
     def _units_of(self, number: int) -> list[Unit]:
         source = self._source
         chosen = units_of_chunk(
-            self._seed, self._name, len(self._units), window=source.window, shuffle=source.shuffle, chunk=number
+            self._seed, self._name, self._runs, window=source.window, shuffle=source.shuffle, chunk=number
         )
         return [self._units[index] for index in chosen.tolist()]
 

@@ -35,6 +35,8 @@ class Unit:
     """Whatever `Source.read` needs to read it without another lookup, such as a footer or a byte range. It must pickle."""
     version: str = ""
     """The file's modification time or ETag: a state that was saved over another version is refused. Empty: not compared."""
+    follows: bool = False
+    """It is read quickly only after the unit before it: shuffling keeps such units in order, among those of other files."""
 
     def __str__(self) -> str:
         return f"{self.path}#{self.index}" if self.index else self.path

@@ -1,6 +1,8 @@
-"""JSON Lines, plain or compressed: a unit is a byte range of a plain file, or a whole compressed one.
+"""JSON Lines, plain or compressed: a unit is a byte range of a file, counted in its decompressed bytes.
 
-A line belongs to the range that contains its first byte, so that every line is read exactly once for any ranges. Lines are
+How many units a compressed file has follows from its compressed size, so that listing reads no file: where they begin is
+found when the file is first read. A line belongs to the range that contains its first byte, so that every line is read
+exactly once for any ranges. Lines are
 parsed one at a time: a bad line is one bad row with its place, and does not affect its neighbours. (Arrow's own JSON reader
 is nearly twice as fast, but accepts an object over several lines, and crashes the process on a line that is `null`.)
 """
@@ -9,7 +11,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +38,16 @@ from overlord.sources.files import (
     decompress_blocks,
     type_text,
 )
-from overlord.sources.reading import BadRow, ReadResult, good_rows
+from overlord.sources.reading import BadRow, ReadResult, UnitReader, good_rows
+from overlord.sources.unpacking import UnpackedFile, open_packed
+from overlord.stream.chunk_order import MOST_LANES
 
 if TYPE_CHECKING:
     from overlord.sources.storage import StoredFile
 
 BEYOND_BYTES = 64 << 10
+PACKED_RATIO = 4
+"""Bytes of JSON for each compressed byte, about: it decides how many units a file has."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -53,6 +61,16 @@ class LineRange:
     schema: pa.Schema
     declared: bool
     """The user declared the types: a column may then be missing in every row."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """The lines that begin in one of equal parts of a compressed file's decompressed bytes."""
+
+    file: StoredFile
+    num_parts: int
+    schema: pa.Schema
+    declared: bool
 
 
 @dataclass(frozen=True)
@@ -78,21 +96,57 @@ class Jsonl(FileSource):
         files = [file for file in self.list_files() if file.num_bytes]
         schema = self._find_schema(files)
         units: list[Unit] = []
+        declared = isinstance(self.columns, Mapping)
         for file in files:
-            size = file.num_bytes if codec_of(file.path) else self.unit_bytes
+            is_packed = codec_of(file.path) is not None
+            num_parts = -(-file.num_bytes * PACKED_RATIO // self.unit_bytes) if is_packed else 1
+            if num_parts > 1:
+                part, num_bytes = PackedPart(file, num_parts, schema, declared), file.num_bytes * PACKED_RATIO // num_parts
+                units += [Unit(file.path, i, None, num_bytes, part, file.version, i > 0) for i in range(num_parts)]
+                continue
+            size = file.num_bytes if is_packed else self.unit_bytes
             for i, start in enumerate(range(0, file.num_bytes, size)):
                 stop = min(start + size, file.num_bytes)
-                detail = LineRange(file, start, stop, schema, isinstance(self.columns, Mapping))
+                detail = LineRange(file, start, stop, schema, declared)
                 units.append(Unit(file.path, i, None, stop - start, detail, file.version))
         return self._check_not_empty(units)
 
     def read_rows(self, unit: Unit) -> ReadResult:
-        detail: LineRange = unit.detail
+        return self.read_with(unit, self.unpack)
+
+    def open_reader(self, *, release_gil: bool) -> UnitReader:
+        if type(self).read_rows is not Jsonl.read_rows:  # a subclass has a reading of its own
+            return super().open_reader(release_gil=release_gil)
+        return JsonlReader(self)
+
+    def unpack(self, part: PackedPart) -> UnpackedFile:
+        codec = codec_of(part.file.path)
+        assert codec is not None  # only compressed files have parts
+        return open_packed(self.storage, part.file, codec, part.num_parts * self.most_unit_bytes)
+
+    def read_with(self, unit: Unit, unpack: Callable[[PackedPart], UnpackedFile]) -> ReadResult:
+        """The rows of one unit. `unpack` returns the compressed file that the unit is a part of."""
+        detail: LineRange | PackedPart = unit.detail
         must_have = () if detail.declared or unit.index else tuple(detail.schema.names)
         rows = JsonRows(unit.path, detail.schema, must_have, self.most_unit_bytes)
-        for offset, text in self._read_texts(unit.path, detail):
+        if isinstance(detail, PackedPart):
+            texts = self._read_part(unit, detail, unpack(detail))
+        else:
+            texts = self._read_texts(unit.path, detail)
+        for offset, text in texts:
             rows.add(offset, text)
         return rows.result()
+
+    def _read_part(self, unit: Unit, part: PackedPart, file: UnpackedFile) -> Iterator[tuple[int, bytes]]:
+        size = file.size()
+        start, stop = (size * k // part.num_parts for k in (unit.index, unit.index + 1))
+        offset, text = file.read_lines(start, stop, lambda at, num_bytes: self._check_line(unit.path, at, num_bytes))
+        offset, text = _strip_mark(offset, text)
+        begin = 0
+        while begin < len(text):  # in pieces, because parsed lines take far more memory than their text
+            end = text.rfind(b"\n", begin, begin + BLOCK_BYTES) + 1 or text.find(b"\n", begin) + 1 or len(text)
+            yield offset + begin, text[begin:end]
+            begin = end
 
     def identity(self) -> str:
         columns = self.columns
@@ -183,6 +237,30 @@ class Jsonl(FileSource):
                 f"{path} has no end of a line in the {num_bytes:,} bytes from byte {offset:,} on, and a line may have "
                 f"{self.most_unit_bytes:,}: is it JSON Lines? If it is, raise buffer_bytes, which is {self.buffer_bytes:,}"
             )
+
+
+class JsonlReader:
+    """Reads units, and keeps the compressed files open that were read last: their next units are read from there."""
+
+    def __init__(self, source: Jsonl) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._files: OrderedDict[StoredFile, UnpackedFile] = OrderedDict()
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        return self._source.read_with(unit, self._unpack)
+
+    def close(self) -> None:
+        with self._lock:
+            self._files.clear()
+
+    def _unpack(self, part: PackedPart) -> UnpackedFile:
+        with self._lock:
+            found = self._files.pop(part.file, None) or self._source.unpack(part)
+            self._files[part.file] = found
+            while len(self._files) > MOST_LANES:
+                self._files.popitem(last=False)
+            return found
 
 
 def _strip_mark(offset: int, text: bytes) -> tuple[int, bytes]:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
+    from overlord.declare.source import Unit
     from overlord.stream.facts import Ints
 
 
@@ -24,10 +29,30 @@ def chunks_per_epoch(num_units: int, window: int) -> int:
     return -(-num_units // window)
 
 
-def units_of_chunk(seed: int, source: str, num_units: int, *, window: int, shuffle: bool, chunk: int) -> Ints:
+MOST_LANES = 8
+"""Runs of units that are read side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRuns:
+    """The units of a source, as far as their order depends on them."""
+
+    num_units: int
+    lengths: tuple[int, ...] | None = None
+    """The lengths of runs, in which each unit follows the one before it; None where every unit stands by itself."""
+
+    @staticmethod
+    def of(units: Sequence[Unit]) -> UnitRuns:
+        begins = [i for i, unit in enumerate(units) if not (unit.follows and i)]
+        if len(begins) == len(units):
+            return UnitRuns(len(units))
+        return UnitRuns(len(units), tuple(stop - start for start, stop in pairwise([*begins, len(units)])))
+
+
+def units_of_chunk(seed: int, source: str, units: UnitRuns, *, window: int, shuffle: bool, chunk: int) -> Ints:
     """The numbers of the units that make a chunk, in reading order."""
-    epoch, index = divmod(chunk, chunks_per_epoch(num_units, window))
-    order = _units_of_epoch(seed, source, num_units, epoch) if shuffle else np.arange(num_units)
+    epoch, index = divmod(chunk, chunks_per_epoch(units.num_units, window))
+    order = _units_of_epoch(seed, source, units, epoch) if shuffle else np.arange(units.num_units)
     return order[index * window : (index + 1) * window]
 
 
@@ -37,10 +62,25 @@ def row_order(seed: int, source: str, chunk: int, num_rows: int) -> Ints:
 
 
 @lru_cache(maxsize=1024)
-def _units_of_epoch(seed: int, source: str, num_units: int, epoch: int) -> Ints:
-    order = _permutation(num_units, "units", seed, source, epoch)
+def _units_of_epoch(seed: int, source: str, units: UnitRuns, epoch: int) -> Ints:
+    if units.lengths is None:
+        order = _permutation(units.num_units, "units", seed, source, epoch)
+    else:
+        order = _in_lanes(_permutation(len(units.lengths), "units", seed, source, epoch), units.lengths)
     order.setflags(write=False)
     return order
+
+
+def _in_lanes(order: Ints, lengths: tuple[int, ...]) -> Ints:
+    """The units of runs in this order, from a few runs in turn. So neighbours in the stream are of different files, and yet
+    each file is read from its beginning to its end, with few of them open at a time."""
+    ends = list(accumulate(lengths))
+    lanes: list[list[int]] = [[] for _ in range(min(MOST_LANES, len(lengths)))]
+    runs: list[int] = order.tolist()
+    for run in runs:
+        min(lanes, key=len).extend(range(ends[run] - lengths[run], ends[run]))
+    turns = zip_longest(*lanes, fillvalue=-1)
+    return np.array([unit for turn in turns for unit in turn if unit >= 0])
 
 
 def _permutation(n: int, purpose: str, seed: int, source: str, number: int) -> Ints:
