@@ -111,8 +111,9 @@ class Client:
             began, self._reason = self._clock(), ""
             found = None if self._ahead is None else self._take_ahead(self._ahead, began)
             if self._ahead is not None and found is not None:
-                self._ahead.advance(self._next + 1)
-                return self._step(found.loss_tokens, found.placed)
+                step = self._step(found.loss_tokens, found.placed)
+                self._ahead.advance(self._next)  # last: from here on the thread contends for the GIL
+                return step
             delivery = self._fetch_next(began)
         if delivery is None:
             self._ended = True
