@@ -126,7 +126,8 @@ def test_lengths_count_the_padding_of_documents():
 def test_groups_along_the_world_are_named_in_the_plan():
     step = replace(graph(), place=ClientPlaceTree(Mesh(dp=2, tp=4)))
     plan = step.distribute("world", group_size=2).deal().plan()
-    assert (plan.num_groups, plan.axis, plan.group_size) == (4, "world", 2)
+    assert (plan.num_groups, plan.axis, plan.group_size) == (8, "world", 2)
+    assert "8 along world, 2 together" in explain(plan)
 
 
 def test_explain_tells_every_stage_and_costs_before_and_after():

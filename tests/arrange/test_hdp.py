@@ -315,7 +315,7 @@ def test_the_strategy_hands_out_every_token_once_and_to_constructors_by_rank(len
     assert plan.loss_tokens == sum(max(length - 1, 0) for length in lengths)
     handed = []
     for dp in range(mesh.dp):
-        part = plan.for_constructor(0, dp, mesh.cp)
+        part = plan.for_constructor(0, dp, ClientPlaceTree(mesh))
         assert part.counts is not None
         assert part.counts == tuple(plan.counts[dp * mesh.cp : (dp + 1) * mesh.cp].tolist())
         assert len(part.microbatches) == sum(part.counts)
@@ -389,4 +389,4 @@ def test_what_cannot_be_done_is_refused_with_the_way_out(make, message):
 def test_a_step_without_samples_makes_a_plan_of_nothing():
     plan = hdp(STEEP, capacity=9)(_graph([], Mesh(dp=2, cp=2)))
     assert plan.counts.tolist() == [0, 0, 0, 0]
-    assert plan.for_constructor(0, 1, 2).microbatches == ()
+    assert plan.for_constructor(0, 1, ClientPlaceTree(Mesh(dp=2, cp=2))).microbatches == ()

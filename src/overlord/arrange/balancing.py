@@ -5,7 +5,8 @@ the mean, at about half a microsecond per item. `karmarkar_karp` is better with 
 whole rows). Its time grows with items x bins: use it for at most a few thousand items and a few dozen bins. Any function
 with the signature of `Balancer` will do.
 
-`with_slowness` adapts a balancer to bins of different speed: slow ones get less, so that all finish together.
+`with_slowness` adapts a balancer to bins of different speed: slow ones get less, so that all finish together. `in_groups`
+adapts it to groups of bins, such as the ranks of one node or the shards of one replica.
 """
 
 from __future__ import annotations
@@ -248,6 +249,27 @@ def _to_soonest(costs: Floats, factors: list[float], kind: Ints, sizes: Ints, ca
             chosen.append(alike[0].overfill(cost, size))
     found[order] = by_kind[chosen]
     return found
+
+
+def in_groups(method: Balancer, group_size: int, slowness: Floats | None = None) -> Balancer:
+    """Adapt a balancer to bins that form groups of `group_size` neighbours: items go to groups first, and then to the bins
+    of their group. `slowness` is that of `with_slowness`, for bins."""
+    if group_size == 1:
+        return with_slowness(method, slowness)
+    of_groups = None if slowness is None else slowness.reshape(-1, group_size).mean(axis=1)
+    over_groups = with_slowness(method, of_groups)
+
+    def balance_in_groups(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
+        num_groups = num_bins // group_size
+        group = over_groups(costs, num_groups, sizes, None if capacity is None else capacity * group_size)
+        bins = np.empty(len(costs), np.int64)
+        for g in range(num_groups):
+            at, first = np.flatnonzero(group == g), g * group_size
+            inside = with_slowness(method, None if slowness is None else slowness[first : first + group_size])
+            bins[at] = first + inside(costs[at], group_size, sizes[at], capacity)
+        return bins
+
+    return balance_in_groups
 
 
 def bin_times(costs: Floats, slowness: Floats | None) -> Floats:

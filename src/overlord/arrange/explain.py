@@ -57,7 +57,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("tokens", f"{total:,}, {_loss(plan)}"),
         (
             "groups",
-            f"{plan.num_groups:,} along {plan.axis}" + (f", {plan.group_size} each" if plan.group_size > 1 else ""),
+            f"{plan.num_groups:,} along {plan.axis}" + (f", {plan.group_size} together" if plan.group_size > 1 else ""),
         ),
         ("microbatches", f"{num_micro:,}: {counts} a group, {_range(np.diff(plan.offsets))} samples each"),
         (

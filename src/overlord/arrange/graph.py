@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack, cast
 
 import numpy as np
 
-from overlord.arrange.balancing import Balancer, bin_sums, bin_times, greedy, with_slowness
+from overlord.arrange.balancing import Balancer, bin_sums, bin_times, greedy, in_groups
 from overlord.arrange.cost import CostFunction, costs_of
 from overlord.arrange.learned_cost import CostsInForce, LearnedCost, slowness
 from overlord.arrange.microbatches import (
@@ -179,21 +179,24 @@ class DGraph:
         return self._pack_with(method, tokens)
 
     def distribute(self, axis: Bucket = "dp", group_size: int = 1) -> DGraph:
-        """Choose the groups that share the step.
+        """Choose the ranks that share the step.
 
-        `axis="dp"` makes one group of every data-parallel index, "cp" one of every dp x cp index, "world" one of every rank.
-        `group_size` joins that many neighbours into one group. The stage records what groups would cost if samples were
-        dealt round-robin, as a baseline for `explain`.
+        `axis="dp"` gives every data-parallel index samples of its own, "cp" every dp x cp index, "world" every rank. With
+        `group_size`, so many neighbours along the axis form a group: `balance` evens out groups first and then the members
+        of each, and all members of a group run the same number of microbatches, whatever other groups run. Such groups are
+        the shards of a replica in HSDP, or the ranks of a node. The stage records the costs if samples were dealt
+        round-robin, as a baseline for `explain`.
         """
         is_plain = axis == "dp" and group_size == 1
-        num_groups = self.place.mesh.dp if is_plain else self.place.num_groups(axis, group_size)
+        num_groups = self.place.mesh.dp if is_plain else self.place.num_groups(axis, group_size) * group_size
         costs = None
         if self.costs is not None:
             blind = np.arange(len(self.samples)) if self.reference_rows is None else self.reference_rows
             # Along cp the baseline is a static mesh: dealt over dp, every document cut over all cp ranks of its group.
             cut = self.place.mesh.cp if axis == "cp" and group_size == 1 else 1
             costs = np.repeat(bin_sums(blind % (num_groups // cut), self.costs / cut, num_groups // cut), cut)
-        stage = PlanStage("distribute", "{} groups along {}; costs as if dealt blindly", (num_groups, axis), costs)
+        text = "{} groups along {}" + (f", {group_size} neighbours together" if group_size > 1 else "")
+        stage = PlanStage("distribute", f"{text}; costs as if dealt blindly", (num_groups, axis), costs)
         return self.with_stage(stage, num_groups=num_groups, axis=axis, group_size=group_size)
 
     def deal(self) -> DGraph:
@@ -217,12 +220,13 @@ class DGraph:
 
         Packed rows are assigned whole, the same number to each group. Without `pack`, samples are assigned one by one to
         microbatches of at most `max_tokens` (default: one and a half times the batch's microbatch). With `equal_counts` all
-        groups run the same number of microbatches, as FSDP needs; otherwise each runs as many as its samples need.
+        groups run the same number of microbatches, as FSDP needs; otherwise each runs as many as its samples need, or as
+        those of its neighbours need where `distribute` made groups of several.
         """
         self.check_distributed("balance")
         if self.costs is None:
             raise SpecError("balance needs to know what samples cost: call cost(fn) before it")
-        method = with_slowness(method, self._slowness)
+        method = in_groups(method, self.group_size, self._slowness)
         if self.rows is not None:
             return self._balance_rows(method, self.rows, self.costs)
         batch, lengths, groups = self.batch, self.lengths, self.num_groups
@@ -233,7 +237,7 @@ class DGraph:
         if equal_counts:
             found, how = fill_equal_counts(batch, grouped, cap, self.reference_rows)
         else:
-            found, how = fill_as_needed(batch, grouped, cap), "even cost"
+            found, how = fill_as_needed(batch, grouped, cap, self.group_size), "even cost"
         counts = (found.counts.min(), found.counts.max())
         return graph.assign(found.to_arrangement(), "pack", "{}, up to {} tokens, {} to {} a group", how, cap, *counts)
 

@@ -171,6 +171,15 @@ class ClientPlaceTree:
             for tp in range(mesh.tp)
         )
 
+    def ranks_of_group(self, axis: Bucket, group: int) -> list[int]:
+        """The ranks that train on the samples of a group of a plan along this axis."""
+        if axis == "world":
+            return [group]
+        if axis == "dp":
+            return self.ranks_of(group)
+        dp, cp = divmod(group, self.mesh.cp)
+        return [rank for rank in self.ranks_of(dp) if self.coordinates(rank).cp == cp]
+
     def num_groups(self, axis: Bucket = "dp", group_size: int = 1) -> int:
         """The number of groups when a step is distributed along this axis, `group_size` neighbours to a group."""
         sizes = {"dp": self.mesh.dp, "cp": self.mesh.dp * self.mesh.cp, "world": self.world_size}

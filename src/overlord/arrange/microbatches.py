@@ -217,13 +217,32 @@ def group_tokens(batch: Batch, lengths: Ints, num_groups: int, max_tokens: int) 
     return int(num_microbatches(batch, lengths, num_groups) * max_tokens * _FILL)
 
 
-def fill_as_needed(batch: Batch, samples: GroupedSamples, max_tokens: int) -> Microbatches:
-    """Fill as many microbatches in each group as its samples need."""
+def fill_as_needed(batch: Batch, samples: GroupedSamples, max_tokens: int, group_size: int = 1) -> Microbatches:
+    """Fill as many microbatches in each group as its samples need, and in neighbours of `group_size` the same number."""
+    if group_size > 1:
+        return _fill_neighbours(batch, samples, max_tokens, group_size)
     held = np.bincount(samples.group, samples.lengths, samples.num_groups)
     counts = np.maximum(1, np.rint(held / _mean_tokens(batch)).astype(np.int64))
     counts = np.minimum(counts, np.maximum(1, np.bincount(samples.group, minlength=samples.num_groups)))
     filled = even_cost(samples.costs, samples.lengths, samples.group, counts, max_tokens, grow=True)
     return cast("Microbatches", filled)  # never None: no sample is over max_tokens, so a new microbatch always has room
+
+
+def _fill_neighbours(batch: Batch, samples: GroupedSamples, max_tokens: int, group_size: int) -> Microbatches:
+    num_groups = samples.num_groups // group_size
+    micro, group = np.empty(len(samples.group), np.int64), samples.group.copy()
+    counts = np.empty(samples.num_groups, np.int64)
+    for g in range(num_groups):
+        first = g * group_size
+        at = np.flatnonzero(samples.group // group_size == g)
+        lengths, costs, local = samples.lengths[at], samples.costs[at], samples.group[at] - first
+        count = round(int(lengths.sum()) / (group_size * _mean_tokens(batch)))
+        count = max(1, min(count, len(at) // group_size))
+        while (found := even_cost(costs, lengths, local, np.full(group_size, count), max_tokens)) is None:
+            count += 1  # ends: with a microbatch for every sample, each has room
+        group[at], micro[at] = first + found.group, found.micro
+        counts[first : first + group_size] = found.counts
+    return Microbatches(group, micro, counts)
 
 
 def fill_equal_counts(

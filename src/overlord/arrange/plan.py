@@ -109,6 +109,8 @@ class GroupPlan:
     counts: tuple[int, ...] | None = None
     """The number of microbatches of each context-parallel rank, which lie rank by rank; None where every context-parallel
     rank has a slice of each microbatch."""
+    axis: Bucket = "dp"
+    """What the plan is distributed along. With "world", `counts` has all ranks of the group, in their order."""
 
 
 @record
@@ -135,8 +137,9 @@ class Plan:
     """Mesh axes along which the trainer broadcasts: only index 0 of each fetches."""
     stages: tuple[PlanStage, ...] = ()
     axis: Bucket = "dp"
-    """The mesh axis of the groups; `group_size` neighbours along it make one group."""
+    """The mesh axis of the groups."""
     group_size: int = 1
+    """So many neighbours among the groups run the same number of microbatches, and were balanced as one first."""
     parts: tuple[PlanPart, ...] = ()
     """The parts of features: for example, which rank encodes which image."""
     cost: CostFunction | None = None
@@ -200,28 +203,29 @@ class Plan:
             micros.append(MicroPlan(samples, row, num_rows, self.row_tokens, tuple(parts)))
         return GroupPlan(step, group, tuple(micros), self.loss_tokens, self.broadcast)
 
-    def for_constructor(self, step: int, dp: int, cp: int) -> GroupPlan:
-        """The microbatches that the Data Constructor of data-parallel group `dp`, with `cp` context-parallel ranks,
-        builds."""
+    def for_constructor(self, step: int, dp: int, place: ClientPlaceTree) -> GroupPlan:
+        """The microbatches that the Data Constructor of data-parallel group `dp` builds."""
         if self.axis == "dp":
             return self.for_group(step, dp)
-        parts = [self.for_group(step, rank) for rank in range(dp * cp, (dp + 1) * cp)]
+        cp = place.mesh.cp
+        groups = place.ranks_of(dp) if self.axis == "world" else range(dp * cp, (dp + 1) * cp)
+        parts = [self.for_group(step, group) for group in groups]
         micros = tuple(micro for part in parts for micro in part.microbatches)
         counts = tuple(len(part.microbatches) for part in parts)
-        return GroupPlan(step, dp, micros, self.loss_tokens, self.broadcast, counts)
+        return GroupPlan(step, dp, micros, self.loss_tokens, self.broadcast, counts, self.axis)
 
     def check_groups(self, place: ClientPlaceTree) -> None:
         """Raise SpecError if the Data Constructors, one per data-parallel group, cannot build this plan."""
-        mesh = place.mesh
-        groups = {"dp": mesh.dp, "cp": mesh.dp * mesh.cp}.get(self.axis)
-        if self.num_groups != groups or self.group_size != 1:
+        groups = place.num_groups(self.axis)
+        if self.num_groups != groups:
             raise SpecError(
-                f"the strategy distributed the step over {self.num_groups} groups along {self.axis}, but Data Constructors "
-                f"serve {place.mesh.dp} data-parallel groups of {place.mesh.cp} context-parallel ranks: use "
-                "distribute('dp'), or distribute('cp') to give every one of these ranks samples of its own"
+                f"the strategy distributed the step over {self.num_groups} groups along {self.axis}, of which the mesh has "
+                f"{groups}: arrange the graph that the strategy was called with"
             )
         if self.axis == "cp" and "cp" in self.broadcast:
             raise SpecError("along cp every rank has samples of its own: the trainer cannot broadcast them; leave cp out")
+        if self.axis == "world" and self.broadcast:
+            raise SpecError("along the world every rank has samples of its own: the trainer cannot broadcast them")
 
 
 def _of_kind(parts: Sequence[object], kind: type[P]) -> P | None:

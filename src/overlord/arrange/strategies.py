@@ -69,6 +69,7 @@ def long_short(
     *,
     max_tokens: int | None = None,
     equal_counts: bool = True,
+    group_size: int = 1,
     method: Balancer = greedy,
     pipeline: Pipeline | None = None,
     broadcast: tuple[Axis, ...] = (),
@@ -82,6 +83,8 @@ def long_short(
       microbatch. The more, the better the balance.
     - `equal_counts`: all ranks run the same number of microbatches, as FSDP needs. With False (DDP, ZeRO-1) a rank runs as
       many as its samples need.
+    - `group_size`: with `equal_counts=False`, so many neighbouring groups still run the same number: the shards of one
+      replica in HSDP, which gather weights together in every microbatch, while replicas meet only at the end of the step.
     - `method`: the `Balancer`.
     - `pipeline`: the trainer's pipeline. Microbatches are put in the order in which it waits least; without `equal_counts`,
       groups also get microbatches of one length level each where that is faster.
@@ -92,10 +95,10 @@ def long_short(
         graph = graph.cost(cost)
         if graph.batch.layout == "padded":
             graph = graph.pack()
-        graph = graph.distribute("dp")
+        graph = graph.distribute("dp", group_size)
         balanced = graph.balance(method, max_tokens=max_tokens, equal_counts=equal_counts)
         if pipeline is not None:
-            may_differ = not equal_counts and graph.rows is None
+            may_differ = not equal_counts and graph.rows is None and group_size == 1
             levelled = [level(graph, pipeline, max_tokens=max_tokens)] if may_differ else []
             found = [order(candidate, pipeline) for candidate in (balanced, *levelled)]
             times = [timing(candidate, pipeline).step_time for candidate in found]

@@ -34,7 +34,7 @@ from overlord.roles.planner import Planner
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from overlord.arrange.mesh_tree import ClientPlaceTree, Place
+    from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree, Place
     from overlord.arrange.plan import GroupPlan, RankPart
     from overlord.batches.buffers import Arenas
     from overlord.batches.payload import Payload
@@ -63,17 +63,20 @@ class _Built:
     broadcast: frozenset[str]
     arenas: Arenas
     counts: tuple[int, ...] | None = None
-    """How many of the microbatches each context-parallel rank has; None where all have a slice of each."""
+    """How many of the microbatches each rank with samples of its own has; None where all have a slice of each."""
     rank_parts: tuple[tuple[RankPart, ...], ...] = ()
     """What features add for each rank, by microbatch."""
+    axis: Bucket = "dp"
+    """See `GroupPlan.axis`."""
     slices: list[list[Fields]] = field(default_factory=list[list[Fields]])
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def microbatches(self, place: Place, tree: ClientPlaceTree) -> tuple[Fields, ...]:
         cp, pp, own = tree.mesh.cp, tree.mesh.pp, slice(None)
         if self.counts is not None:
-            first = sum(self.counts[: place.cp])
-            own = slice(first, first + self.counts[place.cp])
+            index = tree.ranks_of(place.dp).index(place.rank) if self.axis == "world" else place.cp
+            first = sum(self.counts[:index])
+            own = slice(first, first + self.counts[index])
         if self.counts is None and cp > 1 and "cp" in self.broadcast:
             micros = [fields | {"cp_size": cp, "cp_index": place.cp} for fields in self.whole]  # cut by the trainer
         elif self.counts is None and cp > 1:
@@ -86,7 +89,7 @@ class _Built:
         for i, parts in enumerate(self.rank_parts[own]):
             for part in parts:
                 micros[i] = micros[i] | part.fields_for(place, tree)
-        if pp > 1 and "pp" not in self.broadcast:
+        if pp > 1 and "pp" not in self.broadcast and self.axis != "world":
             micros = [fields_for(fields, place.pp, pp, tree.stage_fields) for fields in micros]
         if self.broadcast and tree.source_of(place.rank, self.broadcast) != place.rank:
             micros = [receive_only(fields) for fields in micros]
@@ -380,7 +383,7 @@ class DataConstructor:
             ]
             rank_parts = _add_parts(plan, whole, payloads) if extra else ()
             self._keep_buffers(len(whole) * (2 if plan.counts is None and self._tree.mesh.cp > 1 else 1))
-            return _Built(plan.loss_tokens, tuple(whole), plan.broadcast, self._arenas, plan.counts, rank_parts)
+            return _Built(plan.loss_tokens, tuple(whole), plan.broadcast, self._arenas, plan.counts, rank_parts, plan.axis)
         except Exception as error:
             error.add_note(f"while data-parallel group {self._group} built step {step}")
             raise

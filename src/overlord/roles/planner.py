@@ -131,7 +131,7 @@ class Planner:
                 self._release()
             finally:
                 self._lock.release()
-        return None if planned is None else planned.plan.for_constructor(step, group, self._place.mesh.cp)
+        return None if planned is None else planned.plan.for_constructor(step, group, self._place)
 
     def expect(self, group: int) -> None:
         """Note that ranks of a group will come that have not requested a step yet."""

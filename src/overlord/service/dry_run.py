@@ -33,14 +33,19 @@ def read_steps(loader: Loader, ranks: Sequence[int] | None = None, num_steps: in
     ranks = range(loader.tree.world_size) if ranks is None else ranks
     clients = [loader.client(rank) for rank in ranks]
     places = [loader.tree.coordinates(rank) for rank in reversed(ranks)]
-    of_groups = {place.dp: place.rank for place in places}.values()
-    of_slices = {(place.dp, place.cp): place.rank for place in places}.values()
+    keys = {
+        "dp": [place.dp for place in places],
+        "cp": [(place.dp, place.cp) for place in places],
+        "world": [place.rank for place in places],
+    }
+    planned = loader.plan(clients[0].step)
+    axis = "dp" if planned is None else planned.plan.axis
+    distinct = dict(zip(keys[axis], (place.rank for place in places), strict=True)).values()
     for _ in count() if num_steps is None else range(num_steps):
         parts = {client.rank: step for client in clients if (step := next(client, None)) is not None}
         if not parts:
             return
-        has_own = any("hdp_ranks" in micro for step in parts.values() for micro in step)
-        counted = [micro for rank in (of_slices if has_own else of_groups) for micro in parts[rank]]
+        counted = [micro for rank in distinct for micro in parts[rank]]
         yield StepParts(
             number=next(iter(parts.values())).number,
             parts=parts,

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
-    from overlord.arrange.plan import Plan
     from overlord.declare.job import Job
     from overlord.declare.source import Unit
     from overlord.fleet.autoscaler import Autoscale
@@ -288,7 +287,7 @@ class Loader:
         group = np.repeat(np.arange(plan.num_groups), plan.counts)[micro]
         groups: list[int] = group.tolist()
         numbers: list[int] = (micro - first[group]).tolist()
-        ranks = [tuple(self._ranks_of(plan, number)) for number in range(plan.num_groups)]
+        ranks = [tuple(self.tree.ranks_of_group(plan.axis, number)) for number in range(plan.num_groups)]
         return [
             StepDocument(samples.source_names[source], *read[place], tokens, number, ranks[of])
             for place, (source, tokens, number, of) in enumerate(
@@ -503,13 +502,6 @@ class Loader:
         if group is None:
             group = self._group_of[rank] = self.tree.coordinates(rank).dp
         return self._constructors[group]
-
-    def _ranks_of(self, plan: Plan, group: int) -> list[int]:
-        """The ranks that train on the samples of a group of a plan."""
-        if plan.axis == "dp":
-            return self.tree.ranks_of(group)
-        dp, cp = divmod(group, self.job.mesh.cp)
-        return [rank for rank in self.tree.ranks_of(dp) if self.tree.coordinates(rank).cp == cp]
 
     def _readers(self) -> dict[int, int]:
         """The ranks that read in this process, with the next step of each."""

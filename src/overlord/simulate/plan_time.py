@@ -73,10 +73,9 @@ def plan_time(plan: Plan, mesh: Mesh, model: TimeModel) -> PlanTime:
     ranks exchange are encoded first, round by round, and each round takes as long as its slowest place.
     """
     rings, encoding = plan.part(Rings), plan.part(Encoding)
-    if (plan.axis, plan.group_size) != ("cp" if rings is not None else "dp", 1):
+    if plan.axis != ("cp" if rings is not None else "dp"):
         raise SpecError(
-            f"a plan is timed over dp groups, or over dp x cp ranks with rings; this one has groups of {plan.group_size} "
-            f"along {plan.axis}"
+            f"a plan is timed over dp groups, or over dp x cp ranks with rings; this one has groups along {plan.axis}"
         )
     micros = _of_groups(plan, mesh.cp, model) if rings is None else _of_pool(plan, rings, model)
     if rings is not None and mesh.pp == 1:

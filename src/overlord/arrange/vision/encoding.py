@@ -273,6 +273,8 @@ def encode(graph: DGraph, images: Images, cost: ImageCost, axis: Bucket = "cp") 
         raise SpecError(
             "ranks exchange images microbatch by microbatch: call balance(...) with equal_counts=True before encode"
         )
+    if graph.axis != "dp":
+        raise SpecError(f"images are exchanged between data-parallel groups: distribute over 'dp', not {graph.axis!r}")
     found = place_images(images, cost(images), a, graph.place, axis)
     text = "{} images over {} ranks along {}: slowest {:.3f}x mean; {:.0%} of their tokens stay in their group"
     stage = PlanStage("encode", text, (len(images), found.num_places, axis, found.straggler, found.share_that_stays))
