@@ -26,6 +26,7 @@ READERS = (ol.Parquet, ol.ArrowIpc, ol.Jsonl, ol.WebDataset)
 OTHER = {
     "Job": {
         "mesh": ol.Mesh(dp=2),
+        "stage_fields": ol.pipelines.StageFields("all"),
         "strategy": ol.strategies.plain(broadcast=("tp",)),
         "prefetch": 3,
         "num_workers": 0,
@@ -56,6 +57,7 @@ OTHER = {
         "buffer_bytes": 1 << 20,
         "on_bad_row": "skip",
         "null_columns": ("document",),
+        "size_columns": ("document",),
         "decode": ol.vision.DecodeImage("png"),
         "tokens": "ids",
         "loss_mask": "mask",

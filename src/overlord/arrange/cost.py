@@ -27,7 +27,16 @@ CostFunction = Callable[[Samples], Floats | Mapping[str, Floats]]
 
 def costs_of(function: CostFunction, samples: Samples) -> Floats:
     """The cost of each sample, summed over modules. Raises SpecError unless they are finite numbers >= 0, one per sample."""
-    found = function(samples)
+    try:
+        found = function(samples)
+    except KeyError as error:
+        if not error.args or error.args[0] in samples.sizes:
+            raise
+        known = ", ".join(samples.sizes) or "none"
+        raise SpecError(
+            f"the cost function found no size {error.args[0]!r}: samples have {known}. A column of the data becomes one "
+            "with size_columns=(...) of its source"
+        ) from error
     costs = sum(found.values(), np.zeros(len(samples))) if isinstance(found, Mapping) else np.asarray(found, np.float64)
     if costs.shape != (len(samples),):
         raise SpecError(f"a cost function returns one number per sample: {len(samples)}, got shape {costs.shape}")

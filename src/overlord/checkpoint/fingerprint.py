@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 FORMAT = 2
 """How values are described in a fingerprint. The first release had none: its descriptions are number 1."""
 
-JOB_MAY_CHANGE = frozenset({"mixture", "mesh", "strategy", "num_workers", "num_processes", "prefetch"})
+JOB_MAY_CHANGE = frozenset({"mixture", "mesh", "stage_fields", "strategy", "num_workers", "num_processes", "prefetch"})
 """The fields of a Job that a state does not depend on. Every other one has its own entry in the fingerprint."""
 
 BATCH_MAY_CHANGE = frozenset({"layout", "pad_to", "micro_tokens", "pad_token", "image_token", "columns", "drop_last"})
 """The fields of a Batch that say how the samples of a step are handed out, and whether a last, partial step comes. Every
 other one decides which samples a step has, or how rows are numbered."""
 
-SOURCE_MAY_CHANGE = frozenset({"repeat", "buffer_bytes", "loaders", "on_bad_row", "null_columns"})
-"""The fields of a Source that say where it ends, who reads it with how much memory, and what becomes of bad rows. The
+SOURCE_MAY_CHANGE = frozenset({"repeat", "buffer_bytes", "loaders", "on_bad_row", "null_columns", "size_columns"})
+"""The fields of a Source that say where it ends, who reads it with how much memory, what becomes of bad rows, and what
+costs are computed from. The
 fields that a reader adds are named by its identity(), but for those of `READER_MAY_CHANGE`."""
 
 READER_MAY_CHANGE = frozenset({"storage_options", "retry"})

@@ -18,6 +18,7 @@ from overlord.chunks.chunk import (
     loss_tokens,
     rows_of,
 )
+from overlord.chunks.size_columns import declared_sizes
 from overlord.chunks.transforms.apply import Reporter, Transforms
 from overlord.chunks.transforms.outcome import Context
 from overlord.errors import DataError, SchemaError
@@ -168,7 +169,8 @@ class ChunkMaker:
             order = self._order(number, table.num_rows)
             zeros = np.zeros(table.num_rows, np.int64)
             found = None if images is None else images.take(order)
-            facts = ChunkFacts(zeros, zeros) if found is None else ChunkFacts(zeros, zeros, found.sizes, images=found.images)
+            sizes = ({} if found is None else found.sizes) | self._declared_sizes(table, order)
+            facts = ChunkFacts(zeros, zeros, sizes, images=None if found is None else found.images)
             return Chunk(facts, table, order, origin, lineage)
         text = self._text(table, origin, lineage)
         if text.bad:
@@ -189,7 +191,7 @@ class ChunkMaker:
         document_end = end if rows.document_end is rows.end else rows.document_end[order]
         counts = {name: count for name, count in rows.counts.items() if count}
         found = None if images is None else images.take(document)
-        sizes = {} if found is None else found.sizes
+        sizes = ({} if found is None else found.sizes) | self._declared_sizes(table, document)
         if mask is not None and is_weights(mask):
             sizes = {**sizes, LOSS_EXTRA: loss_extra(begin, end, document_end, mask)}
         facts = ChunkFacts(
@@ -201,6 +203,10 @@ class ChunkMaker:
         )
         kept = self._select_columns(table)
         return Chunk(facts, kept, document, origin, lineage, documents.values, begin, end, document_end, mask)
+
+    def _declared_sizes(self, table: pa.Table, rows: Ints) -> dict[str, Ints]:
+        found = declared_sizes(self._name, table, self._source.size_columns)
+        return {name: column[rows] for name, column in found.items()}
 
     def _order(self, number: int, num_rows: int) -> Ints:
         if not self._source.shuffle:

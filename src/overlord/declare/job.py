@@ -99,6 +99,11 @@ class Job:
         return any(source.loss_weights is not None for source in self.sources.values())
 
     @property
+    def size_columns(self) -> tuple[str, ...]:
+        """The size columns of all sources."""
+        return tuple(dict.fromkeys(name for source in self.sources.values() for name in source.size_columns))
+
+    @property
     def is_masked(self) -> bool:
         """Whether some tokens may be without loss though another follows them."""
         return (

@@ -65,6 +65,12 @@ class BadRows:
             object.__setattr__(self, "path", os.path.expanduser(os.fspath(self.path)))
 
 
+_SIZES_OF_PLANNING = (
+    *("num_images", "image_height", "image_width", "image_pixels", "only_image"),
+    *("loss_extra", "waiting_since", "waited_steps"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A source of samples. For a format of your own, write a frozen dataclass with `units`, `read` and `identity`.
@@ -85,6 +91,9 @@ class Source:
     have a field of that name, and `step.loss_tokens` is the sum of the step's weights."""
     null_columns: Sequence[str] = ()
     """Those of `Batch.columns` that this source does not have: they are null for its samples."""
+    size_columns: Sequence[str] = ()
+    """Columns of whole numbers, one per row (frames of audio, say), that cost functions get as `samples.sizes[name]`: 0
+    where null, and for sources without the column. Each piece of a cut document has those of the whole row."""
     repeat: bool | int = True
     """True: endless. False: one epoch. A number: that many epochs."""
     shuffle: bool = True
@@ -130,6 +139,11 @@ class Source:
                 "masks a token"
             )
         object.__setattr__(self, "null_columns", column_names(self.null_columns, "null_columns"))
+        object.__setattr__(self, "size_columns", column_names(self.size_columns, "size_columns"))
+        if taken := [name for name in self.size_columns if name in _SIZES_OF_PLANNING]:
+            raise SpecError(
+                f"size_columns names {taken[0]!r}, a size that planning computes itself; give the column another name"
+            )
         if isinstance(self.on_bad_row, str):
             object.__setattr__(self, "on_bad_row", BadRows(self.on_bad_row))
 

@@ -181,6 +181,7 @@ def make_planner(
         extents=[Extent(chunks_per_epoch(num_units[name], s.window), s.num_epochs) for name, s in job.sources.items()],
         routes=routes,
         has_loss_masks=job.is_masked,
+        size_columns=job.size_columns,
         max_lead=max_lead,
         log=log,
         steering=Steering(job.mix, start, place, steered, log=log, is_safe=is_safe),

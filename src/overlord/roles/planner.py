@@ -78,6 +78,7 @@ class Planner:
         extents: Sequence[Extent],
         routes: Routes,
         has_loss_masks: bool = False,
+        size_columns: Sequence[str] = (),
         max_lead: int = 8,
         log: PlanLog | None = None,
         steering: Steering | None = None,
@@ -91,6 +92,7 @@ class Planner:
         self._place = place
         self._extents = extents
         self._has_loss_masks = has_loss_masks
+        self._size_columns = size_columns
         self._max_lead = max_lead
         self._log = log
         self._steering = steering or Steering(mixture, start, place, Steered(), log=log)
@@ -347,7 +349,11 @@ class Planner:
 
     def _arrange(self, step: DrawnStep) -> Plan:
         costs = self._steering.costs_at(step.number) if self._steering.may_decide else None
-        graph = DGraph(step.samples, self._batch, self._place, step.rows, step.in_rows, in_force=costs)
+        samples, in_rows = step.samples, step.in_rows
+        if self._size_columns:  # also in steps without a sample of the sources that have them
+            samples = samples.with_sizes(self._size_columns)
+            in_rows = None if in_rows is None else in_rows._replace(samples=in_rows.samples.with_sizes(self._size_columns))
+        graph = DGraph(samples, self._batch, self._place, step.rows, in_rows, in_force=costs)
         try:
             plan = self._strategy(graph.mix(step.weights, self._mixture.unit))
             plan.check_groups(self._place)

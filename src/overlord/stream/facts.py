@@ -164,6 +164,13 @@ class Samples:
             return made
         return replace(made, sizes={**self.sizes, LOSS_EXTRA: np.zeros(len(self), np.int64) + extra})
 
+    def with_sizes(self, names: Sequence[str]) -> Samples:
+        """A copy that has all these columns of `sizes`: 0 where there are none yet."""
+        missing = [name for name in names if name not in self.sizes]
+        if not missing:
+            return self
+        return replace(self, sizes={**self.sizes, **{name: np.zeros(len(self), np.int64) for name in missing}})
+
     def for_sources(self, names: tuple[str, ...]) -> Samples:
         """A copy for another list of source names. Samples of sources that are not in the list are dropped."""
         index_of = {name: i for i, name in enumerate(names)}
