@@ -32,7 +32,7 @@ NAMESPACES = {
     },
     "hdp": {"Offload", "split"},
     "pipelines": {"Pipeline", "StageFields", "level", "order", "timing"},
-    "policies": {"BadRows", "Feedback", "MultiplicativeWeights", "OutlierDelay", "Retry"},
+    "policies": {"BadRows", "Epochs", "Feedback", "MixtureProgress", "MultiplicativeWeights", "OutlierDelay", "Retry"},
     "scaling": {
         *("ActorOptions", "Autoscale", "Budget", "Partition", "Partitioning", "ScalingPolicy", "Share", "partition"),
     },

@@ -1,8 +1,9 @@
-"""How much of each source a step holds: weights, schedules, and weights that follow reported losses."""
+"""How much of each source a step holds: weights, schedules, functions, and weights that follow reported losses."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,6 +11,58 @@ from typing import Literal
 from overlord.errors import SpecError
 
 Weights = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureProgress:
+    """How far a run is before a step, for mixtures that are functions of it. Every mapping has 0 for other names."""
+
+    samples: Mapping[str, int] = field(default_factory=Counter[str])
+    """The samples drawn from each source so far."""
+    tokens: Mapping[str, int] = field(default_factory=Counter[str])
+    """The tokens drawn from each source so far."""
+    epochs: Mapping[str, int] = field(default_factory=Counter[str])
+    """The epoch that each source is in, from 0."""
+
+
+WeightFunction = Callable[[int, MixtureProgress], Weights]
+"""(step, progress before it) to the weights from that step on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """A schedule by epochs, for `Mixture(weights=...)`: {epoch: {source: weight}}.
+
+    A phase begins with the first step before which `of` has begun that epoch. Without `of`, all sources that have weight in
+    the phase before must have begun it.
+    """
+
+    weights: Mapping[int, Weights]
+    of: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.weights or any(not isinstance(epoch, int) or epoch < 0 for epoch in self.weights):
+            raise SpecError(f"Epochs takes {{epoch: weights}} with epochs from 0 on, got {self.weights!r}")
+        if min(self.weights) != 0:
+            raise SpecError(f"a schedule by epochs begins with epoch 0, this one with {min(self.weights)}")
+        for epoch, weights in self.weights.items():
+            if not isinstance(weights, Mapping):
+                raise SpecError(f"Epochs takes {{epoch: {{source: weight}}}}, got {weights!r} for epoch {epoch}")
+            _check_weights(weights, f"in epoch {epoch}")
+
+    def __call__(self, step: int, progress: MixtureProgress) -> Weights:
+        """The weights of the phase that a run is in."""
+        del step
+        phases = sorted(self.weights.items())
+        _, now = phases[0]
+        for epoch, weights in phases[1:]:
+            waits_for = [self.of] if self.of is not None else [name for name, weight in now.items() if weight > 0]
+            if any(progress.epochs[name] < epoch for name in waits_for):
+                break
+            now = weights
+        return now
+
+
 Stop = Literal["first_exhausted", "all_exhausted", "drop_exhausted"]
 
 
@@ -20,8 +73,9 @@ class Mixture:
     Sources are drawn in turn by virtual time, so that each stays within a few samples of its share at every step.
     """
 
-    weights: Weights | Mapping[int, Weights]
-    """Source to weight, or a schedule {step: {source: weight}}. A source that an entry leaves out has weight 0 there."""
+    weights: Weights | Mapping[int, Weights] | WeightFunction
+    """Source to weight; a schedule {step: {source: weight}}; `policies.Epochs`; or a function (step, progress) -> {source:
+    weight}. A source that an entry leaves out has weight 0 there."""
     unit: Literal["samples", "tokens"] = "samples"
     """What weights are shares of."""
     ramp: Literal["hold", "linear"] = "hold"
@@ -31,6 +85,10 @@ class Mixture:
     until all have been read once. drop_exhausted: continue without them until none is left."""
     feedback: Feedback | None = None
     """Moves the weights by the losses that trainers report."""
+    every: int = 100
+    """How often a function is called: before each step that this divides. Each result is written down before it is used, so
+    that a step that is drawn again has the weights that it had."""
+    _first: Weights | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.unit not in ("samples", "tokens"):
@@ -39,25 +97,40 @@ class Mixture:
             raise SpecError(f"a mixture's ramp is hold or linear, not {self.ramp!r}")
         if self.stop not in ("first_exhausted", "all_exhausted", "drop_exhausted"):
             raise SpecError(f"stop must be first_exhausted, all_exhausted or drop_exhausted, not {self.stop!r}")
+        self._check_function()
         schedule = self.schedule
         if not schedule:
             raise SpecError("a mixture needs at least one weight")
         if schedule[0][0] != 0:
             raise SpecError(f"a mixture's schedule must begin at step 0, it begins at {schedule[0][0]}")
         for step, weights in schedule:
-            for name, weight in weights.items():
-                if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
-                    raise SpecError(f"the weight of {name!r} at step {step} must be a number >= 0, got {weight!r}")
-            if not any(weights.values()):
-                raise SpecError(f"at step {step} every weight is 0: nothing to train on")
+            _check_weights(weights, f"at step {step}")
         if self.feedback is not None and len(schedule) > 1:
             raise SpecError("a mixture is moved by its schedule or by feedback, not by both: give one set of weights")
 
+    def _check_function(self) -> None:
+        if not isinstance(self.weights, Mapping) and not callable(self.weights):
+            raise SpecError(f"a mixture's weights are {{source: weight}}, a schedule or a function, got {self.weights!r}")
+        if not isinstance(self.every, int) or self.every < 1:
+            raise SpecError(f"every is a number of steps, at least 1, got {self.every!r}")
+        if self.function is not None:
+            if self.feedback is not None or self.ramp != "hold":
+                raise SpecError("a mixture that is a function has neither feedback nor a ramp: the function decides alone")
+            object.__setattr__(self, "_first", self.function(0, MixtureProgress()))
+            if not isinstance(self._first, Mapping):
+                raise SpecError(f"a function of (step, progress) returns {{source: weight}}, it returned {self._first!r}")
+
+    @property
+    def function(self) -> WeightFunction | None:
+        """The function that returns the weights; None where they are declared."""
+        return None if isinstance(self.weights, Mapping) else self.weights
+
     @property
     def schedule(self) -> tuple[tuple[int, Weights], ...]:
-        """(step, weights), in order of steps."""
+        """(step, weights), in order of steps. Of a function only the weights that it begins with."""
         entries: dict[int, Weights] = {}
-        for key, value in self.weights.items():
+        declared = self.weights if isinstance(self.weights, Mapping) else {0: self._first or {}}
+        for key, value in declared.items():
             if isinstance(value, Mapping):
                 if not isinstance(key, int) or key < 0:
                     raise SpecError(f"a mixture's schedule is {{step: weights}} with steps >= 0, got step {key!r}")
@@ -90,6 +163,14 @@ class Mixture:
         weights = self.declared_at(step)
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items() if weight > 0}
+
+
+def _check_weights(weights: Weights, when: str) -> None:
+    for name, weight in weights.items():
+        if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+            raise SpecError(f"the weight of {name!r} {when} must be a number >= 0, got {weight!r}")
+    if not any(weights.values()):
+        raise SpecError(f"{when} every weight is 0: nothing to train on")
 
 
 Rule = Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]]

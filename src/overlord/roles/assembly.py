@@ -147,10 +147,11 @@ def make_loader_host(
 def are_decisions_safe(job: Job, era: Era | None, engine: Engine) -> bool:
     """True if the decisions of a planner outlive it: they are logged, or the planner lives and dies with the run."""
     if era is None and not engine.keeps_planner:
-        if job.mix.feedback is not None:
+        if job.mix.feedback is not None or job.mix.function is not None:
+            what = "with feedback" if job.mix.feedback is not None else "that is a function"
             raise SpecError(
-                "a mixture with feedback decides while the job runs, and on a cluster the planner may be lost: let it write "
-                "that down with start(log=...)"
+                f"a mixture {what} decides while the job runs, and on a cluster the planner may be lost: let it write that "
+                "down with start(log=...)"
             )
         return False
     return True

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from overlord.arrange.graph import DGraph
+from overlord.declare.mixture import MixtureProgress
 from overlord.errors import DataError, OverlordError, SpecError
 from overlord.planlog.records import same
 from overlord.roles.facts_cache import FactsCache
@@ -304,7 +305,7 @@ class Planner:
     def _draw(self) -> DrawnStep | None:
         number = self._drawer.number
         if number >= self._window.reached and self._steering.may_decide:
-            self._steering.settle(number)
+            self._steering.settle(number, lambda: self._mixture_progress(number))
         self._busy = f"the planner is drawing step {number}"
         try:
             return self._drawer.next_step()
@@ -313,6 +314,16 @@ class Planner:
             raise
         finally:
             self._busy = self._facts.waits_for = ""
+
+    def _mixture_progress(self, step: int) -> MixtureProgress:
+        """What a mixture that is a function of the progress gets before a step."""
+        _, at = self._window.known_progress(step)
+        per_epoch = [extent.chunks_per_epoch for extent in self._extents]
+        return MixtureProgress(
+            samples=Counter(dict(zip(at.names, at.samples.tolist(), strict=True))),
+            tokens=Counter(dict(zip(at.names, at.tokens.tolist(), strict=True))),
+            epochs=Counter(dict(zip(at.names, (at.chunk // np.array(per_epoch)).tolist(), strict=True))),
+        )
 
     def _keep_progress(self, drawn: DrawnStep) -> None:
         """Keep the progress after a step, in the log too, before anybody gets the plan."""

@@ -1,7 +1,7 @@
 """What steers a run beside its declaration: decisions about weights and costs, and the reports that the next will follow
 from. It is part of a state, and of the log.
 
-    weights   {"weights": {name: share} or null, "of": digest of the mixture, "by": "user" or "feedback", ...}
+    weights   {"weights": {name: share} or null, "of": digest of the mixture, "by": "user", "feedback" or "function", ...}
     costs     {"modules": {name: [coefficients]}, "of": digest of the initial cost, "slow": {group: factor}, ...}
 
 Weights hold from their step on until the next such decision, whatever the declared schedule says; null means the schedule.
@@ -87,6 +87,8 @@ def join_decisions(own: Iterable[Decision], known: Iterable[Decision], step: int
 
 
 def mixture_digest(mixture: Mixture) -> str:
+    if mixture.function is not None:  # its own code may change: it is called again at the next step that is due
+        return digest_of("function", mixture.unit)
     schedule = [
         (step, sorted((name, float(weight)) for name, weight in weights.items())) for step, weights in mixture.schedule
     ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from overlord.declare.mixture import Feedback, Rule, shares
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 Sums = dict[str, tuple[int, int]]
 """Source to (the sum of losses, in whole millionths, and the tokens they are the sum over)."""
@@ -40,8 +40,13 @@ def weight_update(rule: Rule, weights: Mapping[str, float], losses: Mapping[str,
     """The weights that a rule returns, or the old ones where it returns none that can be used."""
     if not losses:
         return WeightUpdate(dict(weights), "no losses were reported")
+    return checked_weights(lambda: rule(weights, losses), weights)
+
+
+def checked_weights(rule: Callable[[], Mapping[str, float]], weights: Mapping[str, float]) -> WeightUpdate:
+    """The weights that a call returns, or the old ones where it returns none that can be used."""
     try:
-        new = {str(name): float(weight) for name, weight in rule(weights, losses).items()}
+        new = {str(name): float(weight) for name, weight in rule().items()}
     except Exception as error:  # noqa: BLE001 - whatever a user's rule raises, the run goes on with the weights it has
         return WeightUpdate(dict(weights), f"the rule raised {type(error).__name__}: {error}")
     unknown = [name for name in new if name not in weights]

@@ -12,7 +12,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from overlord.declare.mixture import Mixture, shares
+from overlord.declare.mixture import Epochs, Mixture, MixtureProgress, shares
 from overlord.errors import SpecError, StorageError
 from overlord.steering.decisions import (
     COSTS,
@@ -23,7 +23,7 @@ from overlord.steering.decisions import (
     in_force,
     mixture_digest,
 )
-from overlord.steering.feedback import ReportedLosses, loss_sums, weight_update
+from overlord.steering.feedback import ReportedLosses, checked_weights, loss_sums, weight_update
 from overlord.steering.learning import Learning
 from overlord.stream.weights import WeightSchedule
 
@@ -92,7 +92,7 @@ class Steering:
         self._settled = {(d.name, d.step) for d in self._decisions if d.value.get("by") != "user"}
         self._decided_until = max((d.value.get("until", 0) for d in self._decisions), default=0)
         self._learning = Learning(place, is_safe)
-        self.may_decide = mixture.feedback is not None or bool(self._decisions)
+        self.may_decide = mixture.feedback is not None or mixture.function is not None or bool(self._decisions)
         """False while there is nothing to decide or to look up: the declared weights and costs hold at every step."""
         self.schedule = WeightSchedule(mixture, start.names)
         for decision in sorted(self._decisions, key=lambda d: d.step):
@@ -113,7 +113,9 @@ class Steering:
         feedback = self._mixture.feedback
         with self._losses_lock:
             heard = () if feedback is None else tuple(self._heard.before(step, feedback))
-        return Steered(in_force(self._decisions, step), heard)
+        # What a function returned for steps that are only drawn ahead is left out: how many are, depends on timing.
+        made = [d for d in self._decisions if d.step < step or d.value.get("by") != "function"]
+        return Steered(in_force(made, step), heard)
 
     def report(self, report: StepReport, reached: int) -> list[str]:
         """Record a rank's report of a step. Returns the reasons why parts of it do not count. Never waits for planning."""
@@ -147,8 +149,10 @@ class Steering:
         """Whether something has to be decided before a step is drawn."""
         return bool(self._due(step))
 
-    def settle(self, step: int) -> None:
-        """Make the decisions that are due before a step is drawn for the first time."""
+    def settle(self, step: int, progress: Callable[[], MixtureProgress]) -> None:
+        """Make the decisions that are due before a step is drawn for the first time; `progress` is that before it."""
+        if self._calls_function(step):
+            self._by_function(step, progress())
         for name, decide in self._due(step):
             self._settled.add((name, step))
             decision, as_before = decide(step)
@@ -176,6 +180,37 @@ class Steering:
         if self._is_safe and self._learning.is_due(step) and (COSTS, step) not in self._settled:
             due.append((COSTS, self._by_times))
         return due
+
+    def _calls_function(self, step: int) -> bool:
+        """Whether the mixture's function is called before a step. Weights that a user has set hold until they are unset."""
+        mixture = self._mixture
+        if mixture.function is None or (WEIGHTS, step) in self._settled:
+            return False
+        held = self._latest_weights(step)
+        if held is None or held.value["weights"] is None:
+            return True
+        return held.value.get("by") != "user" and (step % mixture.every == 0 or isinstance(mixture.function, Epochs))
+
+    def _by_function(self, step: int, progress: MixtureProgress) -> None:
+        function = self._mixture.function
+        assert function is not None  # only then is it called
+        before = self.weights_at(step)
+        found = checked_weights(lambda: function(step, progress), before)
+        if found.note:
+            _log.warning("the weights stay as they are from step %d on: %s", step, found.note)
+        held = self._latest_weights(step)
+        weights = {name: share for name, share in found.weights.items() if share > 0}
+        if isinstance(function, Epochs) and held is not None and held.value["weights"] == weights:
+            return  # a phase goes on: it follows from the progress, so there is nothing to write down
+        decision = Decision(step, WEIGHTS, {"of": self._digest, "by": "function", "weights": weights, "note": found.note})
+        if self._try_record(decision):
+            self._settled.add((WEIGHTS, step))
+            self._add(decision)
+
+    def _latest_weights(self, step: int) -> Decision | None:
+        """The decision about weights that holds at a step."""
+        held = [d for d in reversed(self._decisions) if d.name == WEIGHTS and d.step <= step]
+        return max(held, key=lambda d: d.step) if held else None  # of two for one step, the one made later
 
     def _by_feedback(self, step: int) -> tuple[Decision, Decision]:
         feedback = self._mixture.feedback
