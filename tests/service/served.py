@@ -71,5 +71,5 @@ class Raw:
         (result,) = self._client.do_action(flight.Action(action, body), self._options)
         return ACTIONS[action].unpack_reply(memoryview(result.body))
 
-    def hello(self, rank: int = 0) -> dict:
-        return msgspec.structs.asdict(self.act("hello", wire.pack(wire.Hello(wire.VERSION, rank))))
+    def hello(self, rank: int = 0, needs_flight: bool = False) -> dict:
+        return msgspec.structs.asdict(self.act("hello", wire.pack(wire.Hello(wire.VERSION, rank, needs_flight))))

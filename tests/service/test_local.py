@@ -146,12 +146,8 @@ def uses_dev_shm(process: int) -> bool:
     """Whether a process has anything in that file system, open, mapped or left by name. Others may use it meanwhile."""
     folder = Path("/proc", str(process))
     opened = [os.readlink(entry) for entry in (folder / "fd").iterdir() if entry.is_symlink()]
-    found = [
-        *opened,
-        *(folder / "maps").read_text().splitlines(),
-        *(entry.name for entry in Path("/dev/shm").glob("*over*")),
-    ]
-    return any("/dev/shm" in entry or "overlord" in entry for entry in found if "memfd:" not in entry)
+    mapped = (folder / "maps").read_text().splitlines()
+    return any("/dev/shm" in entry for entry in (*opened, *mapped)) or any(Path("/dev/shm").glob("overlord*"))
 
 
 def shared_bytes(loader: ol.Loader) -> int:

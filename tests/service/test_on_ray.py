@@ -32,7 +32,7 @@ def listener(address: str) -> int:
 
 def test_each_group_is_served_by_its_own_constructor_and_the_stream_is_that_of_one_process(loader):
     front = loader.serve()
-    homes = [Raw(front).hello(rank)["address"] for rank in range(4)]
+    homes = [Raw(front).hello(rank, needs_flight=True)["address"] for rank in range(4)]
     assert homes[0] == homes[1] != homes[2] == homes[3]
     assert len({os.getpid(), *map(listener, homes)}) == 3, "in processes of their own"
     clients = [ol.connect(front, rank=rank, timeout_s=60) for rank in range(4)]
@@ -50,12 +50,12 @@ def test_trainers_go_on_when_their_constructor_is_killed(loader):
     clients = [ol.connect(front, rank=rank, token="hard-to-guess", timeout_s=60) for rank in range(4)]
     found = streams(clients, 2)
     raw = Raw(front, "hard-to-guess")
-    killed = listener(raw.hello(3)["address"])
+    killed = listener(raw.hello(3, needs_flight=True)["address"])
     os.kill(killed, signal.SIGKILL)
     for steps, more in zip(found, streams(clients, 3), strict=True):
         steps += more
     assert found == undisturbed(JOB, 5)
-    assert listener(raw.hello(3)["address"]) != killed
+    assert listener(raw.hello(3, needs_flight=True)["address"]) != killed
 
 
 def test_a_state_is_loaded_and_a_mesh_is_changed_through_all_servers(loader):

@@ -12,6 +12,7 @@ import logging
 import os
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _STEP = 1 << 16
 """Sizes are rounded up to a multiple of this, so that batches of nearly equal size share buffers."""
+_MOST_OPEN_FILES = 1 << 16
 
 
 _log = logging.getLogger(__name__)
@@ -51,7 +53,9 @@ class Arenas:
         if not self.is_shared and not self.why_private:
             reason = why_unavailable()
             self.is_shared = reason is None
-            if reason is not None:
+            if reason is None:
+                _allow_more_open_files()
+            else:
                 self._give_up(reason)
         return self.is_shared
 
@@ -125,6 +129,17 @@ class Arenas:
     def _give_up(self, reason: str) -> None:
         self.is_shared, self.why_private = False, reason
         _log.warning("batches are built in private memory, and copied to trainers in other processes: %s", reason)
+
+
+def _allow_more_open_files() -> None:
+    """Raise the soft limit of descriptors, which is often 1,024: a buffer in shared memory takes two."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class _Arena(np.ndarray):

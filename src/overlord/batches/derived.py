@@ -36,6 +36,7 @@ def fill_next_tokens(
 ) -> None:
     """Write the next token of each place; at the last place of each document, the one that follows the document."""
     labels[:-1] = tokens[1:]
+    labels[-1:] = NO_LOSS
     labels[ends - 1] = following
 
 

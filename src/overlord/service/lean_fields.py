@@ -63,8 +63,9 @@ def derive(fields: Mapping[str, Any], extra: Mapping[str, NDArray[Any] | None], 
     found: Fields = {}
     if "labels" in extra:
         following, bits = extra["labels"], extra["loss_mask"]
-        if following is None or following.shape != (places.num_with_text,):
+        if following is None or following.shape != (places.num_with_text,) or following.dtype != np.int64:
             raise ValueError(f"there is not one last label for each of {places.num_with_text} documents with text")
+        _check_bits(bits, n)
         labels, mask = memory[: 8 * n].view(np.int64), memory[12 * n :].view(np.bool_)
         derive_labels(labels, mask, places, tokens=tokens.reshape(-1), following=following, loss_bits=bits)
         found |= {"labels": labels.reshape(shape), "loss_mask": mask.reshape(shape)}
@@ -79,6 +80,7 @@ def derive(fields: Mapping[str, Any], extra: Mapping[str, NDArray[Any] | None], 
         bits = extra["image_row"]
         if bits is None:
             raise ValueError("there are no bits for the places of images")
+        _check_bits(bits, n)
         is_image = np.unpackbits(bits, count=n).view(np.bool_)
         found["image_row"] = image_rows(is_image).reshape(shape)
     return found
@@ -99,6 +101,11 @@ def _places_of(fields: Mapping[str, Any]) -> Places | None:
         return Places(tokens.size, starts, lengths, bounds)
     except ValueError:
         return None
+
+
+def _check_bits(bits: NDArray[Any] | None, num_places: int) -> None:
+    if bits is not None and (bits.dtype != np.uint8 or bits.shape != (-(-num_places // 8),)):
+        raise ValueError(f"there is not one bit for each of {num_places} places")
 
 
 def _numbers(value: Any) -> NDArray[np.int32] | None:

@@ -225,6 +225,7 @@ def _unpack_fields(listed: Sequence[Field], regions: Sequence[Region], arenas: A
             fields[field.name] = None  # to keep the order of fields
         else:
             fields[field.name] = _unpack_field(field, regions, arenas)
+            derived.pop(field.name, None)
     if derived:
         try:
             computed = derive(fields, derived, arenas)
