@@ -5,8 +5,8 @@ import signal
 from pathlib import Path
 
 import overlord as ol
-from tests.contract.conftest import Start, on_ray
-from tests.contract.streams import stream, text_job
+from tests.contract.conftest import Start, on_processes, on_ray
+from tests.contract.streams import part, stream, text_job
 
 COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.1, constant=0.0)
 
@@ -46,6 +46,21 @@ def test_trainers_do_not_notice_that_the_planner_was_killed(ray_cluster: None, t
         state = loader.state_dict()
     with ol.start(job, resume=state) as loader, ol.start(job) as other:
         assert stream(loader, 2) == stream(other, 14)[12:]
+
+
+def test_trainers_do_not_notice_that_worker_processes_were_killed(tmp_path: Path):
+    job = text_job(tmp_path, loaders=2, mesh=ol.Mesh(dp=2), num_workers=1)
+    with ol.start(job) as loader:
+        expected = stream(loader, 12)
+    with on_processes(job) as loader:
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
+        found = []
+        for number in range(12):
+            killed = loader._engine._processes[number % 2].pid
+            if number % 4 == 3 and killed is not None:
+                os.kill(killed, signal.SIGKILL)
+            found.append([part(next(client)) for client in clients])
+        assert found == expected
 
 
 def test_a_run_that_ended_goes_on_from_its_log_on_any_engine(start: Start, tmp_path: Path):

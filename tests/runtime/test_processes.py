@@ -9,13 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 
 import overlord as ol
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
-from overlord.runtime.processes.engine import choose_process
+from overlord.runtime.processes.engine import choose_process, num_usable_cores
 from tests.faults.disturbance import send
 from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
 from tests.small_sources import Numbered, job_of
@@ -360,6 +361,25 @@ def test_a_wrong_option_is_refused_and_says_why(make, message):
 )
 def test_a_role_goes_where_the_fewest_of_its_kind_are(name: str, held: list[list[str]], chosen: int):
     assert choose_process(name, held) == chosen
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({}, 10**9),
+        ({"cpu.max": "max 100000"}, 10**9),
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 10**9),
+        ({"cpu/cpu.cfs_quota_us": "90000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu.max": "nonsense"}, 10**9),
+    ],
+)
+def test_a_container_gets_no_more_processes_than_it_has_cpu_time_for(files: dict[str, str], most: int, tmp_path: Path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert num_usable_cores(tmp_path) == min(len(os.sched_getaffinity(0)), most)
 
 
 SCRIPT = """

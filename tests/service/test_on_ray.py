@@ -1,4 +1,5 @@
-"""A run on Ray, served: every constructor has a server of its own, and dies without its trainers noticing."""
+"""A run on Ray or in worker processes, served: every constructor has a server of its own, and dies without its trainers
+noticing."""
 
 import os
 import signal
@@ -10,13 +11,16 @@ import pytest
 import overlord as ol
 from tests.service.served import Raw, streams, two_sources, undisturbed
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
 JOB = two_sources(mesh=ol.Mesh(dp=2, cp=2))
 
 
-@pytest.fixture
-def loader(ray_cluster: None) -> Iterator[ol.Loader]:
-    with ol.start(JOB, engine=ol.Ray("auto", loader_hosts=1, loaders=ol.scaling.ActorOptions())) as loader:
+@pytest.fixture(params=["processes", "ray"])
+def loader(request: pytest.FixtureRequest) -> Iterator[ol.Loader]:
+    engine: ol.Processes | ol.Ray = ol.Processes(2)
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+        engine = ol.Ray("auto", loader_hosts=1, loaders=ol.scaling.ActorOptions())
+    with ol.start(JOB, engine=engine) as loader:
         yield loader
 
 

@@ -261,6 +261,8 @@ class HostProcess:
                 try:
                     message = control.receive(watch.wait_s)
                 except TimeoutError:
+                    if process.poll() is not None:  # a process forked from this one may have inherited its connection
+                        return ""
                     continue
                 self._take(message, control, watch)
         except (EOFError, ConnectionError):
