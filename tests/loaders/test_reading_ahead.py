@@ -9,7 +9,7 @@ SECONDS = st.floats(0.001, 100)
 
 
 def pace_of(make_s: float, interval_s: float, num_requests: int = 9) -> ChunkPace:
-    pace = ChunkPace().with_chunk(make_s)
+    pace = ChunkPace().with_chunk(make_s / 2, make_s / 2)
     for number in range(num_requests):
         pace = pace.with_request(number * interval_s)
     return pace
@@ -25,7 +25,7 @@ def test_as_many_chunks_are_made_as_are_requested_meanwhile_and_half_as_many_aga
 def test_nothing_is_made_early_before_the_pace_is_known():
     assert ChunkPace().num_ahead(9) == 0
     assert ChunkPace().with_request(0).with_request(1).num_ahead(9) == 0
-    assert ChunkPace().with_chunk(5).with_request(0).num_ahead(9) == 0
+    assert ChunkPace().with_chunk(5, 0).with_request(0).num_ahead(9) == 0
     assert pace_of(5, 0.0).num_ahead(9) == 9
 
 
@@ -33,13 +33,25 @@ def test_nothing_is_made_early_before_the_pace_is_known():
 def test_a_source_that_is_too_slow_gets_threads_until_it_is_quick_enough(make_s, needed, num_threads):
     """Of a run that could use `needed` chunks in the time that one takes. In the making are those ahead, and the one that is
     waited for; so many come in that time."""
-    pace, now, ahead = ChunkPace().with_chunk(make_s), 0.0, 0
+    pace, now, ahead = ChunkPace().with_chunk(make_s / 2, make_s / 2), 0.0, 0
     for _ in range(200):
         ahead = pace.num_ahead(num_threads)
         now += make_s / min(1 + ahead, needed)
         pace = pace.with_request(now)
     assert 1 + ahead >= min(needed, num_threads)
     assert ahead <= 1.5 * needed + 0.001
+
+
+@given(SECONDS, st.integers(2, 64))
+def test_a_source_that_holds_the_gil_gets_no_more_threads_than_help(cpu_s, num_threads):
+    """Its chunks come one after the other, however many are in the making; all others wait for the GIL meanwhile."""
+    pace, now, ahead = ChunkPace(), 0.0, 0
+    for _ in range(100):
+        pace = pace.with_chunk(cpu_s, cpu_s * ahead * 0.9 if ahead > 1 else 0.0)
+        now += cpu_s
+        pace = pace.with_request(now)
+        ahead = pace.num_ahead(num_threads)
+    assert ahead <= 2
 
 
 @given(SECONDS, SECONDS, st.integers(2, 8))

@@ -22,12 +22,21 @@ _NOTICED_S = 0.002
 class ChunkPace:
     """What a loader has measured: the time to make a chunk, and when new chunks were requested last."""
 
-    make_s: float = 0.0
+    cpu_s: float = 0.0
+    waits: tuple[float, ...] = ()
+    """How long the last chunks waited while they were made: for storage, or for the GIL."""
     requests: tuple[float, ...] = ()
 
-    def with_chunk(self, seconds: float) -> ChunkPace:
+    @property
+    def make_s(self) -> float:
+        """Thread-seconds that a chunk takes. Of the waits only the shortest counts: others may be for the GIL, which more
+        threads would make longer."""
+        return self.cpu_s + min(self.waits, default=0.0)
+
+    def with_chunk(self, cpu_s: float, wait_s: float) -> ChunkPace:
         """After a chunk was made."""
-        return replace(self, make_s=self.make_s + (_SMOOTHING if self.make_s else 1.0) * (seconds - self.make_s))
+        smoothed = self.cpu_s + (_SMOOTHING if self.waits else 1.0) * (cpu_s - self.cpu_s)
+        return replace(self, cpu_s=smoothed, waits=(*self.waits[1 - _NUM_INTERVALS :], wait_s))
 
     def with_request(self, now: float) -> ChunkPace:
         """After the first request for a chunk."""

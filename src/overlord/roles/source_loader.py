@@ -341,10 +341,11 @@ class SourceLoader:
                 self._failed.add(number)
             raise
         seconds, cpu_s = self._clock() - began, cpu_time() - began_cpu
+        work = _work_on(hot, seconds, cpu_s)
         with self._lock:
             self._pending.pop(number, None)
-            self._work = self._work.plus(_work_on(hot, seconds, cpu_s))
-            self._pace = self._pace.with_chunk(seconds)
+            self._work = self._work.plus(work)
+            self._pace = self._pace.with_chunk(work.cpu_s, work.wait_s)
             self._facts[number] = hot.chunk.facts
             hot = self._admit(number, hot, is_needed=False)
             self._read_ahead()
