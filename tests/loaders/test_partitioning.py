@@ -43,6 +43,39 @@ def test_tiny_sources_share_one_host_and_a_heavy_one_gets_several():
     assert "so 3 loaders, each in another host" in found.sources["heavy"].reason
 
 
+def test_a_source_that_is_cheap_but_large_gets_the_loaders_that_its_transfer_needs():
+    profiles = {"images": profile("images", 0.01, sent_bytes=400e6), "text": profile("text", 0.5, sent_bytes=1e6)}
+    rates = [{"images": 8.0, "text": 2.0}]
+    assert partition(profiles, rates, BUDGET).sources["images"].loaders == 1
+    found = partition(profiles, rates, replace(BUDGET, host_bytes_per_s=1e9))
+    assert (found.sources["images"].loaders, found.sources["text"].loaders) == (4, 1)  # 3.2 GB/s at 1 GB/s each
+    assert len(set(found.partition.hosts_of("images"))) == 4
+    assert (
+        "send 3.2e+09 bytes/s: with headroom more than the 1e+09 of one host, so 4 loaders" in found.sources["images"].reason
+    )
+    with pytest.raises(
+        SpecError, match=r"as much as 3.2 loader hosts can at 1e\+09 .* there are 2: 'images' 3.2e\+09, 'text'"
+    ):
+        partition(profiles, rates, replace(BUDGET, host_bytes_per_s=1e9, num_hosts=2))
+    with pytest.raises(SpecError, match="sends more than 0 bytes a second, got host_bytes_per_s=0"):
+        replace(BUDGET, host_bytes_per_s=0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.001, 0.5), st.floats(0, 5e8), st.floats(0, 4)), min_size=1, max_size=8),
+    st.floats(1e8, 4e9),
+)
+def test_no_host_has_to_send_more_than_it_can(sources, per_s):
+    profiles = {f"s{i}": profile(f"s{i}", cpu, sent_bytes=sent) for i, (cpu, sent, _) in enumerate(sources)}
+    rates = {f"s{i}": rate for i, (_, _, rate) in enumerate(sources)}
+    budget = replace(BUDGET, cpus=1000, memory_bytes=1 << 40, host_bytes_per_s=per_s)
+    found = partition(profiles, [rates], budget).partition
+    sent = [sum(rates[s.source] * profiles[s.source].sent_bytes / s.of for s in host) for host in found.hosts]
+    workers = [sum(rates[s.source] * profiles[s.source].chunk_s / s.of for s in host) for host in found.hosts]
+    assert max(sent) <= per_s * (1 + 1e-6)
+    assert max(workers) <= budget.workers_per_host + 1e-6
+
+
 def test_a_source_that_no_step_asks_for_is_only_held_open():
     found = partition({"a": profile("a", 1.0), "b": profile("b", 9.0, open_bytes=500)}, [{"a": 1.0}], BUDGET)
     b = found.sources["b"]

@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=at_least(1), metavar="N", help="let a host make N chunks in parallel (default: 4)")
     parser.add_argument(
+        "--host-bandwidth",
+        type=num_bytes,
+        metavar="SIZE",
+        help="let a host send at most this much a second to data constructors, as 1GiB (default: any)",
+    )
+    parser.add_argument(
         "--steps-per-second",
         type=positive,
         default=1.0,
@@ -74,6 +80,7 @@ class PartitionOptions:
     memory: int | None
     hosts: int | None
     workers: int | None
+    host_bandwidth: int | None
     steps_per_second: float
     chunks: int
     seconds: float
@@ -104,7 +111,8 @@ def _budget(options: PartitionOptions) -> Budget:
     if options.hosts == 1 and options.workers is None:
         return Budget.in_one_process(cpus=cpus, memory_bytes=memory_bytes)
     given = {} if options.workers is None else {"workers_per_host": options.workers}
-    return Budget(cpus=cpus, memory_bytes=memory_bytes, num_hosts=options.hosts, **given)
+    bandwidth = options.host_bandwidth
+    return Budget(cpus=cpus, memory_bytes=memory_bytes, num_hosts=options.hosts, host_bytes_per_s=bandwidth, **given)
 
 
 def _print_errors(found: SourceProfiles, as_json: bool) -> int:

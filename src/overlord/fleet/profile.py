@@ -205,6 +205,7 @@ def _mean_profile(name: str, source: Source, units: Sequence[Unit], made: Sequen
         open_s=open_s if was_slow else 0.0,
         buffer_bytes=source.buffer_bytes,
         num_chunks=len(made),
+        sent_bytes=scale * fmean(chunk.num_bytes for chunk in later),
     )
 
 

@@ -126,9 +126,12 @@ class Profile:
     """The job's limit for the buffers of the source; 0 for no limit."""
     num_chunks: int = 0
     """How many chunks were measured."""
+    sent_bytes: float = 0.0
+    """Mean bytes of a chunk that its host sends to Data Constructors; 0 where they were not measured."""
 
     def __post_init__(self) -> None:
-        for name in ("cpu_s", "wait_s", "tokens", "chunk_bytes", "open_bytes", "open_s", "buffer_bytes", "num_chunks"):
+        bytes_and_counts = ("chunk_bytes", "open_bytes", "buffer_bytes", "sent_bytes", "num_chunks")
+        for name in ("cpu_s", "wait_s", "tokens", "open_s", *bytes_and_counts):
             if not 0 <= getattr(self, name) < math.inf:
                 raise SpecError(f"{name} of source {self.source!r} must be a number >= 0, got {getattr(self, name)}")
         if not 0 < self.rows < math.inf:
@@ -167,6 +170,7 @@ class Profile:
             chunk_bytes=max(self.chunk_bytes, measured.chunk_bytes),
             open_bytes=measured.open_bytes or self.open_bytes,
             open_s=measured.open_s or self.open_s,
+            sent_bytes=measured.sent_bytes or self.sent_bytes,
             num_chunks=self.num_chunks + measured.num_chunks,
         )
 
@@ -185,6 +189,8 @@ class Budget:
     """Memory of a host's process before it holds a chunk; 0 when all hosts are in one process."""
     headroom: float = 1.25
     """Workers per mean demand. Above 1, because chunks differ in cost and steps do not need them evenly."""
+    host_bytes_per_s: float | None = None
+    """Bytes that one host can send to Data Constructors in a second, over the network or between processes; None: any."""
 
     @staticmethod
     def in_one_process(*, cpus: float, memory_bytes: int) -> Budget:
@@ -210,6 +216,8 @@ class Budget:
             raise SpecError(f"host_bytes cannot be negative, got {self.host_bytes}")
         if not 1 <= self.headroom < math.inf:
             raise SpecError(f"headroom is a factor of at least 1, got {self.headroom}")
+        if self.host_bytes_per_s is not None and not 0 < self.host_bytes_per_s < math.inf:
+            raise SpecError(f"a host sends more than 0 bytes a second, got host_bytes_per_s={self.host_bytes_per_s}")
 
 
 def chunks_per_step(
@@ -245,6 +253,15 @@ def held_bytes(profile: Profile, loaders: int, workers: float) -> int:
 def workers_needed(profiles: Mapping[str, Profile], rates: Mapping[str, float], headroom: float) -> dict[str, float]:
     """Workers of each source that keep up with its rate, in chunks per second."""
     return {name: headroom * rates.get(name, 0.0) * profile.chunk_s for name, profile in profiles.items()}
+
+
+def transfers_needed(profiles: Mapping[str, Profile], rates: Mapping[str, float], budget: Budget) -> dict[str, float]:
+    """The hosts that each source keeps busy with sending, as a fraction or a multiple of one; 0 where a host may send any
+    number of bytes."""
+    if budget.host_bytes_per_s is None:
+        return dict.fromkeys(profiles, 0.0)
+    per_s = budget.host_bytes_per_s
+    return {name: budget.headroom * rates.get(name, 0.0) * each.sent_bytes / per_s for name, each in profiles.items()}
 
 
 def loaders_for(workers: float, workers_per_host: int) -> int:

@@ -15,6 +15,7 @@ from overlord.loaders.model import (
     duration,
     evenly,
     loaders_for,
+    transfers_needed,
     workers_needed,
 )
 
@@ -79,6 +80,8 @@ class _Need:
     rate: float
     """Chunks a second."""
     workers: float
+    sending: float
+    """The hosts that it keeps busy with sending."""
     loaders: int
 
     @property
@@ -98,20 +101,24 @@ def partition(profiles: Mapping[str, Profile], phases: Sequence[Mapping[str, flo
     """Choose loaders, workers and hosts for every source in `profiles`.
 
     `phases` are the chunks per second of each source in each phase of the schedule. Loaders and memory are sized for each
-    source's own peak, processors for the peak of all sources together. SpecError for a budget that is too small; its message
-    lists the sources that need most.
+    source's own peak, processors for the peak of all sources together. With `budget.host_bytes_per_s` no host has to send
+    more than that: a source that is cheap to make but large gets several loaders too. SpecError for a budget that is too
+    small; its message lists the sources that need most.
     """
     if not profiles or not phases:
         raise SpecError("a partition needs the profile of at least one source, and the rates of at least one phase")
     cpus = _check_cpus(profiles, phases, budget)
     busy = [workers_needed(profiles, rates, budget.headroom) for rates in phases]
+    sending = [transfers_needed(profiles, rates, budget) for rates in phases]
     needs: dict[str, _Need] = {}
     for name, profile in profiles.items():
         workers = max(in_phase[name] for in_phase in busy)
         rate = max(rates.get(name, 0.0) for rates in phases)
-        needs[name] = _Need(profile, rate, workers, loaders_for(workers, budget.workers_per_host))
+        sent = max(in_phase[name] for in_phase in sending)
+        loaders = max(loaders_for(workers, budget.workers_per_host), math.ceil(sent - _ROUNDING))
+        needs[name] = _Need(profile, rate, workers, sent, loaders)
         _check_buffer(needs[name])
-    layout, fullest = _fewest_hosts(needs, busy, budget)
+    layout, fullest = _fewest_hosts(needs, busy, sending, budget)
     needed_bytes = _check_memory(needs, len(layout.hosts), budget)
     chunks = sum(need.chunk_bytes for need in needs.values())
     factor = (
@@ -154,16 +161,26 @@ def _check_buffer(need: _Need) -> None:
 
 
 def _fewest_hosts(
-    needs: Mapping[str, _Need], busy: Sequence[Mapping[str, float]], budget: Budget
+    needs: Mapping[str, _Need], busy: Sequence[Mapping[str, float]], sending: Sequence[Mapping[str, float]], budget: Budget
 ) -> tuple[Partition, float]:
-    """The fewest hosts whose workers suffice in every phase, and the busy workers of the fullest host."""
+    """The fewest hosts whose workers and transfers suffice in every phase, and the busy workers of the fullest host."""
     loaders = {name: need.loaders for name, need in needs.items()}
     workers = {name: need.workers for name, need in needs.items()}
     room = budget.workers_per_host
+    loads = {name: max(need.workers, need.sending * room) for name, need in needs.items()}
     together = max(sum(in_phase.values()) for in_phase in busy)
-    least = max(math.ceil(together / room - _ROUNDING), max(loaders.values()))
+    sent = max(sum(in_phase.values()) for in_phase in sending)
+    least = max(math.ceil(together / room - _ROUNDING), math.ceil(sent - _ROUNDING), max(loaders.values()))
     most = sum(loaders.values())
     if budget.num_hosts is not None:
+        if sent > budget.num_hosts + _ROUNDING:
+            per_s = budget.host_bytes_per_s or 0.0
+            sends = {name: need.sending * per_s for name, need in needs.items()}
+            raise SpecError(
+                f"the sources send as much as {sent:.3g} loader hosts can at {per_s:.3g} bytes a second each, and there are "
+                f"{budget.num_hosts}: {_largest(sends, '.3g')} bytes a second; allow {least} hosts, or drop columns that "
+                "trainers do not need"
+            )
         if least > budget.num_hosts:
             raise SpecError(
                 f"the sources need {together:.3g} workers at the same time, {budget.num_hosts} loader host(s) have "
@@ -173,9 +190,12 @@ def _fewest_hosts(
         most = min(most, budget.num_hosts)
     num_hosts = min(least, most)
     while True:
-        layout = evenly(loaders, workers, num_hosts)
-        fullest = max(sum(in_phase[share.source] / share.of for share in host) for host in layout.hosts for in_phase in busy)
-        if fullest <= room + _ROUNDING or num_hosts == most:
+        layout = evenly(loaders, loads, num_hosts)
+        fullest, most_sent = (
+            max(sum(in_phase[share.source] / share.of for share in host) for host in layout.hosts for in_phase in phases)
+            for phases in (busy, sending)
+        )
+        if (fullest <= room + _ROUNDING and most_sent <= 1 + _ROUNDING) or num_hosts == most:
             return layout, fullest
         num_hosts += 1
 
@@ -225,6 +245,13 @@ def _reason(need: _Need, layout: Partition, budget: Budget) -> str:
         f"{need.rate:.3g} chunks/s of {duration(profile.chunk_s)} each ({duration(profile.cpu_s)} CPU, "
         f"{duration(profile.wait_s)} waiting) need {need.workers:.3g} workers with headroom {budget.headroom:g}"
     )
+    if budget.host_bytes_per_s is not None:
+        demand += f" and send {need.rate * profile.sent_bytes:.3g} bytes/s"
+    if need.loaders > 1 and need.loaders > loaders_for(need.workers, budget.workers_per_host):
+        return (
+            f"{demand}: with headroom more than the {budget.host_bytes_per_s:.3g} of one host, so {need.loaders} loaders, "
+            "each in another host"
+        )
     if need.loaders > 1:
         return (
             f"{demand}: more than the {budget.workers_per_host} of one host, so {need.loaders} loaders, each in another host"
