@@ -81,7 +81,7 @@ class LocalLink:
             except msgspec.DecodeError as error:
                 raise self._foreign(error) from None
             finally:
-                self._return_ended()
+                self._return_ended(with_next=action.name == wire.HERE.name)
 
     def fetch(self, ticket: wire.Ticket, timeout_s: float, arenas: Arenas) -> Delivery | wire.NoStep:
         """Returns the answer to a ticket. Raises DamagedStepError for a step that cannot be read, and NotOnThisHostError
@@ -141,10 +141,11 @@ class LocalLink:
                 return
         peer.connection.close()
 
-    def _return_ended(self) -> None:
-        """Return what ended on connections that are idle: the next fetch may be long in coming, or take another."""
+    def _return_ended(self, *, with_next: bool) -> None:
+        """Return what ended on connections that wait for a fetch. The one that takes the next fetch brings its own with it,
+        which saves a message a step; `with_next` returns those too, because the next fetch may be long in coming."""
         with self._lock:
-            for peer in self._idle[True]:
+            for peer in self._idle[True] if with_next else self._idle[True][:-1]:
                 with suppress(OSError):
                     peer.return_ended()
 
