@@ -139,8 +139,10 @@ def text(given: Given) -> list[tuple[Setting, list[Competitor]]]:
 
 
 def bpe(given: Given) -> list[tuple[Setting, list[Competitor]]]:
+    found: list[tuple[Setting, list[Competitor]]] = []
+    if not installed("tokenizers"):
+        return found
     corpus.BPE.make()
-    found = []
     for ranks in given.trainers:
         setting = setting_of(given, f"BPE, {trainers(ranks)}", "bpe", ranks, ("--warmup", 4))
         fast, *_ = overlords(ranks)
@@ -150,8 +152,10 @@ def bpe(given: Given) -> list[tuple[Setting, list[Competitor]]]:
 
 
 def images(given: Given) -> list[tuple[Setting, list[Competitor]]]:
+    found: list[tuple[Setting, list[Competitor]]] = []
+    if not installed("PIL"):
+        return found
     corpus.IMAGES.make()
-    found = []
     for ranks in given.trainers:
         setting = setting_of(given, f"images, {trainers(ranks)}", "images", ranks, ("--warmup", 3))
         found.append((setting, [*overlords(ranks), *peers(ranks, given.cores)]))
@@ -188,7 +192,7 @@ def show(result: Rounds) -> None:
     print(f"\n{result.setting.title}\n  {'':<24}{heads}")
     for name in result.outcomes:
         print(f"  {name:<24}{_line(result, name, scale)}", flush=True)
-    for baseline in (name for name in (OVERLORD, SAME_LIBRARY) if name in result.outcomes):
+    for baseline in (name for name in (OVERLORD, ONE_PROCESS, SAME_LIBRARY) if name in result.outcomes):
         for name in (name for name in result.outcomes if not name.startswith(OVERLORD)):
             per_s, per_cpu_s = (result.ratio(baseline, name, f"units_per_{per}") for per in ("s", "cpu_s"))
             if per_s is not None:
