@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.messages import Delivery
+from overlord.service.channel import FlightChannel
 from overlord.service.client import Client
 from tests.service.served import content, served, two_sources, undisturbed
 from tests.service.test_client import Gated
@@ -52,11 +53,11 @@ def thread_of(client: ol.Client) -> threading.Thread:
 def readers(job: ol.Job, over_the_wire: bool, **options: Any) -> Iterator[tuple[ol.Loader, list[ol.Client]]]:
     """A client for each rank, that fetches ahead."""
     with ol.start(job) as loader:
+        options = {"fetch_ahead": 2, **options}
         if over_the_wire:
             address = loader.serve()
             yield loader, [ol.connect(address, rank=r, timeout_s=30, **options) for r in range(job.mesh.world_size)]
         else:
-            options = {"fetch_ahead": 2, **options}
             yield loader, [loader.client(r, timeout_s=30, **options) for r in range(job.mesh.world_size)]
 
 
@@ -296,7 +297,7 @@ def test_a_state_is_that_before_the_next_step_of_the_trainer(over_the_wire):
 
 def test_draining_hands_out_no_step_that_a_client_has_fetched_and_not_taken():
     with served(two_sources(mesh=ol.Mesh(dp=2))) as (loader, address):
-        clients = [ol.connect(address, rank=rank, timeout_s=1.0) for rank in range(2)]
+        clients = [ol.connect(address, rank=rank, timeout_s=1.0, fetch_ahead=2) for rank in range(2)]
         for client in clients:
             next(client)
         next(clients[0])
@@ -376,7 +377,7 @@ def test_a_wait_ends_after_its_timeout_and_says_what_it_waited_for(over_the_wire
     job = job_of({"a": Numbered(first=100), "slow": source}, mixture=ol.Mixture({0: {"a": 1}, 3: {"a": 1, "slow": 1}}))
     with ol.start(job) as loader:
         if over_the_wire:
-            client = ol.connect(loader.serve(), rank=0, timeout_s=1.0)
+            client = ol.connect(loader.serve(), rank=0, timeout_s=1.0, fetch_ahead=2)
         else:
             client = loader.client(0, timeout_s=1.0, fetch_ahead=2)
         with pytest.raises(ol.errors.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step \d+: .*'slow'"):
@@ -422,17 +423,28 @@ def test_a_finite_run_ends_at_its_end_and_can_be_read_again(over_the_wire):
 # The thread
 
 
-def test_a_client_in_the_process_of_its_run_has_no_thread_unless_steps_have_to_be_copied():
-    with ol.start(two_sources()) as loader:
-        client = loader.client(0)
-        next(client)
-        assert client._ahead is None
-        with pytest.raises(ol.errors.SpecError, match="fetch_ahead"):
-            loader.client(0, fetch_ahead=-1)
-        if pytest.importorskip("torch"):
-            assert loader.client(0, torch=True, device="cpu")._ahead is None
-            assert loader.client(0, torch=True, device="meta")._ahead is not None
-            assert loader.client(0, torch=True, device="meta", fetch_ahead=0)._ahead is None
+def test_a_client_has_a_thread_only_if_steps_have_to_be_copied_or_it_was_asked_for():
+    pytest.importorskip("torch")
+    with served(two_sources()) as (loader, address):
+
+        def has_thread(client: ol.Client) -> bool:
+            assert [next(client).number for _ in range(3)] == [0, 1, 2]
+            is_there = client._ahead is not None and client._ahead._thread is not None
+            client.close()
+            return is_there
+
+        assert not has_thread(loader.client(0))
+        assert not has_thread(loader.client(0, torch=True, device="cpu"))
+        assert has_thread(loader.client(0, torch=True, device="meta"))
+        assert not has_thread(loader.client(0, torch=True, device="meta", fetch_ahead=0))
+        assert has_thread(loader.client(0, fetch_ahead=1))
+        assert not has_thread(ol.connect(address, rank=0, timeout_s=30)), "it maps shared memory"
+        assert has_thread(ol.connect(address, rank=0, timeout_s=30, torch=True, device="meta"))
+        assert has_thread(Client(0, FlightChannel(address, 0, timeout_s=30, local=False)))
+        assert not has_thread(Client(0, FlightChannel(address, 0, timeout_s=30, local=False), fetch_ahead=0))
+        for make in (lambda: loader.client(0, fetch_ahead=-1), lambda: ol.connect(address, rank=0, fetch_ahead=-1)):
+            with pytest.raises(ol.errors.SpecError, match="fetch_ahead"):
+                make()
 
 
 @BOTH
@@ -451,7 +463,8 @@ def test_the_thread_ends_when_its_client_is_closed(over_the_wire):
 
 def test_the_thread_ends_when_its_client_is_dropped_or_its_loader_closed():
     with served(two_sources(mesh=ol.Mesh(dp=2))) as (loader, address):
-        dropped, other = ol.connect(address, rank=0, timeout_s=30), loader.client(1, timeout_s=30, fetch_ahead=2)
+        dropped = ol.connect(address, rank=0, timeout_s=30, fetch_ahead=2)
+        other = loader.client(1, timeout_s=30, fetch_ahead=2)
         next(dropped)
         next(other)
         threads = [thread_of(dropped), thread_of(other)]

@@ -33,7 +33,7 @@ from overlord.runtime.long_waits import FIRST_S, warn_if_long
 from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
 from overlord.service.auth import check_token, read_pem, service_address
-from overlord.service.client import FETCH_AHEAD, Client
+from overlord.service.client import Client
 from overlord.service.link import Link, Unreachable
 from overlord.service.local_link import LocalLink, NotOnThisHostError
 from overlord.service.run_api import CALLS, LoadStateRequest, remote_run
@@ -101,6 +101,10 @@ class FlightChannel:
     def run(self) -> RunApi:
         return remote_run(self._send)  # not cached: a reference cycle would keep the heartbeat of a dropped channel alive
 
+    @property
+    def copies(self) -> bool:
+        return not isinstance(self._steps, LocalLink)
+
     def start(self) -> int:
         return self._retry(self._renew).start
 
@@ -144,8 +148,11 @@ class FlightChannel:
             return Later("the run was moved, or its service restarted, since the step was fetched")
         waited_s = min(waited_s, _MOST_WAITED_S)
         request = wire.Take(known.job, rank, step, self._session, known.instance, generation, waited_s)
+        link = self._steps
         try:
-            refusal = self._steps.call(wire.TAKE, request, _CALL_S)
+            refusal = link.call(wire.TAKE, request, _CALL_S)
+        except NotOnThisHostError as error:
+            return self._give_up_local(link, str(error))
         except Unreachable as error:
             return self._reconnect(str(error))
         return None if refusal is None else self._follow_refusal(refusal, request)
@@ -364,7 +371,7 @@ def connect(  # noqa: PLR0913 - all but the address by name
     torch: bool = False,
     pin_memory: bool = False,
     device: Any = None,
-    fetch_ahead: int = FETCH_AHEAD,
+    fetch_ahead: int | None = None,
 ) -> Client:
     """Return the iterator of one rank of a run that `Loader.serve` or `overlord serve` serves at an address.
 
@@ -372,14 +379,16 @@ def connect(  # noqa: PLR0913 - all but the address by name
     root certificate to trust; without it the system's root certificates are trusted.
 
     With `torch`, arrays are tensors; with `pin_memory` in page-locked memory, with `device` on that device. A thread of the
-    client fetches up to `fetch_ahead` steps, and copies them, before the trainer takes them; 0 leaves that to `next`.
+    client fetches up to `fetch_ahead` steps, and copies them, before the trainer takes them: by default 2 if they are copied
+    at all, else none, because a step in shared memory is handed over as it is.
     """
     rank = whole(rank, "rank")
     timeout_s = seconds_or_none(timeout_s, "timeout_s")
-    destination, num_ahead = Destination(torch, pin_memory, device), whole(fetch_ahead, "fetch_ahead")  # before any wait
+    destination = Destination(torch, pin_memory, device)  # checked before any wait
+    fetch_ahead = None if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
     check_token(token)
     root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
     channel = FlightChannel(address, rank, token=token, root=root, timeout_s=timeout_s)
-    client = Client(rank, channel, destination=destination, fetch_ahead=num_ahead, timeout_s=timeout_s)
+    client = Client(rank, channel, destination=destination, fetch_ahead=fetch_ahead, timeout_s=timeout_s)
     client.at_close(channel.close)
     return client

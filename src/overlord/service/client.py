@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from overlord.service.prefetch import FetchedStep
     from overlord.service.run_api import Channel
 
-FETCH_AHEAD = 2
-"""How many steps a client keeps ahead of its trainer, where that saves the trainer a wait."""
+_FETCH_AHEAD = 2  # steps, where that saves the trainer a wait
 
 _WAIT_S = 0.25  # how long one fetch waits before the client checks its own deadline
 _PAUSE_S = 0.01  # between fetches while another rank is behind
@@ -58,12 +57,12 @@ class Client:
         channel: Channel,
         *,
         destination: Destination | None = None,
-        fetch_ahead: int = 0,
+        fetch_ahead: int | None = None,
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         warn_after_s: float = FIRST_S,
     ) -> None:
-        """`fetch_ahead`: how many steps a thread of the client keeps ready; without any there is no thread."""
+        """`fetch_ahead`: how many steps a thread of the client keeps ready, if any; None: as many as are useful."""
         self.rank = whole(rank, "rank")
         self._channel = channel
         self._destination = destination or Destination()
@@ -81,7 +80,9 @@ class Client:
         self._warned: set[str] = set()
         self._closed = threading.Event()
         self._at_close: list[Callable[[], None]] = []
-        self._ahead = StepsAhead(channel, rank, fetch_ahead) if whole(fetch_ahead, "fetch_ahead") else None
+        self._always_ahead = fetch_ahead is not None  # else only where steps are copied on their way
+        num_ahead = _FETCH_AHEAD if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
+        self._ahead = StepsAhead(channel, rank, num_ahead) if num_ahead else None
         if self._ahead is not None:
             weakref.finalize(self, self._ahead.stop).atexit = False  # daemons need not be told of the end of the program
 
@@ -109,10 +110,10 @@ class Client:
             raise StopIteration
         with warn_if_long(self._describe_wait, self._warn_after_s):
             began, self._reason = self._clock(), ""
-            found = None if self._ahead is None else self._take_ahead(self._ahead, began)
-            if self._ahead is not None and found is not None:
+            ahead = self._ahead
+            if ahead is not None and not ahead.is_paused and (found := self._take_ahead(ahead, began)) is not None:
                 step = self._step(found.loss_tokens, found.placed)
-                self._ahead.advance(self._next)  # last: from here on the thread contends for the GIL
+                ahead.advance(self._next)  # last: from here on the thread contends for the GIL
                 return step
             delivery = self._fetch_next(began)
         if delivery is None:
@@ -122,8 +123,8 @@ class Client:
         if self._placer is None:
             self._placer = self._destination.open()
         step = self._step(delivery.loss_tokens, self._placer.place(delivery.microbatches))
-        if self._ahead is not None:
-            self._ahead.follow(self._next, self._placer)
+        if ahead is not None and (self._always_ahead or self._destination.copies or self._channel.copies):
+            ahead.follow(self._next, self._placer)
         return step
 
     def _step(self, loss_tokens: int | float, placed: Placed) -> Step:

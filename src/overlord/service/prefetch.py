@@ -64,6 +64,11 @@ class StepsAhead:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
+    @property
+    def is_paused(self) -> bool:
+        """True until `follow` is called."""
+        return self._next is None
+
     def follow(self, step: int, placer: Placer) -> None:
         """Fetch from a step on: the trainer has taken the one before it, from the present origin."""
         origin = self._channel.origin()

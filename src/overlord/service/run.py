@@ -32,7 +32,7 @@ from overlord.runtime.engine import Engine, Handle, Reply, StoreUse, WorkplaceSi
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import RANK_SILENT, ROLE_BUSY, ROLE_REPORT
 from overlord.runtime.long_waits import warn_if_long
-from overlord.service.client import FETCH_AHEAD, Client
+from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.resizing import freeze_at, thaw_all
 from overlord.service.run_api import StepSource
@@ -203,11 +203,10 @@ class Loader:
         """
         self._home.check()
         destination = Destination(torch, pin_memory, device)
-        num_ahead = FETCH_AHEAD * destination.copies if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
         rank = whole(rank, "rank", least=None)
         self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
         channel = LocalChannel(self, self._constructor_of)
-        client = Client(rank, channel, destination=destination, fetch_ahead=num_ahead, timeout_s=timeout_s)
+        client = Client(rank, channel, destination=destination, fetch_ahead=fetch_ahead, timeout_s=timeout_s)
         with self._lock:
             self._clients = [other for other in self._clients if other.is_reading or other.is_stale]
             self._clients.append(client)
@@ -559,6 +558,8 @@ class LocalChannel:
     def __init__(self, run: Loader, constructor_of: Callable[[int], Handle[ServingConstructor]]) -> None:
         self.run = run
         self._constructor_of = constructor_of
+
+    copies = False
 
     def start(self) -> int:
         return self.run.start_step

@@ -91,6 +91,11 @@ class Channel(StepSource, Protocol):
     @property
     def run(self) -> RunApi: ...
 
+    @property
+    def copies(self) -> bool:
+        """True if a step is copied on its way: fetching one then takes longer than taking one that was fetched ahead."""
+        ...
+
     def start(self) -> int:
         """Returns the step that clients begin at."""
         ...
