@@ -23,7 +23,7 @@ def chunk_of(number: int, tokens: int = 100) -> Chunk:
     at = np.array([0])
     lineage = Lineage((), np.zeros(0, np.int64), ())
     table = pa.table({"tokens": pa.array([values], pa.list_(pa.int32()))})
-    return Chunk(facts, table, at, at, lineage, values, at, np.array([tokens]), np.array([tokens]))
+    return Chunk(facts, table, at, at, lineage, values, at, np.array([tokens]))
 
 
 SIZE = chunk_of(0).num_bytes

@@ -112,6 +112,20 @@ class GroupPlan:
     axis: Bucket = "dp"
     """What the plan is distributed along. With "world", `counts` has all ranks of the group, in their order."""
 
+    def all_samples(self) -> list[Samples]:
+        """The samples of each microbatch, and after them those that features need in addition."""
+        more = [part.more_samples for micro in self.microbatches for part in micro.parts]
+        return [micro.samples for micro in self.microbatches] + [samples for samples in more if samples is not None]
+
+
+@record
+class GroupPlans:
+    """The plans of one group for some steps in a row."""
+
+    plans: tuple[GroupPlan, ...]
+    first_chunks: Ints
+    """For each source, the first chunk that a step may name which some group may still request."""
+
 
 @record
 class Plan:

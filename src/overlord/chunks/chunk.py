@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
+    from overlord.chunks.shared_rows import RowsInMemory
     from overlord.declare.source import Unit
     from overlord.sources.storage import MappedFile
 
@@ -62,19 +63,29 @@ class Chunk:
     lineage: Lineage
     values: NDArray[np.integer] | None = None
     begin: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    end: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     document_end: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     mask: NDArray[np.generic] | None = None
     """One entry per token of `values`, 0 where predicting it has no loss: integers, or loss weights as float32."""
+    shared: RowsInMemory | None = None
+    """The shared memory that the rows lie in; None for a chunk of this process alone."""
+
+    @property
+    def end(self) -> Ints:
+        return self.begin + self.facts.tokens
 
     @property
     def num_bytes(self) -> int:
+        if self.shared is not None:
+            return self.shared.num_bytes + self.origin.nbytes + self._facts_bytes
         own_mask = (
             self.mask.nbytes if self.mask is not None and self.mask.flags.owndata else 0
         )  # a mask that is a view is counted with the table
-        per_row = self.table_row.nbytes + self.origin.nbytes + self.begin.nbytes * 3 + self.facts.tokens.nbytes * 2
-        sizes = sum(column.nbytes for column in self.facts.sizes.values())
-        return table_bytes(self.table, self.lineage.mapped) + per_row + sizes + own_mask
+        per_row = self.table_row.nbytes + self.origin.nbytes + self.begin.nbytes + self.document_end.nbytes
+        return table_bytes(self.table, self.lineage.mapped) + per_row + self._facts_bytes + own_mask
+
+    @property
+    def _facts_bytes(self) -> int:
+        return self.facts.tokens.nbytes * 2 + sum(column.nbytes for column in self.facts.sizes.values())
 
     def where(self, table_row: int) -> tuple[str, int]:
         """The unit and the row in it that a row of the table was read from."""

@@ -202,7 +202,7 @@ class ChunkMaker:
             images=None if found is None else found.images,
         )
         kept = self._select_columns(table)
-        return Chunk(facts, kept, document, origin, lineage, documents.values, begin, end, document_end, mask)
+        return Chunk(facts, kept, document, origin, lineage, documents.values, begin, document_end, mask)
 
     def _declared_sizes(self, table: pa.Table, rows: Ints) -> dict[str, Ints]:
         found = declared_sizes(self._name, table, self._source.size_columns)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import wait
+from functools import partial
 from typing import TYPE_CHECKING
 
 from overlord.arrange.graph import deal_rows
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
+from overlord.chunks.shared_rows import ChunkArenas, share_chunk
 from overlord.chunks.transforms.apply import Transforms
 from overlord.errors import SourceError, SpecError
 from overlord.loaders.model import (
@@ -20,7 +22,11 @@ from overlord.loaders.model import (
     shares_by_load,
 )
 from overlord.planlog.plan_log import Era, PlanLog
+from overlord.roles.borrowed_chunks import BorrowedChunks, BorrowedRows
+from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.loader_host import LoaderHost, OpenSource
+from overlord.roles.plan_requests import PlanRequests
+from overlord.roles.plan_window import STEPS_AHEAD
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import SourceLoader
 from overlord.runtime.long_waits import warn_if_long
@@ -31,16 +37,20 @@ from overlord.stream.chunk_order import chunks_per_epoch
 from overlord.stream.drawing import Extent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
+    from overlord.chunks.chunk import Chunk
+    from overlord.declare.batch import Batch
     from overlord.declare.job import Job
     from overlord.declare.source import Source, Unit
     from overlord.roles.routes import Routes
-    from overlord.runtime.engine import Engine, Workplace
+    from overlord.runtime.engine import Engine, Handle, Workplace
     from overlord.steering.decisions import Steered
     from overlord.stream.progress import Progress
 
 
+_PLANS_TOGETHER = STEPS_AHEAD + 1
+"""Plans that a group requests together, where processes share memory: as many as the planner has ready."""
 _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 
 
@@ -103,6 +113,8 @@ def make_loader_host(
     # process per core, what takes less CPU time is better.
     release_gil = num_threads is None and has_threads and not engine.shares_memory
 
+    arenas = workplace.share("chunks", ChunkArenas) if engine.shares_memory else None
+
     def open_source(name: str) -> OpenSource:
         source = job.sources[name]
         bad_rows = BadRowLog(name, source.bad_rows)
@@ -123,7 +135,7 @@ def make_loader_host(
         buffer_bytes = max(part, source.buffer_bytes // source.loaders)
         loader = SourceLoader(
             name,
-            maker.make,
+            maker.make if arenas is None else partial(_make_shared, maker, _columns_of(source, job.batch), arenas),
             maker.expected_bytes,
             buffer_bytes=buffer_bytes,
             ahead_bytes=part,
@@ -144,6 +156,46 @@ def make_loader_host(
     )
 
 
+def _columns_of(source: Source, batch: Batch) -> frozenset[str]:
+    """The columns of a source that delivery needs in addition to its tokens."""
+    decode = getattr(source.decode, "column", None)
+    return frozenset((*batch.columns, decode) if decode is not None else batch.columns)
+
+
+def _make_shared(maker: ChunkMaker, columns: Collection[str], arenas: ChunkArenas, number: int) -> Chunk:
+    return share_chunk(maker.make(number), columns, arenas)
+
+
+def make_constructor(
+    job: Job, group: int, tree: ClientPlaceTree, workplace: Workplace, *, planner: Handle[Planner], routes: Routes
+) -> DataConstructor:
+    """The Data Constructor of a group. Where processes share memory, it reads rows straight from the chunks of loader
+    hosts, and requests the plans of several steps together."""
+    if planner.engine.shares_memory:
+        chunks = workplace.share("borrowed chunks", partial(BorrowedChunks, routes, job.sources))
+        rows = BorrowedRows(chunks, routes, job.batch.columns, workplace.read_threads, workplace.arenas)
+        note_plans = chunks.note_plans
+    else:
+        rows, note_plans = routes, None
+    return DataConstructor(
+        group,
+        job.batch,
+        tree,
+        planner=planner,
+        plans=PlanRequests(planner, group, plans_together(planner.engine), note_plans),
+        rows=rows,
+        prefetch=job.prefetch,
+        threads=workplace.build_threads,
+        arenas=workplace.arenas,
+        weighted=job.is_weighted,
+    )
+
+
+def plans_together(engine: Engine) -> int:
+    """How many plans a group requests at a time: several where a request goes to another process of this machine."""
+    return _PLANS_TOGETHER if engine.shares_memory else 1
+
+
 def are_decisions_safe(job: Job, era: Era | None, engine: Engine) -> bool:
     """True if the decisions of a planner outlive it: they are logged, or the planner lives and dies with the run."""
     if era is None and not engine.keeps_planner:
@@ -157,7 +209,7 @@ def are_decisions_safe(job: Job, era: Era | None, engine: Engine) -> bool:
     return True
 
 
-def make_planner(
+def make_planner(  # noqa: PLR0913 - a run is put together here, by name
     job: Job,
     num_units: Mapping[str, int],
     start: Progress,
@@ -168,9 +220,11 @@ def make_planner(
     era: Era | None,
     is_safe: bool,
     is_served: bool,
+    plans_together: int = 1,
 ) -> Planner:
-    """`is_safe`: the decisions of the planner outlive it; `is_served`: trainers in other processes will come."""
-    max_lead = job.prefetch + 2
+    """`is_safe`: the decisions of the planner outlive it; `is_served`: trainers in other processes will come;
+    `plans_together`: how many plans a group requests at a time."""
+    max_lead = job.prefetch + 1 + plans_together
     place = ClientPlaceTree(job.mesh)
     log = None if era is None else PlanLog(era, start, max_lead, steered)
     return Planner(

@@ -23,7 +23,7 @@ import time
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from overlord.batches.collate import collate
 from overlord.batches.slices import cp_slices, fields_for, receive_only
@@ -32,16 +32,17 @@ from overlord.messages import Delivery, Fields, Later
 from overlord.roles.planner import Planner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree, Place
     from overlord.arrange.plan import GroupPlan, RankPart
     from overlord.batches.buffers import Arenas
     from overlord.batches.payload import Payload
     from overlord.declare.batch import Batch
-    from overlord.roles.routes import Routes
+    from overlord.roles.plan_requests import PlanRequests
     from overlord.runtime.engine import Handle
     from overlord.runtime.threads import Executor, StealingFuture
+    from overlord.stream.facts import Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,14 @@ class _Built:
         return tuple(dict(fields) for fields in micros)
 
 
+class RowSource(Protocol):
+    """Where the rows of planned samples come from."""
+
+    def fetch_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
+        """Yield the payloads of several microbatches, in their order."""
+        ...
+
+
 class DataConstructor:
     """Builds the steps of a data-parallel group and delivers them to its ranks. The module's docstring has the promises."""
 
@@ -106,7 +115,8 @@ class DataConstructor:
         tree: ClientPlaceTree,
         *,
         planner: Handle[Planner],
-        routes: Routes,
+        plans: PlanRequests,
+        rows: RowSource,
         prefetch: int,
         threads: Executor,
         arenas: Arenas,
@@ -119,7 +129,8 @@ class DataConstructor:
         self._batch = batch
         self._tree = tree
         self._planner = planner
-        self._routes = routes
+        self._plans = plans
+        self._rows = rows
         self._prefetch = prefetch
         self._threads = threads
         self._arenas = arenas
@@ -257,6 +268,7 @@ class DataConstructor:
             if nobody_reads:
                 self._drop_all()
         if nobody_reads:
+            self._plans.reset()
             self._planner.call(Planner.group_left, self._group, is_late).result()
 
     def freeze(self) -> HandedOut:
@@ -282,6 +294,7 @@ class DataConstructor:
             self._untaken = self._unfetched = 0
             self._frozen_from = None
             self._drop_all()
+            self._plans.reset()
 
     def status_lines(self) -> list[str]:
         """What it is busy with. Returns at once."""
@@ -374,14 +387,12 @@ class DataConstructor:
             if plan is None or isinstance(plan, Later):
                 return plan
             self._doing[step] = f"step {step} waits for its rows"
-            extra = [part.more_samples for micro in plan.microbatches for part in micro.parts]
-            wanted = [micro.samples for micro in plan.microbatches] + [samples for samples in extra if samples is not None]
-            payloads = self._routes.fetch_each(wanted)
+            payloads = self._rows.fetch_each(plan.all_samples())
             whole = [
                 collate(micro, payload, self._batch, self._arenas, self._weighted)
-                for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of `extra` come after
+                for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of features come after
             ]
-            rank_parts = _add_parts(plan, whole, payloads) if extra else ()
+            rank_parts = _add_parts(plan, whole, payloads) if any(micro.parts for micro in plan.microbatches) else ()
             self._keep_buffers(len(whole) * (2 if plan.counts is None and self._tree.mesh.cp > 1 else 1))
             return _Built(plan.loss_tokens, tuple(whole), plan.broadcast, self._arenas, plan.counts, rank_parts, plan.axis)
         except Exception as error:
@@ -403,10 +414,11 @@ class DataConstructor:
             oldest, is_late = min(self._at.values(), default=None), bool(self._expected)
         if oldest is None:
             return Later(f"nobody reads data-parallel group {self._group}")
-        plan = self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
+        plan = self._plans.plan(step, oldest, is_late)
         with self._lock:
             nobody_reads, is_late = not self._at, bool(self._expected)
         if nobody_reads:  # the last rank left meanwhile: the planner must not wait for this group again
+            self._plans.reset()
             self._planner.call(Planner.group_left, self._group, is_late).result()
         return plan
 

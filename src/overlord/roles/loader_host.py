@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 from overlord.batches.buffers import Arenas
 from overlord.chunks.bad_rows import BadRowKey, BadRowLog
 from overlord.errors import ClosedError
+from overlord.roles.chunk_loans import ChunkLoans, LoanAnswer, LoanRequest
 from overlord.roles.chunk_rows import ChunkRows, Find, RowTaker
 from overlord.roles.source_loader import BufferUse, HotChunk, SourceLoader, Work
+from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from overlord.batches.payload import Payload
     from overlord.chunks.chunk import Chunk
+    from overlord.chunks.shared_rows import RowsInMemory
     from overlord.runtime.threads import Executor
     from overlord.stream.facts import (
         ChunkFacts,
@@ -74,6 +77,7 @@ class LoaderHost:
         arenas = arenas or Arenas()
         arenas.keep_more(_MOST_IDLE_ARENAS)
         self._rows = RowTaker(self, columns, threads, arenas)
+        self._loans = ChunkLoans()
         self._instance = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._closed = False
@@ -106,6 +110,16 @@ class LoaderHost:
     def fetch(self, samples: Samples) -> Payload:
         """Return the payload of planned samples, in their order."""
         return self._rows.take(samples)
+
+    def lend(self, request: LoanRequest) -> LoanAnswer:
+        """Lend chunks to another process of this machine, which reads their rows itself."""
+        for source, first in request.needed_from.items():
+            self._open(source).loader.release_before(first)
+        return self._loans.lend(request, [self._find_shared(source, number) for source, number in request.wanted])
+
+    def report_bad_decode(self, source: str, number: int, table_row: int, error: str) -> None:
+        """Report a row of a lent chunk whose images cannot be decoded. Raises where the source's policy forbids it."""
+        self.note_bad_decode(source, number, self.obtain(source, number), table_row, error)
 
     def status_lines(self) -> list[str]:
         return [line for held in self._now().values() for line in held.loader.status_lines()]
@@ -148,8 +162,18 @@ class LoaderHost:
         with self._lock:
             self._closed = True
         self.keep(())
+        self._loans.close()
         if self._owns_threads:
             self._threads.shutdown(wait=False)
+
+    def _find_shared(self, source: str, number: int) -> RowsInMemory | ErrorEnvelope | None:
+        """A chunk in shared memory; None if it is not there. An error is only for whoever needs this chunk."""
+        try:
+            return self._open(source).loader.get(number).chunk.shared
+        except ClosedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again by the borrower
+            return ErrorEnvelope.pickling(error, "raised in a loader host")
 
     def _open(self, source: str) -> OpenSource:
         held = self._sources.get(source)

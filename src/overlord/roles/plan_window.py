@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from overlord.arrange.plan import Plan
+    from overlord.stream.facts import Ints
     from overlord.stream.membership import DrawnStep
     from overlord.stream.progress import Progress
 
@@ -59,6 +60,7 @@ class PlanWindow:
         self._plans: dict[int, Planned] = {}
         self._before: dict[int, Callable[[], Progress]] = {step: _constant(progress) for step, progress in known.items()}
         self._pinned: dict[object, int] = {}  # how far callers have come that draw towards a step in several turns
+        self._needed_chunks: tuple[int, Ints] = -1, np.zeros(0, np.int64)  # by the oldest step that was needed
         self._first_chunks = _constant(start), _first_chunks(start)  # of the progress that was looked at last
         self.reached = max(known)
         """The first step that was never drawn."""
@@ -78,6 +80,12 @@ class PlanWindow:
         with self._lock:
             self._needs[group] = self._needs.get(group, step) if oldest is None else oldest
             self._set_late(group, is_late)
+
+    def note_oldest(self, group: int, oldest: int) -> None:
+        """Note that a group needs nothing before `oldest`. A group that has left meanwhile stays gone."""
+        with self._lock:
+            if group in self._needs:
+                self._needs[group] = max(self._needs[group], oldest)
 
     def expect(self, group: int) -> None:
         with self._lock:
@@ -213,6 +221,15 @@ class PlanWindow:
     def first_chunks(self) -> list[int]:
         """Of every source, the first chunk that a step may name which is still needed. Safe to call at any time."""
         return _first_chunks(self.known_progress(self.oldest())[1])
+
+    def needed_chunks(self) -> Ints:
+        """The same as an array, computed once for each step."""
+        oldest = min(self.oldest(), self.reached)
+        step, needed = self._needed_chunks
+        if step != oldest:
+            needed = np.array(self.first_chunks(), np.int64)
+            self._needed_chunks = oldest, needed
+        return needed
 
     def _set_late(self, group: int, is_late: bool) -> None:
         (self._late.add if is_late else self._late.discard)(group)

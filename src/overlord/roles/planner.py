@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from overlord.arrange.graph import DGraph
+from overlord.arrange.plan import GroupPlans
 from overlord.declare.mixture import MixtureProgress
 from overlord.errors import DataError, OverlordError, SpecError
+from overlord.messages import Later
 from overlord.planlog.records import same
 from overlord.roles.facts_cache import FactsCache
 from overlord.roles.plan_window import STEPS_AHEAD, Planned, PlanWindow
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from overlord.arrange.strategies import Strategy
     from overlord.declare.batch import Batch
     from overlord.declare.mixture import Mixture
-    from overlord.messages import Later, StepReport, WeightChange
+    from overlord.messages import StepReport, WeightChange
     from overlord.planlog.append_log import LogPosition
     from overlord.planlog.plan_log import PlanLog
     from overlord.roles.routes import Routes
@@ -129,12 +131,29 @@ class Planner:
         planned = self._window.plan(step)  # without waiting for steps that are drawn for other callers
         if planned is None:
             planned = self._draw_to(step, lambda: self._window.plan(step))
-        elif self._lock.acquire(timeout=0):
-            try:
-                self._release()
-            finally:
-                self._lock.release()
+        else:
+            self._release_if_free()
         return None if planned is None else planned.plan.for_constructor(step, group, self._place)
+
+    def plans(
+        self, step: int, group: int, oldest: int | None = None, is_late: bool = False, most: int = 1
+    ) -> GroupPlans | Later | None:
+        """Like `plan`, with the plans of the steps after it that need no waiting: `most` plans at most."""
+        first = self.plan(step, group, oldest, is_late)
+        if first is None or isinstance(first, Later):
+            return first
+        found = [first]
+        for number in range(step + 1, step + most):
+            planned = self._window.plan(number)
+            if planned is None or self._window.wait_for_slowest(number) is not None:
+                break
+            found.append(planned.plan.for_constructor(number, group, self._place))
+        return GroupPlans(tuple(found), self._window.needed_chunks())
+
+    def note_oldest(self, group: int, oldest: int) -> None:
+        """Note the oldest step that a group may still request, if it reads."""
+        self._window.note_oldest(group, oldest)
+        self._release_if_free()
 
     def expect(self, group: int) -> None:
         """Note that ranks of a group will come that have not requested a step yet."""
@@ -342,6 +361,13 @@ class Planner:
             progress = drawn.after()
             self._window.keep_progress(after, lambda: progress)
             self._log.add_step(progress, self._window.kept_progress)
+
+    def _release_if_free(self) -> None:
+        if self._lock.acquire(timeout=0):
+            try:
+                self._release()
+            finally:
+                self._lock.release()
 
     def _release(self) -> None:
         self._window.release()

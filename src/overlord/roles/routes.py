@@ -24,7 +24,7 @@ from overlord.stream.facts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from overlord.loaders.routing import RoutingTable
     from overlord.runtime.engine import Engine, Reply
@@ -99,11 +99,27 @@ class Routes:
         ones in one request: on a cluster a request costs as much as moving half a megabyte."""
         if len(parts) == 1:
             return iter([self._request(parts[0])()])
-        together = _batches(parts)
+        together = group_parts(parts)
         requested = [self._request(Samples.concatenate(batch)) for batch in together]
         return (
             payload for batch, wait in zip(together, requested, strict=True) for payload in wait().split(map(len, batch))
         )
+
+    def hosts_of(self, chunks: Iterable[tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
+        """Group chunks, given as (source, number), by the host that has them."""
+        lookup = self._lookup()
+        found: dict[str, list[tuple[int, int]]] = {}
+        for source, number in chunks:
+            found.setdefault(lookup.host(source, number), []).append((source, number))
+        return found
+
+    def call_host(self, host: str, method: Callable[..., Any], *args: Any) -> Reply[Any]:
+        """Call one host, without its shadow. Raises ClosedError, now or with the result, if it is gone."""
+        return self._engine.call(host, method, *args)
+
+    def note_bad_decode(self, source: int, chunk: int, table_row: int, error: str) -> None:
+        """Report a row whose images cannot be decoded. Raises where the source's policy does not allow it."""
+        self._call(source, chunk, LoaderHost.report_bad_decode, self._names[source], chunk, table_row, error)
 
     def status_lines(self) -> list[str]:
         """What the loaders are busy with. One that does not answer is named, not waited for."""
@@ -131,7 +147,7 @@ class Routes:
 
         def wait_for_all() -> Payload:
             payloads = [self._wait(wait, part, tries) for wait, part in zip(requests, parts, strict=True)]
-            return Payload.merge(payloads, places, list(map(_names_of_sources, parts))) if places else payloads[0]
+            return Payload.merge(payloads, places, list(map(names_of_sources, parts))) if places else payloads[0]
 
         return wait_for_all
 
@@ -139,7 +155,7 @@ class Routes:
         try:
             return wait()
         except ClosedError:
-            if not self._look_again(tries):
+            if not self.look_again(tries):
                 raise
             return self._request(samples, tries + 1)()
 
@@ -149,7 +165,7 @@ class Routes:
             try:
                 return self._send(lookup, lookup.host(source, chunk), method, *args)()
             except ClosedError:
-                if not self._look_again(tries):
+                if not self.look_again(tries):
                     raise
         raise AssertionError("unreachable: the last try raises")
 
@@ -212,7 +228,7 @@ class Routes:
         self._known = time.monotonic(), lookup
         return lookup
 
-    def _look_again(self, tries: int) -> bool:
+    def look_again(self, tries: int) -> bool:
         """Look the table up after a host was gone; returns whether to try again. The loader may have moved elsewhere."""
         self._look()
         return tries < _TRIES
@@ -267,11 +283,11 @@ class _Gone:
         raise self._error
 
 
-def _names_of_sources(samples: Samples) -> str:
+def names_of_sources(samples: Samples) -> str:
     return ", ".join(f"source {samples.source_names[source]!r}" for source in np.unique(samples.source).tolist())
 
 
-def _batches(parts: Sequence[Samples]) -> list[list[Samples]]:
+def group_parts(parts: Sequence[Samples]) -> list[list[Samples]]:
     """Group neighbours, up to about `_TOGETHER_BYTES` a group."""
     batches: list[list[Samples]] = []
     room = 0

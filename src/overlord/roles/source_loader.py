@@ -211,6 +211,11 @@ class SourceLoader:
                 self._drop(number)
                 self._read_ahead()
 
+    def release_before(self, number: int) -> None:
+        """Drop the chunks before this one: normally nobody requests them again."""
+        with self._lock:
+            self._release_before(number)
+
     def prefetch(self, numbers: Sequence[int]) -> None:
         """Note which chunks will be requested, soonest first, in place of those noted before."""
         with self._lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -164,6 +165,15 @@ class Workplace:
         # One pool for all groups of the process: a buffer that one has just returned is still in the CPU's cache.
         self.arenas = Arenas()
         self.processes = ProcessPool(size.num_processes or os.cpu_count() or 1)
+        self._lock = threading.Lock()
+        self._kept: dict[str, Any] = {}
+
+    def share(self, key: str, make: Callable[[], T]) -> T:
+        """A value that roles of this process share; the first role that asks for it makes it."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = make()
+            return self._kept[key]
 
     def close(self, busy: Sequence[str] = ()) -> None:
         """Stop everything. A call that hangs is waited for a moment, then abandoned; `busy` says what the calls do."""

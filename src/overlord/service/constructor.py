@@ -7,14 +7,14 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.assembly import make_constructor
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from overlord.batches.buffers import Arenas
     from overlord.declare.job import Job
-    from overlord.roles.data_constructor import HandedOut, Pace
+    from overlord.roles.data_constructor import DataConstructor, HandedOut, Pace
     from overlord.roles.planner import Planner
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Handle, Workplace
@@ -26,17 +26,7 @@ def make_serving_constructor(
     job: Job, group: int, planner: Handle[Planner], routes: Routes, workplace: Workplace
 ) -> ServingConstructor:
     tree = ClientPlaceTree(job.mesh, job.stage_fields)
-    constructor = DataConstructor(
-        group,
-        job.batch,
-        tree,
-        planner=planner,
-        routes=routes,
-        prefetch=job.prefetch,
-        threads=workplace.build_threads,
-        arenas=workplace.arenas,
-        weighted=job.is_weighted,
-    )
+    constructor = make_constructor(job, group, tree, workplace, planner=planner, routes=routes)
     return ServingConstructor(constructor, tree, group, workplace.arenas)
 
 

@@ -24,7 +24,7 @@ from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDied
 from overlord.fleet.control_loop import LoaderControlLoop, Loaders
 from overlord.messages import Decision, Delivery, Later, State, StepReport, WeightChange
 from overlord.planlog.plan_log import Era, begin_run, steered_on_return
-from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner
+from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner, plans_together
 from overlord.roles.planner import Mix, Planner, PlannerStatus
 from overlord.roles.routes import Routes
 from overlord.runtime.embedded import Embedded
@@ -519,6 +519,7 @@ class Loader:
             era=era,
             is_safe=is_safe,
             is_served=is_served,
+            plans_together=plans_together(self._engine),
         )
 
     def _move_to_mesh(self, job: Job, progress: Progress) -> None:

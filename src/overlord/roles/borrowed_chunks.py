@@ -1,0 +1,341 @@
+"""The chunks that a process has borrowed from the loader hosts of its machine, and the rows that its Data Constructors take
+out of them.
+
+What it promises: `fetch_each` returns the payload that loader hosts would return for the same samples, whatever happens to
+hosts meanwhile. A chunk is requested once for all constructors of the process, with others of its host, and before it is
+needed if the plan is known early enough. It is returned when the planner says that no step needs it any more. A chunk that
+is needed after that is requested again. Chunks that are not in shared memory are read through their host.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlord.batches.lending import Borrower
+from overlord.batches.payload import Payload
+from overlord.chunks.shared_rows import RowsInMemory
+from overlord.errors import ClosedError
+from overlord.roles.chunk_loans import MOST_TOGETHER, LentChunk, LoanAnswer, LoanRequest
+from overlord.roles.chunk_rows import RowTaker
+from overlord.roles.loader_host import LoaderHost
+from overlord.roles.routes import group_parts, names_of_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from overlord.arrange.plan import GroupPlans
+    from overlord.batches.buffers import Arenas
+    from overlord.declare.source import Source
+    from overlord.roles.chunk_rows import ChunkRows, Find
+    from overlord.roles.routes import Routes
+    from overlord.runtime.engine import Reply
+    from overlord.runtime.threads import Executor
+    from overlord.runtime.transport import ErrorEnvelope
+    from overlord.sources.storage import MappedFile
+    from overlord.stream.facts import Ints, Samples
+
+Key = tuple[int, int]
+"""A source's number, and a chunk's."""
+
+_NEVER = 1 << 62  # tokens left: a borrowed chunk is not counted down
+
+
+@dataclass(slots=True)
+class BorrowedChunk:
+    """The rows of a chunk in memory of its loader host."""
+
+    values: NDArray[np.integer] | None
+    begin: memoryview
+    document_end: memoryview
+    mask: NDArray[np.generic] | None
+    table: pa.Table
+    table_row: Ints
+    mapped: tuple[MappedFile, ...]
+    """The files that the table points into."""
+    left: int = _NEVER
+
+    @staticmethod
+    def of(rows: RowsInMemory) -> BorrowedChunk:
+        opened = rows.open()
+        table, mapped = opened.columns.open()
+        begin, end = opened.begin.data, opened.document_end.data
+        return BorrowedChunk(opened.values, begin, end, opened.mask, table, opened.table_row, mapped)
+
+
+class BorrowedChunks:
+    """The borrowed chunks of this process. The module's docstring has the promises. Thread-safe."""
+
+    def __init__(self, routes: Routes, sources: Mapping[str, Source]) -> None:
+        self._routes = routes
+        self._names = tuple(sources)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._decoders: dict[str, Any] = {name: source.decode for name, source in sources.items()}
+        self._chunks: list[dict[int, BorrowedChunk]] = [{} for _ in self._names]
+        self._finders: list[Find] = [chunks.get for chunks in self._chunks]
+        self._unshared: set[Key] = set()
+        self._lock = threading.Lock()
+        self._links: dict[str, _Link] = {}
+        self._first: Ints | None = None
+        self.has_decoders = any(decoder is not None for decoder in self._decoders.values())
+
+    def note_plans(self, found: GroupPlans) -> None:
+        """Return the chunks that no step needs any more, and request those of the next steps."""
+        self.release_before(found.first_chunks)
+        self.expect(samples for plan in found.plans for samples in plan.all_samples())
+
+    def expect(self, samples: Iterable[Samples]) -> None:
+        """Request the chunks of samples that will be needed soon. Waits for nothing, and raises nothing."""
+        missing = self._missing(key for part in samples for key in _keys_of(part))
+        if not missing:
+            return
+        try:
+            by_host = self._routes.hosts_of(missing)
+        except ClosedError:
+            return
+        for host, keys in by_host.items():
+            link = self._link(host)
+            if link.lock.acquire(blocking=False):
+                try:
+                    if not link.is_waiting:
+                        link.send(keys[:MOST_TOGETHER], self._needed_from(keys))
+                except ClosedError:
+                    pass  # the host is gone: whoever needs the chunk finds the next one
+                finally:
+                    link.lock.release()
+
+    def require(self, keys: Collection[Key]) -> None:
+        """Wait until these chunks are borrowed, or known as chunks that are not shared."""
+        missing = self._missing(keys)
+        tries = 0
+        while missing:
+            try:
+                self._borrow(self._routes.hosts_of(missing))
+            except ClosedError:
+                if not self._routes.look_again(tries):
+                    raise
+                tries += 1
+            missing = self._missing(missing)
+
+    def is_shared(self, source: int, number: int) -> bool:
+        return (source, number) not in self._unshared
+
+    def release_before(self, first: Ints) -> None:
+        """Return the chunks of each source before its `first`: no step needs them any more."""
+        known = self._first
+        if known is not None and (known is first or np.array_equal(known, first)):
+            return
+        self._first = first
+        limits: list[int] = first.tolist()
+        for chunks, limit in zip(self._chunks, limits, strict=True):
+            for number in [number for number in list(chunks) if number < limit]:
+                chunks.pop(number, None)
+        with self._lock:
+            self._unshared = {(source, number) for source, number in self._unshared if number >= limits[source]}
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(map(len, self._chunks))
+
+    # The shelf that rows are taken from
+
+    def finders(self, names: tuple[str, ...]) -> Sequence[Find]:
+        return self._finders if names == self._names else [self._finders[self._numbers[name]] for name in names]
+
+    def obtain(self, source: str, number: int) -> ChunkRows:
+        key = self._numbers[source], number
+        self.require([key])
+        found = self._chunks[key[0]].get(number)
+        if found is None:
+            raise _NotShared
+        return found
+
+    def decoder(self, source: str) -> Any:
+        return self._decoders[source]
+
+    def note_bad_decode(self, source: str, number: int, chunk: ChunkRows, table_row: int, error: str) -> None:  # noqa: ARG002
+        self._routes.note_bad_decode(self._numbers[source], number, table_row, error)
+
+    def note_delivered(self, source: str, number: int) -> None:
+        """Not called: borrowed chunks are not counted down."""
+
+    def _missing(self, keys: Iterable[Key]) -> list[Key]:
+        chunks, unshared = self._chunks, self._unshared
+        return [key for key in dict.fromkeys(keys) if key[1] not in chunks[key[0]] and key not in unshared]
+
+    def _link(self, host: str) -> _Link:
+        with self._lock:
+            link = self._links.get(host)
+            if link is None:
+                link = self._links[host] = _Link(self._names, lambda *args: self._routes.call_host(host, *args), self._keep)
+            return link
+
+    def _borrow(self, by_host: Mapping[str, Sequence[Key]]) -> None:
+        """Borrow chunks of several hosts, all requested before any is waited for. Raises the error of one that cannot be
+        made."""
+        with ExitStack() as locks:
+            links = [(self._link(host), keys) for host, keys in sorted(by_host.items())]  # one order, so no deadlock
+            for link, _ in links:
+                locks.enter_context(link.lock)
+            waiting: list[_Link] = []
+            for link, keys in links:
+                link.receive()  # of a request that was sent ahead
+                missing = self._missing(keys)
+                if missing:
+                    link.send(missing[:MOST_TOGETHER], self._needed_from(missing))
+                    waiting.append(link)
+            errors = [error for link in waiting for error in link.receive()]
+        if errors:
+            raise errors[0].open()
+
+    def _keep(self, key: Key, chunk: BorrowedChunk | None) -> None:
+        if chunk is not None:
+            self._chunks[key[0]][key[1]] = chunk
+        else:
+            with self._lock:
+                self._unshared = self._unshared | {key}
+
+    def _needed_from(self, keys: Iterable[Key]) -> dict[str, int]:
+        first = self._first
+        return {} if first is None else {self._names[source]: int(first[source]) for source, _ in keys}
+
+
+class _Link:
+    """The loans of one loader host. Requests follow one another; callers hold `lock`."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        call: Callable[..., Reply[LoanAnswer]],
+        keep: Callable[[Key, BorrowedChunk | None], None],
+    ) -> None:
+        self.lock = threading.Lock()
+        self._names = names
+        self._call = call
+        self._keep = keep
+        self._name = uuid.uuid4().hex
+        self._was: list[str] = []
+        self._lender: str = ""
+        self._borrower = Borrower()
+        self._sent: tuple[Sequence[Key], Reply[LoanAnswer]] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._sent is not None
+
+    def send(self, keys: Sequence[Key], needed_from: Mapping[str, int]) -> None:
+        returned, kept = self._borrower.take_returned()
+        wanted = [(self._names[source], number) for source, number in keys]
+        request = LoanRequest(
+            self._name, os.getpid(), wanted, self._lender, returned, kept, tuple(self._was), dict(needed_from)
+        )
+        try:
+            self._sent = keys, self._call(LoaderHost.lend, request)
+        except BaseException:
+            self._start_again()
+            raise
+
+    def receive(self) -> list[ErrorEnvelope]:
+        """Take the answer of the request that is under way, if one is; returns why chunks could not be made."""
+        if self._sent is None:
+            return []
+        (keys, reply), self._sent = self._sent, None
+        try:
+            answer = reply.result()
+        except BaseException:
+            self._start_again()
+            raise
+        self._was.clear()
+        if answer.lender != self._lender:  # the first answer, or the host was made again
+            self._lender, self._borrower = answer.lender, Borrower()
+        for number, segment in answer.segments:
+            self._borrower.map(number, segment)
+        try:
+            return self._take(keys, answer)
+        except KeyError:  # memory that came with an answer that was lost
+            self._start_again()
+            return []
+
+    def _take(self, keys: Sequence[Key], answer: LoanAnswer) -> list[ErrorEnvelope]:
+        errors: list[ErrorEnvelope] = []
+        for key, lent in zip(keys, answer.chunks, strict=True):
+            if isinstance(lent, LentChunk):
+                memory = self._borrower.borrow(lent.loan)[lent.first : lent.first + lent.num_bytes]
+                self._keep(key, BorrowedChunk.of(RowsInMemory(memory, lent.places)))
+            elif lent is None:
+                self._keep(key, None)
+            else:
+                errors.append(lent)
+        self._borrower.unmap(answer.gone)
+        return errors
+
+    def _start_again(self) -> None:
+        """After an answer was lost: the host lends everything again, to another name."""
+        self._was.append(self._name)
+        self._name = uuid.uuid4().hex
+        self._lender, self._borrower = "", Borrower()
+
+
+class _NotShared(Exception):
+    """A chunk is not in shared memory, although it was a moment ago. Never leaves this module."""
+
+
+class BorrowedRows:
+    """Takes the rows of plans out of borrowed chunks, for one Data Constructor."""
+
+    def __init__(
+        self, chunks: BorrowedChunks, routes: Routes, columns: Sequence[str], threads: Executor, arenas: Arenas
+    ) -> None:
+        """Images are decoded on `threads`, into memory of `arenas`."""
+        self._chunks = chunks
+        self._routes = routes
+        self._rows = RowTaker(chunks, columns, threads, arenas)
+        self._takes_together = chunks.has_decoders or bool(columns)
+
+    def fetch_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
+        """Yield the payloads of several microbatches, in their order."""
+        self._chunks.require({key for part in parts for key in _keys_of(part)})
+        if len(parts) == 1 or not self._takes_together:
+            return map(self._take, parts)
+        # Images of small microbatches are decoded together, to keep all threads busy. The type of a column is that of all
+        # microbatches, as in `Routes.fetch_each`.
+        return (
+            payload
+            for batch in group_parts(parts)
+            for payload in self._take(type(batch[0]).concatenate(batch)).split(map(len, batch))
+        )
+
+    def _take(self, samples: Samples) -> Payload:
+        while True:
+            keys = _keys_of(samples)
+            self._chunks.require(keys)
+            if all(self._chunks.is_shared(*key) for key in keys):
+                try:
+                    return self._rows.take(samples)
+                except _NotShared:
+                    continue
+            return self._take_mixed(samples)
+
+    def _take_mixed(self, samples: Samples) -> Payload:
+        """The payload of samples of which some are not in shared memory."""
+        pairs = zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)
+        is_shared = np.array([self._chunks.is_shared(*key) for key in pairs], bool)
+        places = [np.flatnonzero(is_shared), np.flatnonzero(~is_shared)]
+        if not len(places[0]):
+            return self._routes.fetch(samples)
+        parts = [samples.take(where) for where in places]
+        payloads = [self._take(parts[0]), self._routes.fetch(parts[1])]
+        return Payload.merge(payloads, places, list(map(names_of_sources, parts)))
+
+
+def _keys_of(samples: Samples) -> set[Key]:
+    return set(zip(samples.source.tolist(), samples.chunk.tolist(), strict=True))
