@@ -3,6 +3,7 @@ that the stream is the same after every loss, cut and move."""
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,8 @@ def test_what_was_decided_about_another_mixture_lapses_and_that_is_said(caplog):
 class Cluster(Embedded):
     """An engine that says that its roles can be lost one by one."""
 
+    keeps_planner = False
+
     @property
     def num_hosts(self) -> int:
         return 1
@@ -235,6 +238,9 @@ def test_where_a_planner_can_be_lost_nothing_is_decided_without_a_log(tmp_path):
         loader.set_weights({"a": 1})
     with pytest.raises(ol.errors.SpecError, match=r"feedback.*start\(log=...\)"):
         ol.start(job_with(), engine=Cluster())
+    by_function = replace(job_with(), mixture=ol.Mixture(lambda step, progress: {"a": 1.0}))
+    with pytest.raises(ol.errors.SpecError, match=r"that is a function decides.*start\(log=...\)"):
+        ol.start(by_function, engine=Cluster())
     with ol.start(job_with(), engine=Cluster(), log=str(tmp_path / "log")) as loader:
         assert loader.set_weights({"a": 1}) == 0
 

@@ -31,8 +31,9 @@ def receive(step: Step, group: Any = None, *, device: torch.device | str | None 
     device = _device_for(group) if device is None else torch.device(device)
     _check_together(step, group, device)
     micros = [_with_room(micro, device) for micro in step]
+    first = 0 if group is None else dist.get_global_rank(group, 0)
     pending = [
-        dist.broadcast(_as_numbers(tensor), group=group, group_src=0, async_op=True)
+        dist.broadcast(_as_numbers(tensor), first, group=group, async_op=True)
         for micro in micros
         for tensor in _large(micro)
         if tensor.numel()
