@@ -143,6 +143,9 @@ class Microbatch(TypedDict):
     """int64 [n]: the number of rows of each encoded image. Only if images are encoded on other ranks."""
     image_row: Any
     """int32, like `tokens`: the row of the encoded images at a position, or -1. Only with `Batch(image_token=...)`."""
+    cp_size: int
+    """With `cp_index`: how `overlord.trainer.receive` cuts the arrays. Only if the trainer broadcasts along cp."""
+    cp_index: int
     broadcast: Any
     """The shape and dtype name of each array that this rank gets by broadcast from another rank's trainer."""
 
