@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="num_processes",
         type=at_least(0),
         metavar="N",
-        help="spread loading over N worker processes; 0: run everything in one process (default: one for each core)",
+        help="spread loading over N worker processes; 0: everything in one (default: one for each core, none on 1 or 2 cores)",
     )
     parser.add_argument(
         "--leave-after",

@@ -95,7 +95,8 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
       is the world size divided by cp x tp x pp.
     - `address`, `token`, `tls_root`: a service that runs already, its token and its root certificate.
     - `engine`, `resume`, `accept_changes`: as in `ol.start`; `resume` is the state to continue from. By default a world of
-      several ranks is loaded for by all cores of the machine of rank 0 (`ol.Processes()`), a single rank in its own process.
+      several ranks is loaded for by all cores of the machine of rank 0 (`ol.Processes()`, if it has more than two), a single
+      rank in its own process.
     - `timeout_s`: the most seconds to wait for a step; None waits without limit.
     - `torch`, `pin_memory`, `device`, `fetch_ahead`: as in `ol.connect`; torch tensors, in pinned memory or on a device
       ("cuda": the one that is current at the first `next`), where steps are copied ahead of the trainer.

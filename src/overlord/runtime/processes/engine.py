@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _CLOSE_S = liveness.PROCESS_CLOSING.after_s
+_FEW_CORES = 2
+"""Up to so many cores one process with threads takes less CPU time a token and keeps up (`python -m bench trainers`)."""
 _PLURALS = {"loaders": "loader hosts", "constructor": "data constructors"}
 _ONE_PROCESS = "Start a run in the process that uses it"
 
@@ -63,8 +65,9 @@ def default_engine(num_workers: int | None) -> tuple[Processes | None, str]:
     reason = why_unavailable()
     if reason is not None:
         return None, reason
-    if num_usable_cores() == 1:
-        return None, "there is one core"
+    num_cores = num_usable_cores()
+    if num_cores <= _FEW_CORES:
+        return None, f"there {'is one core' if num_cores == 1 else f'are {num_cores} cores'}, and trainers need some too"
     return Processes(), "one for each core"
 
 
