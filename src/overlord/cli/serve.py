@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="num_processes",
         type=at_least(0),
         metavar="N",
-        help="spread loading over N worker processes; 0: everything in one (default: one for each core, none on 1 or 2 cores)",
+        help="spread loading over N worker processes; 0: use only one (default: one per core where there are more than two)",
     )
     parser.add_argument(
         "--leave-after",
