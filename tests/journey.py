@@ -45,7 +45,8 @@ def trace_plain_job(num_workers: int | None) -> Journey:
         path = Path(folder) / "documents.parquet"
         documents = pa.table({"text": [f"document {row} " + "word " * (row % 40) for row in range(2000)]})
         pq.write_table(documents, path, row_group_size=20)
-        source = ol.Parquet(str(path), transform=ol.Tokenize("text", encoding=ol.ByteTokenizer(), eos=0))
+        # A chunk of one row group: the traced step makes one.
+        source = ol.Parquet(str(path), transform=ol.Tokenize("text", encoding=ol.ByteTokenizer(), eos=0), window=1)
         batch = ol.Batch(tokens=8192, sequence_length=1024)
         tracer = _Tracer()
         with tracer.installed(), ol.start(ol.Job(sources={"web": source}, batch=batch, num_workers=num_workers)) as loader:

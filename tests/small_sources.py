@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ class Numbered(ol.Source):
     longest: int = 12
     first: int = 0
     with_mask: bool = False
+    window: int | None = field(default=1, kw_only=True)
 
     def units(self) -> list[ol.Unit]:
         return [

@@ -19,7 +19,7 @@ from overlord.checkpoint.file_versions import FileVersions
 from overlord.checkpoint.first_release import first_declaration_digest
 from overlord.checkpoint.source_code import digest_of
 from overlord.declare.batch import Batch
-from overlord.declare.source import Source, Unit
+from overlord.declare.source import DECLARED_BUFFER, Source, Unit
 from overlord.errors import StateError
 from overlord.sources.files import codec_of
 from overlord.stream.plain import DamagedError, as_list, as_mapping, short_repr, text, whole, with_keys
@@ -66,6 +66,8 @@ class Fingerprint:
     """name to the versions of its files, for sources that tell them."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that transforms use, with their versions up to the minor number."""
+    windows: Mapping[str, int] = field(default_factory=dict)
+    """name to units per chunk: a run that resumes a state takes them over for sources that leave their window open."""
     unseen: tuple[str, ...] = ()
     """What transforms depend on and no fingerprint can see. It is not saved."""
     declared: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
@@ -89,6 +91,7 @@ class Fingerprint:
             sources=sources,
             files={name: found for name in job.sources if (found := FileVersions.of(units[name])) is not None},
             packages=dict(sorted(describer.packages.items())),
+            windows={name: source.units_per_chunk for name, source in job.sources.items()},
             unseen=tuple(describer.unseen),
             declared=dict(job.sources),
         )
@@ -101,6 +104,7 @@ class Fingerprint:
             "sources": {name: list(entry) for name, entry in self.sources.items()},
             "files": {name: versions.to_plain() for name, versions in self.files.items()},
             "packages": dict(self.packages),
+            "windows": dict(self.windows),
         }
 
     def differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
@@ -114,7 +118,7 @@ class Fingerprint:
         for name, version in saved.get("packages", {}).items():
             if self.packages.get(name, version) != version:
                 found[f"packages.{name}"] = f"{name} {version} was installed, is {self.packages[name]}; transforms use it"
-        found |= self._changed_sources(saved["sources"], is_first)
+        found |= self._changed_sources(saved, is_first)
         changed = self._changed_files(saved, found)
         if changed:
             found["files"] = "\n  - ".join(changed)
@@ -130,8 +134,8 @@ class Fingerprint:
                 found[f"batch.{key}"] = f"batch.{key} was {old!r}, is {value!r}"
         return found
 
-    def _changed_sources(self, saved: Mapping[str, Any], is_first: bool) -> dict[str, str]:
-        found, described = {}, dict[int, str]()
+    def _changed_sources(self, fingerprint: Mapping[str, Any], is_first: bool) -> dict[str, str]:
+        found, described, saved = {}, dict[int, str](), fingerprint["sources"]
         for name, (declaration, units, num_units) in self.sources.items():
             if name not in saved:
                 continue
@@ -139,7 +143,9 @@ class Fingerprint:
             if is_first:
                 declaration = first_declaration_digest(self.declared[name], described)
             if old_declaration != declaration:
-                what = _declaration_change(self.declared.get(name), old_declaration, declaration)
+                what = self._window_change(name, old_declaration, saved_window(fingerprint, name)) or _declaration_change(
+                    self.declared.get(name), old_declaration, declaration
+                )
                 found[f"sources.{name}"] = f"source {name!r} is declared differently ({what})"
             elif old_units != units:
                 found[f"sources.{name}"] = (
@@ -148,6 +154,18 @@ class Fingerprint:
                     + (_PACKED_HINT if old_num_units == self._num_packed(name) < num_units else "")
                 )
         return found
+
+    def _window_change(self, name: str, old_declaration: str, window: int | None) -> str | None:
+        """What to tell where a source differs from the saved one in its window alone."""
+        source = self.declared.get(name)
+        if source is None or window in (None, source.units_per_chunk):
+            return None
+        if _declaration_digests(name, source.with_window(window), Describer()) != old_declaration:
+            return None
+        return (
+            f"window was {window}, is {source.units_per_chunk}: declare window={window}, or give the state to "
+            "start(resume=...), which takes the window from it where none is declared"
+        )
 
     def _num_packed(self, name: str) -> int:
         """The number of files of a source whose files are all compressed; 0 of another source."""
@@ -165,6 +183,16 @@ class Fingerprint:
         ]
 
 
+def saved_window(saved: Any, name: str) -> int | None:
+    """The units per chunk of a source by a saved fingerprint, also a damaged one; None where it does not have the source.
+    Earlier releases did not save it: unless declared, it was 1."""
+    if not isinstance(saved, Mapping) or not isinstance(sources := saved.get("sources"), Mapping) or name not in sources:
+        return None
+    windows = saved.get("windows", {})
+    window = windows.get(name, 1) if isinstance(windows, Mapping) else 1
+    return window if type(window) is int and window > 0 else 1
+
+
 def differences_of(fingerprint: Fingerprint, saved: Any, damage: str) -> dict[str, str]:
     """What differs from a saved fingerprint; StateError, with `damage` said first, where that is none."""
     try:
@@ -176,7 +204,7 @@ def differences_of(fingerprint: Fingerprint, saved: Any, damage: str) -> dict[st
 def check_fingerprint(saved: Any) -> None:
     """Raises DamagedError for what `Fingerprint.to_dict` did not make, in this release or an earlier one."""
     at = "fingerprint"
-    with_keys(saved, at, needed=("seed", "batch", "sources"), allowed=("format", "files", "packages"))
+    with_keys(saved, at, needed=("seed", "batch", "sources"), allowed=("format", "files", "packages", "windows"))
     if "format" in saved:
         whole(saved["format"], f"{at}.format", least=FORMAT, most=FORMAT)
     if type(saved["seed"]) is not int:
@@ -191,6 +219,8 @@ def check_fingerprint(saved: Any) -> None:
         FileVersions.check(entry, f"{at}.files.{name}")
     for name, version in as_mapping(saved.get("packages", {}), f"{at}.packages").items():
         text(version, f"{at}.packages.{name}")
+    for name, window in as_mapping(saved.get("windows", {}), f"{at}.windows").items():
+        whole(window, f"{at}.windows.{name}", least=1)
 
 
 def warn_of_unseen(fingerprint: Fingerprint) -> None:
@@ -253,11 +283,17 @@ def _declaration_digests(name: str, source: Source, describer: Describer) -> str
     at = f"sources.{name}"
     parts = [_reader_text(source, at, describer)]
     given = declared_options(source)
+    # By its value, however it was found: 1, the default of earlier releases, is left out, as it was then.
+    given = {**given, "window": source.units_per_chunk} if source.units_per_chunk != 1 else _without_window(given)
     for each in fields(Source):
         if each.name in given and each.name != "transform" and each.name not in SOURCE_MAY_CHANGE:
             parts.append(f"{each.name}={describer.text(given[each.name], f'{at}.{each.name}')}")
     transforms = [describer.text(each, f"{at}.transform[{i}]") for i, each in enumerate(source.transforms)]
     return ".".join(digest_of(text)[:8] for text in (repr(parts), *transforms))
+
+
+def _without_window(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: option for name, option in options.items() if name != "window"}
 
 
 def _reader_text(source: Source, at: str, describer: Describer) -> str:
@@ -269,7 +305,7 @@ def _reader_text(source: Source, at: str, describer: Describer) -> str:
         added = {each.name: getattr(source, each.name) for each in fields(source) if each.name not in known}
         return source.identity() + (f" {describer.text(added, at)}" if added else "")
     base = {each.name for each in fields(Source)}
-    own = {name: value for name, value in vars(source).items() if name not in base}
+    own = {name: value for name, value in vars(source).items() if name not in base and name != DECLARED_BUFFER}
     return f"{describer.text(type(source), at)} {describer.text(own, at)}"
 
 

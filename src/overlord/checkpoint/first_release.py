@@ -53,4 +53,4 @@ def first_declaration_digest(source: Source, described: dict[int, str]) -> str:
     decode = first_description(source.decode, described)
     parts = (source.identity(), transforms, decode, source.tokens, source.loss_mask)
     weights = () if source.loss_weights is None else (source.loss_weights,)  # which the first release did not have
-    return digest_of(repr((*parts, source.window, source.shuffle, *weights)))
+    return digest_of(repr((*parts, source.units_per_chunk, source.shuffle, *weights)))

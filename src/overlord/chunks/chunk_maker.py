@@ -105,7 +105,7 @@ class ChunkMaker:
     def _units_of(self, number: int) -> list[Unit]:
         source = self._source
         chosen = units_of_chunk(
-            self._seed, self._name, self._runs, window=source.window, shuffle=source.shuffle, chunk=number
+            self._seed, self._name, self._runs, window=source.units_per_chunk, shuffle=source.shuffle, chunk=number
         )
         return [self._units[index] for index in chosen.tolist()]
 

@@ -14,7 +14,7 @@ from overlord.cli.files import load_job
 from overlord.cli.options import add_job_argument
 from overlord.cli.output import console, size, table, write_json
 from overlord.errors import OverlordError
-from overlord.roles.assembly import list_units
+from overlord.roles.assembly import list_units, with_windows
 from overlord.service.dry_run import read_steps
 from overlord.service.run import start
 
@@ -77,7 +77,7 @@ def check(path: Path, as_json: bool) -> int:
             first = _build_first_step(job)
         except OverlordError as error:
             errors.append(describe_error(error))
-    warnings = _warnings(job, units)
+    warnings = _warnings(with_windows(job, units), units)
     if as_json:
         write_json(
             {
@@ -157,7 +157,7 @@ def _warnings(job: Job, units: Mapping[str, Sequence[Unit]]) -> list[str]:
 
 
 def _buffer_warning(name: str, source: Source, units: Sequence[Unit]) -> str:
-    largest = sum(sorted((unit.num_bytes for unit in units), reverse=True)[: source.window])
+    largest = sum(sorted((unit.num_bytes for unit in units), reverse=True)[: source.units_per_chunk])
     if 2 * largest <= source.buffer_bytes // source.loaders:
         return ""
     return (

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 MIB = 1 << 20
+DECLARED_BUFFER = "_declared_buffer_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,9 @@ class Source:
     """True: endless. False: one epoch. A number: that many epochs."""
     shuffle: bool = True
     """Permute units each epoch, and rows inside a chunk."""
-    window: int = 1
-    """Units per chunk: rows are shuffled inside a chunk."""
+    window: int | None = None
+    """Units per chunk: rows are shuffled inside a chunk. Unless given, a shuffled source has as many as make 16 MiB (less
+    with a small buffer, or with more than eight sources), but at least four chunks in an epoch."""
     buffer_bytes: int = 256 * MIB
     """The most memory that decoded chunks of this source may take."""
     loaders: int = 1
@@ -119,13 +121,17 @@ class Source:
     def close(self) -> None:
         """Close files that `read` left open. Called when a loader of the source stops; another one may still be reading."""
 
+    def decoded_bytes(self, unit: Unit) -> int:
+        """About what a unit takes in memory; 0 where that is unknown."""
+        return unit.num_bytes
+
     def identity(self) -> str:
         """Text that names everything the rows and their order depend on, for the fingerprint of a saved state. Without one,
         the class and all its fields count."""
         return type(self).__name__
 
     def __post_init__(self) -> None:
-        if self.window < 1:
+        if self.window is not None and self.window < 1:
             raise SpecError(f"window is a number of units, at least 1, got {self.window}")
         if self.buffer_bytes < 1:
             raise SpecError(f"buffer_bytes must be positive, got {self.buffer_bytes}")
@@ -150,9 +156,26 @@ class Source:
     def with_loaders(self, loaders: int, buffer_bytes: int) -> Self:
         """A copy with other loaders and another buffer. Subclasses may have constructors of their own, so none is called."""
         copied = copy.copy(self)
+        object.__setattr__(copied, DECLARED_BUFFER, self.declared_buffer_bytes)
         object.__setattr__(copied, "loaders", loaders)
         object.__setattr__(copied, "buffer_bytes", buffer_bytes)
         return copied
+
+    def with_window(self, window: int) -> Self:
+        """A copy with so many units per chunk."""
+        copied = copy.copy(self)
+        object.__setattr__(copied, "window", window)
+        return copied
+
+    @property
+    def declared_buffer_bytes(self) -> int:
+        """The buffer before `with_loaders`, which must not change the stream."""
+        return getattr(self, DECLARED_BUFFER, self.buffer_bytes)
+
+    @property
+    def units_per_chunk(self) -> int:
+        """`window`, which `start` fills in."""
+        return 1 if self.window is None else self.window
 
     @property
     def transforms(self) -> tuple[Callable[..., pa.Table], ...]:

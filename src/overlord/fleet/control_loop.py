@@ -177,7 +177,7 @@ class Meter:
 
     def __init__(self, job: Job, units: Mapping[str, Sequence[Unit]], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._profiles = {name: _guess(name, units[name], source.window) for name, source in job.sources.items()}
+        self._profiles = {name: _guess(name, units[name], source.units_per_chunk) for name, source in job.sources.items()}
         self._work: dict[tuple[str, str], dict[str, Work]] = {}
         self._paces: list[Pace] = []
         self._step_s: float | None = None

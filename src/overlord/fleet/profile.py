@@ -96,7 +96,7 @@ def _profile_source(name: str, job: Job, units: Sequence[Unit], effort: Effort, 
     clock = time.process_time if effort.is_alone else cpu_time
     ends = time.monotonic() + effort.seconds
     try:
-        for number in range(chunks_per_epoch(len(units), source.window)):
+        for number in range(chunks_per_epoch(len(units), source.units_per_chunk)):
             future = thread.submit(_make_and_measure, maker, number, source, clock)
             found = _wait_for(future, ends - time.monotonic())
             if found is None:
@@ -193,7 +193,7 @@ def _mean_profile(name: str, source: Source, units: Sequence[Unit], made: Sequen
     open_s = first.seconds - fmean(chunk.seconds for chunk in later)
     was_slow = first.seconds > _SLOW_START * max(chunk.seconds for chunk in later)
     ratio = max(chunk.num_bytes / chunk.expected_bytes if chunk.expected_bytes else 0.0 for chunk in made)
-    largest = sum(sorted((unit.num_bytes for unit in units), reverse=True)[: source.window])
+    largest = sum(sorted((unit.num_bytes for unit in units), reverse=True)[: source.units_per_chunk])
     return Profile(
         source=name,
         cpu_s=scale * fmean(chunk.cpu_s for chunk in later),
@@ -210,4 +210,4 @@ def _mean_profile(name: str, source: Source, units: Sequence[Unit], made: Sequen
 
 
 def _mean_chunk_bytes(source: Source, units: Sequence[Unit]) -> float:
-    return sum(unit.num_bytes for unit in units) / chunks_per_epoch(len(units), source.window)
+    return sum(unit.num_bytes for unit in units) / chunks_per_epoch(len(units), source.units_per_chunk)

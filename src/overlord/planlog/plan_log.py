@@ -17,7 +17,8 @@ from uuid import uuid4
 
 import orjson
 
-from overlord.checkpoint.fingerprint import Fingerprint, differences_of, refuse_differences, warn_of_unseen
+from overlord.checkpoint.fingerprint import Fingerprint, differences_of, refuse_differences, saved_window, warn_of_unseen
+from overlord.checkpoint.form import contents_of
 from overlord.checkpoint.state import from_state, steered_of, to_state
 from overlord.errors import SpecError, StateError, StorageError
 from overlord.planlog.append_log import (
@@ -215,6 +216,18 @@ class PlanLog:
         elif error is None and self._logged_error is not None:
             _log.warning("the plan log at %s is written again, up to step %d", self._location, self._last.step)
         self._logged_error = error
+
+
+def saved_windows(resume: Mapping[str, Any] | str | bytes | None, log: Log | None, names: Collection[str]) -> dict[str, int]:
+    """The windows of sources in the state that a run continues from, or in its log. Whether these are whole is checked when
+    the run begins."""
+    saved: Any = None
+    if resume is not None and resume != "log":
+        saved = contents_of(resume).get("fingerprint")
+    elif log is not None and (found := read_newest(segments_at(log.location, log.storage_options))) is not None:
+        saved = found.header.fingerprint
+    windows = {name: saved_window(saved, name) for name in names}
+    return {name: window for name, window in windows.items() if window is not None}
 
 
 def begin_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from overlord.runtime.long_waits import warn_if_long
 from overlord.runtime.threads import Threads, make_executor
 from overlord.sources.storage import is_remote
 from overlord.steering.steering import Steering
-from overlord.stream.chunk_order import chunks_per_epoch
+from overlord.stream.chunk_order import chunks_per_epoch, default_window
 from overlord.stream.drawing import Extent
 
 if TYPE_CHECKING:
@@ -73,6 +74,21 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
     finally:
         threads.shutdown()  # after an error or Ctrl-C a listing may still wait for storage: it is abandoned
     return listed
+
+
+def with_windows(job: Job, units: Mapping[str, Sequence[Unit]], saved: Mapping[str, int] | None = None) -> Job:
+    """The job with a window for every source that is listed: as declared; else as `saved` in the state that it resumes; else
+    by the bytes of its units."""
+    sources = dict(job.sources)
+    for name, source in job.sources.items():
+        if source.window is not None or name not in units:
+            continue
+        window = (saved or {}).get(name)
+        if window is None and source.shuffle:
+            sizes = [source.decoded_bytes(unit) for unit in units[name]]
+            window = default_window(sizes, buffer_bytes=source.declared_buffer_bytes, num_sources=len(sources))
+        sources[name] = source.with_window(window or 1)
+    return replace(job, sources=sources)
 
 
 def make_partition(
@@ -233,7 +249,9 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
         job.mix,
         strategy=job.strategy or deal_rows,
         place=place,
-        extents=[Extent(chunks_per_epoch(num_units[name], s.window), s.num_epochs) for name, s in job.sources.items()],
+        extents=[
+            Extent(chunks_per_epoch(num_units[name], s.units_per_chunk), s.num_epochs) for name, s in job.sources.items()
+        ],
         routes=routes,
         has_loss_masks=job.is_masked,
         size_columns=job.size_columns,

@@ -23,8 +23,15 @@ from overlord.declare.policies import Log
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.fleet.control_loop import LoaderControlLoop, Loaders
 from overlord.messages import Decision, Delivery, Later, State, StepReport, WeightChange
-from overlord.planlog.plan_log import Era, begin_run, steered_on_return
-from overlord.roles.assembly import are_decisions_safe, list_units, make_partition, make_planner, plans_together
+from overlord.planlog.plan_log import Era, begin_run, saved_windows, steered_on_return
+from overlord.roles.assembly import (
+    are_decisions_safe,
+    list_units,
+    make_partition,
+    make_planner,
+    plans_together,
+    with_windows,
+)
 from overlord.roles.planner import Mix, Planner, PlannerStatus
 from overlord.roles.routes import Routes
 from overlord.runtime.embedded import Embedded
@@ -103,6 +110,7 @@ def start(  # noqa: PLR0913 - all but the job by name
     engine.open(WorkplaceSize(job.num_workers, job.num_processes))  # first: its processes start while files are listed
     try:
         units = list_units(job.sources)
+        job = with_windows(job, units, saved_windows(resume, log, job.sources))
         fingerprint = Fingerprint.of(job, units)
         progress, steered, era = begin_run(job, fingerprint, resume, log, accept_changes)
         return Loader(

@@ -96,7 +96,7 @@ class ArrowIpc(FileSource):
         detail: Batches = unit.detail
         mapped = ()
         try:
-            if is_remote(unit.path) or 2 * self.window * unit.num_bytes <= self.buffer_bytes:
+            if is_remote(unit.path) or 2 * self.units_per_chunk * unit.num_bytes <= self.buffer_bytes:
                 table = self._read(unit)
             else:
                 # In memory, the unit and the next one would not fit into the buffer together. Mapping is the last resort,

@@ -148,6 +148,11 @@ class Jsonl(FileSource):
             yield offset + begin, text[begin:end]
             begin = end
 
+    def decoded_bytes(self, unit: Unit) -> int:
+        # A compressed file that is one unit is listed with its compressed size.
+        is_whole = codec_of(unit.path) is not None and isinstance(unit.detail, LineRange)
+        return unit.num_bytes * (PACKED_RATIO if is_whole else 1)
+
     def identity(self) -> str:
         columns = self.columns
         if isinstance(columns, Mapping):

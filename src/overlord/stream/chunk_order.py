@@ -24,9 +24,27 @@ if TYPE_CHECKING:
     from overlord.stream.facts import Ints
 
 
+CHUNK_BYTES = 16 << 20
+JOB_BYTES = 128 << 20
+"""Decoded, of one chunk of every source of a job: what is read before the first step, and the least that is in memory."""
+LEAST_CHUNKS = 4
+"""In an epoch, so that the next chunk can be read ahead, and several loaders have something to do."""
+
+
 def chunks_per_epoch(num_units: int, window: int) -> int:
     """The number of chunks of `window` units in an epoch; the last may be smaller."""
     return -(-num_units // window)
+
+
+def default_window(unit_bytes: Sequence[int], *, buffer_bytes: int, num_sources: int) -> int:
+    """Units per chunk of a shuffled source: as many as take about 16 MiB, decoded. One where some size is not known."""
+    if min(unit_bytes) <= 0:
+        return 1
+    goal = min(CHUNK_BYTES, buffer_bytes // 8, JOB_BYTES // num_sources)
+    window = min(goal * len(unit_bytes) // sum(unit_bytes), len(unit_bytes) // LEAST_CHUNKS)
+    largest = accumulate(sorted(unit_bytes, reverse=True)[: max(window, 0)])
+    window = max(1, sum(num_bytes <= 2 * goal for num_bytes in largest))
+    return -(-len(unit_bytes) // chunks_per_epoch(len(unit_bytes), window))  # so that the last chunk is not much smaller
 
 
 MOST_LANES = 8
