@@ -119,15 +119,6 @@ class GroupPlan:
 
 
 @record
-class GroupPlans:
-    """The plans of one group for some steps in a row."""
-
-    plans: tuple[GroupPlan, ...]
-    first_chunks: Ints
-    """For each source, the first chunk that a step may name which some group may still request."""
-
-
-@record
 class Plan:
     """The arrangement of one step: which samples make which microbatch of which group. Strategies return one.
 

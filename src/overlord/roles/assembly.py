@@ -190,15 +190,15 @@ def make_constructor(
     if planner.engine.shares_memory:
         chunks = workplace.share("borrowed chunks", partial(BorrowedChunks, routes, job.sources))
         rows = BorrowedRows(chunks, routes, job.batch.columns, workplace.read_threads, workplace.arenas)
-        note_plans = chunks.note_plans
+        listener = chunks
     else:
-        rows, note_plans = routes, None
+        rows, listener = routes, None
     return DataConstructor(
         group,
         job.batch,
         tree,
         planner=planner,
-        plans=PlanRequests(planner, group, plans_together(planner.engine), note_plans),
+        plans=PlanRequests(planner, group, tree, listener),
         rows=rows,
         prefetch=job.prefetch,
         threads=workplace.build_threads,
@@ -208,7 +208,7 @@ def make_constructor(
 
 
 def plans_together(engine: Engine) -> int:
-    """How many plans a group requests at a time: several where a request goes to another process of this machine."""
+    """How many plans a group gets at a time: several where a request goes to another process of this machine."""
     return _PLANS_TOGETHER if engine.shares_memory else 1
 
 

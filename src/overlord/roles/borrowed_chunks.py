@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from overlord.arrange.plan import GroupPlans
+    from overlord.arrange.plan import GroupPlan
     from overlord.batches.buffers import Arenas
     from overlord.declare.source import Source
     from overlord.roles.chunk_rows import ChunkRows, Find
@@ -88,10 +88,10 @@ class BorrowedChunks:
         self._first: Ints | None = None
         self.has_decoders = any(decoder is not None for decoder in self._decoders.values())
 
-    def note_plans(self, found: GroupPlans) -> None:
+    def note_plans(self, plans: Sequence[GroupPlan], first_chunks: Ints) -> None:
         """Return the chunks that no step needs any more, and request those of the next steps."""
-        self.release_before(found.first_chunks)
-        self.expect(samples for plan in found.plans for samples in plan.all_samples())
+        self.release_before(first_chunks)
+        self.expect(samples for plan in plans for samples in plan.all_samples())
 
     def expect(self, samples: Iterable[Samples]) -> None:
         """Request the chunks of samples that will be needed soon. Waits for nothing, and raises nothing."""

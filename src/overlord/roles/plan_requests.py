@@ -1,35 +1,44 @@
-"""Requests the plans of a group from the planner, several steps at a time where a request costs something.
+"""Requests the plans of a group from the planner: one at a time, or, where processes share memory, those of several steps.
 
-The planner learns as much as from single requests: with each plan that is used, which step the group may still come back
-for.
+The planner learns as much as from single requests: which step the group may still come back for.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from overlord.messages import Later
 from overlord.roles.planner import Planner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from overlord.arrange.plan import GroupPlan, GroupPlans
+    from overlord.arrange.mesh_tree import ClientPlaceTree
+    from overlord.arrange.plan import GroupPlan, Plan
     from overlord.runtime.engine import Handle
+    from overlord.stream.facts import Ints
+
+
+class PlanListener(Protocol):
+    """Is told which plans have arrived."""
+
+    def note_plans(self, plans: Sequence[GroupPlan], first_chunks: Ints) -> None:
+        """`first_chunks`: of each source, the first chunk that a step may name which some group may still request."""
+        ...
 
 
 class PlanRequests:
     """The plans of one group. Thread-safe."""
 
     def __init__(
-        self, planner: Handle[Planner], group: int, most: int, note: Callable[[GroupPlans], None] | None = None
+        self, planner: Handle[Planner], group: int, place: ClientPlaceTree, listener: PlanListener | None = None
     ) -> None:
-        """Requests up to `most` plans together; `note` is called with plans when they have arrived."""
+        """With a `listener`, plans come through shared memory, several steps at a time."""
         self._planner = planner
         self._group = group
-        self._most = most
-        self._note = note
+        self._place = place
+        self._listener = listener
         self._lock = threading.Lock()
         self._kept: dict[int, GroupPlan] = {}
         self._noted = -1  # the oldest step that the planner was told
@@ -37,28 +46,39 @@ class PlanRequests:
 
     def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
         """See `Planner.plan`."""
-        if self._most == 1:
+        if self._listener is None:
             return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
         with self._lock:
             kept, num_resets = self._kept.pop(step, None), self._num_resets
-            is_news, self._noted = oldest > self._noted, max(self._noted, oldest)
+            is_news = oldest - self._noted >= _NOTE_EVERY if kept is not None else True
+            if is_news:
+                self._noted = max(self._noted, oldest)
         if kept is not None:
             if is_news:
                 self._planner.tell(Planner.note_oldest, self._group, oldest)
             return kept
-        found = self._planner.call(Planner.plans, step, self._group, oldest, is_late, self._most).result()
+        try:
+            found = self._planner.call(Planner.shared_plans, step, self._group, oldest, is_late).result()
+        except OSError:  # the system has no shared memory left
+            return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
         if found is None or isinstance(found, Later):
             return found
+        whole: tuple[tuple[int, Plan], ...] = found.plans.open()
+        plans = [plan.for_constructor(number, self._group, self._place) for number, plan in whole if number >= step]
         with self._lock:
             if num_resets == self._num_resets:
                 later = {number: plan for number, plan in self._kept.items() if number >= oldest}
-                self._kept = later | {plan.step: plan for plan in found.plans[1:]}
-        if self._note is not None:
-            self._note(found)
-        return found.plans[0]
+                self._kept = later | {plan.step: plan for plan in plans[1:]}
+        self._listener.note_plans(plans, found.first_chunks)
+        return plans[0]
 
     def reset(self) -> None:
         """Forget the plans: the run goes on from another state, or nobody reads the group."""
         with self._lock:
             self._kept, self._noted = {}, -1
             self._num_resets += 1
+
+
+_NOTE_EVERY = 2
+"""Steps between two notes to the planner while plans are at hand. Other groups may be that much further behind, as far as it
+knows."""

@@ -7,12 +7,14 @@ No group gets more than `max_lead` steps ahead of the slowest, so the window can
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from overlord.messages import Later
 from overlord.records import record
+from overlord.runtime.shared_memory import SharedObject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -32,6 +34,16 @@ class Planned:
 
     step: DrawnStep
     plan: Plan
+
+
+@record
+class SharedPlans:
+    """The plans of some steps in a row for all groups, in shared memory."""
+
+    plans: SharedObject
+    """Holds a tuple of (step, `Plan`)."""
+    first_chunks: Ints
+    """For each source, the first chunk that a step may name which some group may still request."""
 
 
 class PlanWindow:
@@ -58,6 +70,8 @@ class PlanWindow:
         self._needs: dict[int, int] = {}  # group to the oldest step that it may request
         self._late: set[int] = set(expected)  # groups with a rank that is expected and has not requested a step yet
         self._plans: dict[int, Planned] = {}
+        self._shared: dict[int, SharedObject] = {}  # step to plans in shared memory, its own among them
+        self._share_lock = threading.Lock()
         self._before: dict[int, Callable[[], Progress]] = {step: _constant(progress) for step, progress in known.items()}
         self._pinned: dict[object, int] = {}  # how far callers have come that draw towards a step in several turns
         self._needed_chunks: tuple[int, Ints] = -1, np.zeros(0, np.int64)  # by the oldest step that was needed
@@ -132,6 +146,21 @@ class PlanWindow:
     def keep_plan(self, planned: Planned) -> None:
         self._plans[planned.step.number] = planned
 
+    def share_plans(self, planned: Planned) -> SharedObject:
+        """The plan of a step in shared memory, with those of the steps after it that are planned. Raises OSError where the
+        system has no shared memory left."""
+        first = planned.step.number
+        with self._share_lock:
+            shared = self._shared.get(first)
+            if shared is None:
+                together = [planned]
+                while (following := self._plans.get(first + len(together))) is not None:
+                    together.append(following)
+                shared = SharedObject.of(tuple((one.step.number, _slim(one.plan)) for one in together))
+                for number in range(first, first + len(together)):
+                    self._shared[number] = shared
+            return shared
+
     def progress(self, step: int) -> Callable[[], Progress] | None:
         """The progress before a step, computed when called; None if it is not kept."""
         return self._before.get(step)
@@ -179,6 +208,7 @@ class PlanWindow:
         needed, requested = self._soon(oldest)
         for number in [n for n in self._plans if n not in needed and n not in requested]:
             del self._plans[number]
+            self._shared.pop(number, None)
         if looked_at is None:
             self.note_taken(oldest)
         kept = {self._start, self.taken_to, *self._pinned.values()}
@@ -240,6 +270,11 @@ class PlanWindow:
             requested = min(self._needs.values(), default=oldest)
         num_steps = self._max_lead + STEPS_AHEAD + 1
         return range(oldest, oldest + num_steps), range(requested, requested + num_steps)
+
+
+def _slim(plan: Plan) -> Plan:
+    """Without what only people read, and the strategy's function, which may be costly to pickle."""
+    return replace(plan, stages=(), cost=None)
 
 
 def _constant(progress: Progress) -> Callable[[], Progress]:

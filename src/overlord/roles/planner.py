@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from overlord.arrange.graph import DGraph
-from overlord.arrange.plan import GroupPlans
 from overlord.declare.mixture import MixtureProgress
 from overlord.errors import DataError, OverlordError, SpecError
 from overlord.messages import Later
 from overlord.planlog.records import same
 from overlord.roles.facts_cache import FactsCache
-from overlord.roles.plan_window import STEPS_AHEAD, Planned, PlanWindow
+from overlord.roles.plan_window import STEPS_AHEAD, Planned, PlanWindow, SharedPlans
 from overlord.steering.decisions import Decision, Steered
 from overlord.steering.steering import Steering
 from overlord.stream.membership import DrawnStep, StepDrawer
@@ -121,6 +120,23 @@ class Planner:
     def plan(self, step: int, group: int, oldest: int | None = None, is_late: bool = False) -> GroupPlan | Later | None:
         """The plan of one group for a step; None when the run ends before that step. `oldest` is the oldest step that the
         group may still request; `is_late`: a rank of it is expected and has not requested a step yet."""
+        planned = self._planned(step, group, oldest, is_late)
+        if planned is None or isinstance(planned, Later):
+            return planned
+        return planned.plan.for_constructor(step, group, self._place)
+
+    def shared_plans(
+        self, step: int, group: int, oldest: int | None = None, is_late: bool = False
+    ) -> SharedPlans | Later | None:
+        """Like `plan`, for a constructor of this machine: the plans of all groups for this step and some others, in shared
+        memory. They are pickled once, however many groups request them, and each constructor cuts its own part."""
+        planned = self._planned(step, group, oldest, is_late)
+        if planned is None or isinstance(planned, Later):
+            return planned
+        return SharedPlans(self._window.share_plans(planned), self._window.needed_chunks())
+
+    def _planned(self, step: int, group: int, oldest: int | None, is_late: bool) -> Planned | Later | None:
+        """Note a request of a group; returns the planned step."""
         if group >= self._place.mesh.dp:
             raise OverlordError(f"the mesh has {self._place.mesh.dp} data-parallel groups; there is no group {group}")
         self._check_reachable(step)  # before it is noted as what the group needs
@@ -130,25 +146,9 @@ class Planner:
             return later
         planned = self._window.plan(step)  # without waiting for steps that are drawn for other callers
         if planned is None:
-            planned = self._draw_to(step, lambda: self._window.plan(step))
-        else:
-            self._release_if_free()
-        return None if planned is None else planned.plan.for_constructor(step, group, self._place)
-
-    def plans(
-        self, step: int, group: int, oldest: int | None = None, is_late: bool = False, most: int = 1
-    ) -> GroupPlans | Later | None:
-        """Like `plan`, with the plans of the steps after it that need no waiting: `most` plans at most."""
-        first = self.plan(step, group, oldest, is_late)
-        if first is None or isinstance(first, Later):
-            return first
-        found = [first]
-        for number in range(step + 1, step + most):
-            planned = self._window.plan(number)
-            if planned is None or self._window.wait_for_slowest(number) is not None:
-                break
-            found.append(planned.plan.for_constructor(number, group, self._place))
-        return GroupPlans(tuple(found), self._window.needed_chunks())
+            return self._draw_to(step, lambda: self._window.plan(step))
+        self._release_if_free()
+        return planned
 
     def note_oldest(self, group: int, oldest: int) -> None:
         """Note the oldest step that a group may still request, if it reads."""

@@ -43,6 +43,10 @@ _MESSAGE_BYTES = 1 << 16
 _INLINE, _IN_SEGMENT = b"\0", b"\1"
 _MOST_DESCRIPTORS = 64
 _RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+# As plain integers: flags of an enum cost microseconds.
+_SOCKET_LEVEL = int(socket.SOL_SOCKET)
+_CLOSE_ON_EXEC, _WITHOUT_WAITING = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_DONTWAIT)
+_IS_CUT = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
 _BACKLOG = 128
 _numbers = itertools.count()
@@ -203,24 +207,24 @@ class Connection:
     def send_raw(self, *parts: bytes, segments: Sequence[SharedSegment] = (), waits: bool = True) -> None:
         """Send bytes as one message, up to 64 KiB, with the descriptors of segments."""
         descriptors = array.array("i", [segment.descriptor for segment in segments])
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if segments else ()
-        self._socket.sendmsg(parts, rights, 0 if waits else socket.MSG_DONTWAIT)
+        rights = [(_SOCKET_LEVEL, socket.SCM_RIGHTS, descriptors)] if segments else ()
+        self._socket.sendmsg(parts, rights, 0 if waits else _WITHOUT_WAITING)
 
     def receive_raw(self, timeout_s: float | None = None) -> tuple[memoryview, list[int]]:
         """Wait for a message that `send_raw` sent. The bytes are valid until the next call; the descriptors belong to the
         caller."""
         self._socket.settimeout(timeout_s)
         try:
-            length, ancillary, flags, _ = self._socket.recvmsg_into([self._room], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+            length, ancillary, flags, _ = self._socket.recvmsg_into([self._room], _RIGHTS_BYTES, _CLOSE_ON_EXEC)
         except ConnectionResetError as error:
             raise EOFError("the other side of the connection is gone") from error
         except BlockingIOError as error:  # of a timeout of 0
             raise TimeoutError("no message has arrived") from error
         descriptors = array.array("i")
         for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            if (level, kind) == (_SOCKET_LEVEL, socket.SCM_RIGHTS):
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & _IS_CUT:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise OSError("a message between processes was cut: this process may have too many open files (ulimit -n)")
