@@ -47,11 +47,14 @@ if TYPE_CHECKING:
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Engine, Handle, Workplace
     from overlord.steering.decisions import Steered
+    from overlord.stream.facts import ChunkFacts
     from overlord.stream.progress import Progress
 
 
 _PLANS_TOGETHER = STEPS_AHEAD + 1
 """Plans that a group requests together, where processes share memory: as many as the planner has ready."""
+PLANNER = "planner"
+"""The name of the planner's role."""
 _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 
 
@@ -158,6 +161,7 @@ def make_loader_host(
             threads=threads,
             # A remote store may block at any time, so nothing is read from it before it is needed, except on threads.
             makes_inline=not has_threads and not any(is_remote(unit.path) for unit in units[:1]),
+            on_made=partial(_send_facts, engine, name) if engine.shares_memory else None,
             at_close=maker.close,
         )
         return OpenSource(loader, bad_rows, source.decode, maker.report_bad_decode)
@@ -180,6 +184,11 @@ def _columns_of(source: Source, batch: Batch) -> frozenset[str]:
 
 def _make_shared(maker: ChunkMaker, columns: Collection[str], arenas: ChunkArenas, number: int) -> Chunk:
     return share_chunk(maker.make(number), columns, arenas)
+
+
+def _send_facts(engine: Engine, source: str, number: int, facts: ChunkFacts) -> None:
+    """Send the facts of a chunk to the planner, which will need them soon, so that it need not wait for them."""
+    engine.tell(PLANNER, Planner.receive_facts, source, number, facts)
 
 
 def make_constructor(
@@ -259,6 +268,7 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
         log=log,
         steering=Steering(job.mix, start, place, steered, log=log, is_safe=is_safe),
         expected=range(job.mesh.dp) if is_served else (),
+        threads=Threads(1, "overlord-plan") if plans_together > 1 else None,
     )
 
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from overlord.stream.facts import ChunkFacts, LossCount, Samples
 
 
+_MOST_RECEIVED = 16
+"""Chunks of a source whose facts are kept before they are needed."""
+
+
 class FactsCache:
     """A `FactSource` over loaders. Also counts what was split, truncated, dropped, delayed or empty in the chunks seen."""
 
@@ -37,6 +41,7 @@ class FactsCache:
         self._clock = clock
         self._lookout = Lookout()
         self._known: dict[int, tuple[int, ChunkFacts]] = {}
+        self._received: list[dict[int, ChunkFacts]] = [{} for _ in names]  # facts that loaders sent before they were needed
         self._prefetched: dict[int, int] = {}  # source to the last chunk that was prefetched
         self._counted_to: dict[int, int] = {}
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in names}
@@ -48,6 +53,9 @@ class FactsCache:
         known_chunk, facts = self._known.get(source, (-1, None))
         if facts is not None and known_chunk == chunk:
             return facts
+        facts = self._take_received(source, chunk)
+        if facts is not None:
+            return facts
         self.waits_for = f"the facts of chunk {chunk} of source {self._names[source]!r}"
         began = self._clock()
         facts = self._routes.describe(source, chunk, self._keep_from(source, chunk))
@@ -56,7 +64,24 @@ class FactsCache:
         self._remember(source, chunk, facts)
         return facts
 
+    def receive(self, source: int, chunk: int, facts: ChunkFacts) -> None:
+        """Keep facts that a loader sent when it had made a chunk: they will be needed soon. Safe to call at any time."""
+        received = self._received[source]
+        received[chunk] = facts
+        if len(received) > _MOST_RECEIVED:
+            received.pop(min(received.copy()), None)
+
+    def _take_received(self, source: int, chunk: int) -> ChunkFacts | None:
+        facts = self._received[source].pop(chunk, None)
+        if facts is not None:
+            self._routes.note_described(source, chunk, self._keep_from(source, chunk))
+            self._remember(source, chunk, facts)
+        return facts
+
     def peek(self, source: int, chunk: int) -> ChunkFacts | None:
+        facts = self._take_received(source, chunk)
+        if facts is not None:
+            return facts
         facts = self._routes.peek(source, chunk, self._keep_from(source, chunk))
         if facts is not None:
             self._remember(source, chunk, facts)

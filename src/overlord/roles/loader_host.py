@@ -91,6 +91,10 @@ class LoaderHost:
     def describe(self, source: str, chunk: int, keep_from: int = 0) -> ChunkFacts:
         return self._open(source).loader.describe(chunk, keep_from)
 
+    def note_described(self, source: str, chunk: int, keep_from: int) -> None:
+        """Note that the facts of a chunk, which were sent when it was made, are in use."""
+        self._open(source).loader.note_described(chunk, keep_from)
+
     def peek(self, source: str, chunk: int, keep_from: int = 0) -> ChunkFacts | None:
         """The facts of a chunk if that takes no waiting."""
         return self._open(source).loader.peek(chunk, keep_from)

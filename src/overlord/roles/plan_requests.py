@@ -50,9 +50,7 @@ class PlanRequests:
             return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
         with self._lock:
             kept, num_resets = self._kept.pop(step, None), self._num_resets
-            is_news = oldest - self._noted >= _NOTE_EVERY if kept is not None else True
-            if is_news:
-                self._noted = max(self._noted, oldest)
+            is_news, self._noted = oldest > self._noted, max(self._noted, oldest)
         if kept is not None:
             if is_news:
                 self._planner.tell(Planner.note_oldest, self._group, oldest)
@@ -64,7 +62,9 @@ class PlanRequests:
         if found is None or isinstance(found, Later):
             return found
         whole: tuple[tuple[int, Plan], ...] = found.plans.open()
-        plans = [plan.for_constructor(number, self._group, self._place) for number, plan in whole if number >= step]
+        plans = [
+            plan.for_constructor(number, self._group, self._place) for number, plan in whole if step <= number <= found.last
+        ]
         with self._lock:
             if num_resets == self._num_resets:
                 later = {number: plan for number, plan in self._kept.items() if number >= oldest}
@@ -77,8 +77,3 @@ class PlanRequests:
         with self._lock:
             self._kept, self._noted = {}, -1
             self._num_resets += 1
-
-
-_NOTE_EVERY = 2
-"""Steps between two notes to the planner while plans are at hand. Other groups may be that much further behind, as far as it
-knows."""

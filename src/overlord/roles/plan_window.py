@@ -42,6 +42,8 @@ class SharedPlans:
 
     plans: SharedObject
     """Holds a tuple of (step, `Plan`)."""
+    last: int
+    """The last step that a group may have now: none may be too far ahead of the slowest."""
     first_chunks: Ints
     """For each source, the first chunk that a step may name which some group may still request."""
 
@@ -121,6 +123,11 @@ class PlanWindow:
             f"the ranks of data-parallel group {slowest} are still at step {behind}, and no group may be more than "
             f"{self._max_lead} steps ahead of the slowest"
         )
+
+    def last_for_all(self, step: int) -> int:
+        """The last step that need not wait for a group that is behind; `step` itself need not."""
+        with self._lock:
+            return max(min(self._needs.values(), default=step) + self._max_lead, step)
 
     def oldest(self) -> int:
         """The oldest step that somebody may still request."""

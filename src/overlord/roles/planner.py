@@ -19,6 +19,7 @@ costs are in force.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter, deque
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
     from overlord.planlog.append_log import LogPosition
     from overlord.planlog.plan_log import PlanLog
     from overlord.roles.routes import Routes
+    from overlord.runtime.threads import Executor
     from overlord.stream.drawing import Extent
+    from overlord.stream.facts import ChunkFacts
     from overlord.stream.progress import Progress
 
 T = TypeVar("T")
@@ -63,6 +66,7 @@ MOST_LOOKED_AHEAD = 1_000_000
 """The same for callers that only look at a step, as `overlord explain` does: nothing is kept for them."""
 
 _CLOSE_S = 1.0
+_log = logging.getLogger(__name__)
 _SLICE_STEPS = 16  # drawn in a row before another caller gets its turn
 
 
@@ -85,8 +89,10 @@ class Planner:
         log: PlanLog | None = None,
         steering: Steering | None = None,
         expected: Collection[int] = (),
+        threads: Executor | None = None,
     ) -> None:
-        """`expected`: groups with ranks that will come."""
+        """`expected`: groups with ranks that will come. With `threads` it plans ahead by itself, so that requests of other
+        processes do not wait for it."""
         self._start = start
         self._batch = batch
         self._mixture = mixture
@@ -99,6 +105,9 @@ class Planner:
         self._log = log
         self._steering = steering or Steering(mixture, start, place, Steered(), log=log)
         self._lock = _Turns()
+        self._threads = threads
+        self._newest = -1  # the newest step that was requested
+        self._is_ahead_due = threading.Lock()  # held while a call that plans ahead is queued or runs
         self._busy = ""
         self._window = PlanWindow(
             start,
@@ -111,6 +120,7 @@ class Planner:
         )
         # A source that starts again after its end never ends, as far as prefetching is concerned.
         self._ends = [None if mixture.stop == "all_exhausted" else extent.end for extent in extents]
+        self._numbers = {name: number for number, name in enumerate(start.names)}
         self._facts = FactsCache(routes, start.names, self._ends, self._window.first_chunk)
         progress = self._window.first_progress()
         self._drawer = self._drawer_at(progress)
@@ -133,7 +143,7 @@ class Planner:
         planned = self._planned(step, group, oldest, is_late)
         if planned is None or isinstance(planned, Later):
             return planned
-        return SharedPlans(self._window.share_plans(planned), self._window.needed_chunks())
+        return SharedPlans(self._window.share_plans(planned), self._window.last_for_all(step), self._window.needed_chunks())
 
     def _planned(self, step: int, group: int, oldest: int | None, is_late: bool) -> Planned | Later | None:
         """Note a request of a group; returns the planned step."""
@@ -146,9 +156,34 @@ class Planner:
             return later
         planned = self._window.plan(step)  # without waiting for steps that are drawn for other callers
         if planned is None:
-            return self._draw_to(step, lambda: self._window.plan(step))
-        self._release_if_free()
+            planned = self._draw_to(step, lambda: self._window.plan(step))
+        else:
+            self._release_if_free()
+        self._newest = max(self._newest, step)
+        is_behind = self._drawer.number <= self._newest + STEPS_AHEAD
+        if self._threads is not None and is_behind and self._is_ahead_due.acquire(blocking=False):
+            self._threads.submit(self._plan_ahead)
         return planned
+
+    def _plan_ahead(self) -> None:
+        """Plan the steps after the newest that was requested. It waits for facts, and errors are left to the request for the
+        step that they are of."""
+        try:
+            while self._drawer.number <= self._newest + STEPS_AHEAD:
+                with self._lock:
+                    step = self._drawer.number
+                    if step <= self._newest or step < self._window.reached or not self._may_go_on(step):
+                        return
+                    if not self._draw_one(step):
+                        return
+        except Exception as error:  # noqa: BLE001 - raised again by the request for the step
+            _log.debug("a step could not be planned ahead: %s", error)
+        finally:
+            self._is_ahead_due.release()
+
+    def receive_facts(self, source: str, chunk: int, facts: ChunkFacts) -> None:
+        """Keep the facts of a chunk that a loader has made. Returns at once."""
+        self._facts.receive(self._numbers[source], chunk, facts)
 
     def note_oldest(self, group: int, oldest: int) -> None:
         """Note the oldest step that a group may still request, if it reads."""
@@ -239,6 +274,8 @@ class Planner:
         )
 
     def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
         # A source that hangs while a step is drawn must not hold up the end.
         if self._log is not None and self._lock.acquire(timeout=_CLOSE_S):
             try:
@@ -305,21 +342,30 @@ class Planner:
         while self._drawer.number <= step or self._can_go_on(step):
             if self._drawer.number >= last and self._drawer.number <= step:
                 return False
-            drawn = self._draw()
-            if drawn is None:
-                window.end = self._drawer.number
+            if not self._draw_one(step):
                 return True
-            self._keep_progress(drawn)
-            if drawn.number >= step or window.is_wanted(drawn.number):
-                window.keep_plan(Planned(drawn, self._arrange(drawn)))
+        return True
+
+    def _draw_one(self, step: int) -> bool:
+        """Draw the next step, and plan it if it is wanted: from `step` on they are. False when the run ends before it."""
+        drawn = self._draw()
+        if drawn is None:
+            self._window.end = self._drawer.number
+            return False
+        self._keep_progress(drawn)
+        if drawn.number >= step or self._window.is_wanted(drawn.number):
+            self._window.keep_plan(Planned(drawn, self._arrange(drawn)))
         return True
 
     def _can_go_on(self, step: int) -> bool:
         """True if the next step can be planned beyond the requested one, without waiting for anything."""
         number = self._drawer.number
-        if number > step + STEPS_AHEAD or not self._drawer.is_ready:
-            return False
-        return not (self._steering.may_decide and self._steering.is_due(number))
+        return number <= step + STEPS_AHEAD and self._drawer.is_ready and self._may_go_on(number)
+
+    def _may_go_on(self, number: int) -> bool:
+        """True if a step can be drawn before it is requested: nothing is decided just before it."""
+        is_over = self._window.end is not None and number >= self._window.end
+        return not is_over and not (self._steering.may_decide and self._steering.is_due(number))
 
     def _draw(self) -> DrawnStep | None:
         number = self._drawer.number

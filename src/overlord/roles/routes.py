@@ -88,7 +88,12 @@ class Routes:
         for host, numbers in chunks.items():
             # A shadow too: it mirrors its host, but can no longer do so once the host is lost.
             for target in filter(None, (host, lookup.table.shadows.get(host))):
-                self._send_to(target, LoaderHost.prefetch, name, numbers)
+                self._engine.tell(target, LoaderHost.prefetch, name, numbers)
+
+    def note_described(self, source: int, chunk: int, keep_from: int) -> None:
+        """Tell the host of a chunk that its facts are in use, as `describe` does. Nobody waits for it."""
+        host = self._lookup().host(source, chunk)
+        self._engine.tell(host, LoaderHost.note_described, self._names[source], chunk, keep_from)
 
     def fetch(self, samples: Samples) -> Payload:
         """Return the payload of samples of any sources, in their order."""

@@ -141,13 +141,14 @@ class SourceLoader:
         ahead_bytes: int | None = None,
         threads: Executor,
         makes_inline: bool = False,
+        on_made: Callable[[int, ChunkFacts], None] | None = None,
         at_close: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ahead_bytes`: prefetch beyond two chunks only within these bytes, by default all of the buffer; for a source that
         is spread over many loaders, each of which must have room for its largest chunks. `makes_inline`: `peek` makes a
         chunk in the caller's thread when that is quick. For loaders without threads, and only where no read can block for
-        long."""
+        long. `on_made` is called with the number and the facts of each chunk that was made."""
         self._name = name
         self._make = make
         self._expected_bytes = expected_bytes
@@ -155,6 +156,7 @@ class SourceLoader:
         self._ahead_limit = buffer_bytes if ahead_bytes is None else ahead_bytes
         self._threads = threads
         self._makes_inline = makes_inline
+        self._on_made = on_made
         self._at_close = at_close
         self._clock = clock
         self._lock = threading.Lock()
@@ -182,6 +184,12 @@ class SourceLoader:
             self._release_before(keep_from)
             facts = self._facts.get(number)
         return self._obtain(number).chunk.facts if facts is None else facts
+
+    def note_described(self, number: int, keep_from: int) -> None:
+        """Note a request for facts that `on_made` has sent already."""
+        with self._lock:
+            self._note_request(number)
+            self._release_before(keep_from)
 
     def peek(self, number: int, keep_from: int = 0) -> ChunkFacts | None:
         """Return the facts of a chunk if that takes no waiting: it is buffered, or it can be made inline."""
@@ -354,6 +362,8 @@ class SourceLoader:
             self._facts[number] = hot.chunk.facts
             hot = self._admit(number, hot, is_needed=False)
             self._read_ahead()
+        if self._on_made is not None:
+            self._on_made(number, hot.chunk.facts)
         if self._closed:
             self._close_source()  # once more: this read may have reopened files after the first time
         return hot

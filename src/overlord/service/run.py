@@ -25,6 +25,7 @@ from overlord.fleet.control_loop import LoaderControlLoop, Loaders
 from overlord.messages import Decision, Delivery, Later, State, StepReport, WeightChange
 from overlord.planlog.plan_log import Era, begin_run, saved_windows, steered_on_return
 from overlord.roles.assembly import (
+    PLANNER,
     are_decisions_safe,
     list_units,
     make_partition,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_NEW_PLANNER = f"{PLANNER}/new"
 _STATUS_LINES_S = ROLE_BUSY.after_s
 _STATUS_WAIT_S = ROLE_REPORT.after_s
 _LEAVE_S = ROLE_REPORT.after_s  # a constructor that hangs must not hold up a trainer that ends
@@ -174,7 +176,7 @@ class Loader:
         partition = make_partition(job, units, engine, loaders.partition)
         self._fleet = loaders.start_fleet(engine, job, units, partition)
         self._routes = Routes(engine, tuple(job.sources))
-        self._planner: Handle[Planner] = engine.spawn("planner", self._planner_from(job, progress, self._era))
+        self._planner: Handle[Planner] = engine.spawn(PLANNER, self._planner_from(job, progress, self._era))
         self._constructors: list[Handle[ServingConstructor]] = [
             self._spawn_constructor(job, group) for group in range(job.mesh.dp)
         ]
@@ -392,8 +394,8 @@ class Loader:
                 self._start, self._steered = progress, steered_on_return(state, self.job, known, progress.step)
                 self._generation += 1
                 self._era = None if self._era is None else self._era.next_era(progress.step, self.job.mesh)
-                self._engine.spawn("planner/new", self._planner_from(self.job, progress, self._era))
-                self._engine.rebind("planner", "planner/new")
+                self._engine.spawn(_NEW_PLANNER, self._planner_from(self.job, progress, self._era))
+                self._engine.rebind(PLANNER, _NEW_PLANNER)
                 for constructor in self._constructors:
                     constructor.call(ServingConstructor.restart, self._generation).result()
                 self._expect_trainers()
@@ -535,17 +537,17 @@ class Loader:
         era = None if self._era is None else self._era.next_era(progress.step, job.mesh)
         added: list[Handle[ServingConstructor]] = []
         try:
-            engine.spawn("planner/new", self._planner_from(job, progress, era))
+            engine.spawn(_NEW_PLANNER, self._planner_from(job, progress, era))
             added = [self._spawn_constructor(job, group) for group in range(old, new)]
             engine.wait_until_started()
         except BaseException:  # nothing has changed yet
-            for name in ("planner/new", *(constructor.name for constructor in added)):
+            for name in (_NEW_PLANNER, *(constructor.name for constructor in added)):
                 engine.stop(name)
             raise
         with self._lock:
             self._clients = [client for client in self._clients if client.is_reading]  # these may rejoin
             self._generation += 1  # first, so that clients of the old mesh see that it is gone
-            engine.rebind("planner", "planner/new")
+            engine.rebind(PLANNER, _NEW_PLANNER)
             for constructor in self._constructors:
                 engine.stop(constructor.name)
             kept = [self._spawn_constructor(job, group) for group in range(min(old, new))]
