@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlord as ol
+from overlord.roles.plan_window import SharedPlans
 from overlord.roles.planner import Planner
-from overlord.runtime.threads import Threads
 from tests.small_sources import Numbered, job_of
 
 
@@ -21,7 +21,8 @@ def job() -> ol.Job:
 def plans(loader: ol.Loader, send: list[tuple[int, int]], ahead: bool) -> list[Any]:
     planner: Planner = loader._engine._roles["planner"]
     if ahead:
-        planner._threads = Threads(1, "test-ahead")
+        planner._send = lambda group, shared: received[group].append(shared)
+    received: list[list[SharedPlans]] = [[], []]
     found: list[Any] = []
     for step in range(60):
         for source, chunk in send:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from overlord.declare.batch import Batch
     from overlord.declare.job import Job
     from overlord.declare.source import Source, Unit
+    from overlord.roles.plan_window import SharedPlans
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Engine, Handle, Workplace
     from overlord.steering.decisions import Steered
@@ -191,6 +192,15 @@ def _send_facts(engine: Engine, source: str, number: int, facts: ChunkFacts) -> 
     engine.tell(PLANNER, Planner.receive_facts, source, number, facts)
 
 
+def _send_plans(engine: Engine, group: int, plans: SharedPlans) -> None:
+    engine.tell(constructor_name(group), DataConstructor.receive_plans, plans)
+
+
+def constructor_name(group: int) -> str:
+    """The name of the role of a data-parallel group's constructor."""
+    return f"constructor/{group}"
+
+
 def make_constructor(
     job: Job, group: int, tree: ClientPlaceTree, workplace: Workplace, *, planner: Handle[Planner], routes: Routes
 ) -> DataConstructor:
@@ -246,9 +256,11 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
     is_safe: bool,
     is_served: bool,
     plans_together: int = 1,
+    engine: Engine | None = None,
 ) -> Planner:
     """`is_safe`: the decisions of the planner outlive it; `is_served`: trainers in other processes will come;
-    `plans_together`: how many plans a group requests at a time."""
+    `plans_together`: how many plans a group gets at a time. `engine`: where processes share memory, and the planner sends
+    plans to the constructors there."""
     max_lead = job.prefetch + 1 + plans_together
     place = ClientPlaceTree(job.mesh)
     log = None if era is None else PlanLog(era, start, max_lead, steered)
@@ -268,7 +280,7 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
         log=log,
         steering=Steering(job.mix, start, place, steered, log=log, is_safe=is_safe),
         expected=range(job.mesh.dp) if is_served else (),
-        threads=Threads(1, "overlord-plan") if plans_together > 1 else None,
+        send=None if engine is None else partial(_send_plans, engine),
     )
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from overlord.batches.payload import Payload
     from overlord.declare.batch import Batch
     from overlord.roles.plan_requests import PlanRequests
+    from overlord.roles.plan_window import SharedPlans
     from overlord.runtime.engine import Handle
     from overlord.runtime.threads import Executor, StealingFuture
     from overlord.stream.facts import Samples
@@ -242,6 +243,10 @@ class DataConstructor:
         if step > self._at[slowest] + self._prefetch:
             return Later(f"step {step} is more than {self._prefetch} steps ahead of rank {slowest}")
         return None
+
+    def receive_plans(self, plans: SharedPlans) -> None:
+        """Keep plans that the planner sent before they were requested."""
+        self._plans.receive(plans)
 
     def expect(self, ranks: Collection[int]) -> None:
         """Note that these ranks will come: late is not gone."""

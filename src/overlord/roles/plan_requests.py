@@ -1,4 +1,5 @@
-"""Requests the plans of a group from the planner: one at a time, or, where processes share memory, those of several steps.
+"""Gets the plans of a group from the planner. Where processes share memory, the planner sends those of several steps before
+they are needed; otherwise, and where one is missing, they are requested.
 
 The planner learns as much as from single requests: which step the group may still come back for.
 """
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from overlord.arrange.mesh_tree import ClientPlaceTree
     from overlord.arrange.plan import GroupPlan, Plan
+    from overlord.roles.plan_window import SharedPlans
     from overlord.runtime.engine import Handle
     from overlord.stream.facts import Ints
 
@@ -42,6 +44,8 @@ class PlanRequests:
         self._lock = threading.Lock()
         self._kept: dict[int, GroupPlan] = {}
         self._noted = -1  # the oldest step that the planner was told
+        self._cut_to = -1  # the newest step whose plan has arrived
+        self._sender = ""  # the planner whose plans are kept
         self._num_resets = 0
 
     def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
@@ -61,19 +65,40 @@ class PlanRequests:
             return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
         if found is None or isinstance(found, Later):
             return found
-        whole: tuple[tuple[int, Plan], ...] = found.plans.open()
-        plans = [
-            plan.for_constructor(number, self._group, self._place) for number, plan in whole if step <= number <= found.last
-        ]
+        plans = self._cut(found, step)
         with self._lock:
             if num_resets == self._num_resets:
+                self._sender = found.planner
                 later = {number: plan for number, plan in self._kept.items() if number >= oldest}
                 self._kept = later | {plan.step: plan for plan in plans[1:]}
+                self._cut_to = max(self._cut_to, plans[-1].step)
         self._listener.note_plans(plans, found.first_chunks)
         return plans[0]
+
+    def receive(self, found: SharedPlans) -> None:
+        """Keep plans that the planner sent by itself, unless they are of a planner whose plans were never requested: that of
+        another state."""
+        with self._lock:
+            if self._listener is None or found.planner != self._sender:
+                return
+            num_resets, first = self._num_resets, self._cut_to + 1
+        plans = self._cut(found, first)
+        with self._lock:
+            plans = [plan for plan in plans if plan.step > self._cut_to]  # others were requested meanwhile
+            if num_resets != self._num_resets or not plans:
+                return
+            later = {number: plan for number, plan in self._kept.items() if number >= self._noted}
+            self._kept = later | {plan.step: plan for plan in plans}
+            self._cut_to = plans[-1].step
+        self._listener.note_plans(plans, found.first_chunks)
+
+    def _cut(self, found: SharedPlans, first: int) -> list[GroupPlan]:
+        whole: tuple[tuple[int, Plan], ...] = found.plans.open()
+        wanted = [(number, plan) for number, plan in whole if first <= number <= found.last]
+        return [plan.for_constructor(number, self._group, self._place) for number, plan in wanted]
 
     def reset(self) -> None:
         """Forget the plans: the run goes on from another state, or nobody reads the group."""
         with self._lock:
-            self._kept, self._noted = {}, -1
+            self._kept, self._noted, self._cut_to, self._sender = {}, -1, -1, ""
             self._num_resets += 1

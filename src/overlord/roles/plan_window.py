@@ -46,6 +46,8 @@ class SharedPlans:
     """The last step that a group may have now: none may be too far ahead of the slowest."""
     first_chunks: Ints
     """For each source, the first chunk that a step may name which some group may still request."""
+    planner: str
+    """Of the planner that made them: another one may have other plans."""
 
 
 class PlanWindow:
@@ -124,10 +126,15 @@ class PlanWindow:
             f"{self._max_lead} steps ahead of the slowest"
         )
 
-    def last_for_all(self, step: int) -> int:
-        """The last step that need not wait for a group that is behind; `step` itself need not."""
+    def last_for_all(self) -> int:
+        """The last step that need not wait for a group that is behind; -1 if nobody reads."""
         with self._lock:
-            return max(min(self._needs.values(), default=step) + self._max_lead, step)
+            return min(self._needs.values()) + self._max_lead if self._needs else -1
+
+    def reading(self) -> list[int]:
+        """The groups that read."""
+        with self._lock:
+            return list(self._needs)
 
     def oldest(self) -> int:
         """The oldest step that somebody may still request."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import uuid
 from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,7 @@ from overlord.messages import Later
 from overlord.planlog.records import same
 from overlord.roles.facts_cache import FactsCache
 from overlord.roles.plan_window import STEPS_AHEAD, Planned, PlanWindow, SharedPlans
+from overlord.runtime.threads import Threads
 from overlord.steering.decisions import Decision, Steered
 from overlord.steering.steering import Steering
 from overlord.stream.membership import DrawnStep, StepDrawer
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
     from overlord.planlog.append_log import LogPosition
     from overlord.planlog.plan_log import PlanLog
     from overlord.roles.routes import Routes
-    from overlord.runtime.threads import Executor
     from overlord.stream.drawing import Extent
     from overlord.stream.facts import ChunkFacts
     from overlord.stream.progress import Progress
@@ -67,6 +68,7 @@ MOST_LOOKED_AHEAD = 1_000_000
 
 _CLOSE_S = 1.0
 _log = logging.getLogger(__name__)
+_SENT_TOGETHER = 4  # steps that are planned before they are sent
 _SLICE_STEPS = 16  # drawn in a row before another caller gets its turn
 
 
@@ -89,10 +91,10 @@ class Planner:
         log: PlanLog | None = None,
         steering: Steering | None = None,
         expected: Collection[int] = (),
-        threads: Executor | None = None,
+        send: Callable[[int, SharedPlans], None] | None = None,
     ) -> None:
-        """`expected`: groups with ranks that will come. With `threads` it plans ahead by itself, so that requests of other
-        processes do not wait for it."""
+        """`expected`: groups with ranks that will come. With `send`, which sends plans to the constructor of a group, the
+        planner plans ahead by itself, so that constructors in other processes need not ask."""
         self._start = start
         self._batch = batch
         self._mixture = mixture
@@ -105,9 +107,10 @@ class Planner:
         self._log = log
         self._steering = steering or Steering(mixture, start, place, Steered(), log=log)
         self._lock = _Turns()
-        self._threads = threads
-        self._newest = -1  # the newest step that was requested
-        self._is_ahead_due = threading.Lock()  # held while a call that plans ahead is queued or runs
+        self._send = send
+        self._threads = Threads(1, "overlord-plan")
+        self._is_planning = threading.Lock()  # held while a call that plans ahead is queued or runs
+        self._id = uuid.uuid4().hex
         self._busy = ""
         self._window = PlanWindow(
             start,
@@ -143,7 +146,7 @@ class Planner:
         planned = self._planned(step, group, oldest, is_late)
         if planned is None or isinstance(planned, Later):
             return planned
-        return SharedPlans(self._window.share_plans(planned), self._window.last_for_all(step), self._window.needed_chunks())
+        return self._share(planned)
 
     def _planned(self, step: int, group: int, oldest: int | None, is_late: bool) -> Planned | Later | None:
         """Note a request of a group; returns the planned step."""
@@ -159,27 +162,47 @@ class Planner:
             planned = self._draw_to(step, lambda: self._window.plan(step))
         else:
             self._release_if_free()
-        self._newest = max(self._newest, step)
-        is_behind = self._drawer.number <= self._newest + STEPS_AHEAD
-        if self._threads is not None and is_behind and self._is_ahead_due.acquire(blocking=False):
-            self._threads.submit(self._plan_ahead)
+        self._wake()
         return planned
 
+    def _share(self, planned: Planned) -> SharedPlans:
+        shared, step = self._window.share_plans(planned), planned.step.number
+        return SharedPlans(shared, max(self._window.last_for_all(), step), self._window.needed_chunks(), self._id)
+
+    def _wake(self) -> None:
+        """Go on planning ahead, in a thread, if there are steps that some group may have by now."""
+        is_due = self._send is not None and self._drawer.number <= self._window.last_for_all()
+        if is_due and self._is_planning.acquire(blocking=False):
+            self._threads.submit(self._plan_ahead)
+
     def _plan_ahead(self) -> None:
-        """Plan the steps after the newest that was requested. It waits for facts, and errors are left to the request for the
-        step that they are of."""
+        """Plan the steps that groups may have, and send them. It waits for facts; an error is left to the request for the
+        step."""
         try:
-            while self._drawer.number <= self._newest + STEPS_AHEAD:
-                with self._lock:
-                    step = self._drawer.number
-                    if step <= self._newest or step < self._window.reached or not self._may_go_on(step):
-                        return
-                    if not self._draw_one(step):
-                        return
+            while self._plan_some():
+                pass
         except Exception as error:  # noqa: BLE001 - raised again by the request for the step
             _log.debug("a step could not be planned ahead: %s", error)
         finally:
-            self._is_ahead_due.release()
+            self._is_planning.release()
+
+    def _plan_some(self) -> bool:
+        """Plan a few steps ahead, and send them to all groups that read. False if there was none to plan."""
+        assert self._send is not None  # checked by `_wake`
+        first: int | None = None
+        for _ in range(_SENT_TOGETHER):
+            with self._lock:
+                step = self._drawer.number
+                is_new = self._window.reached <= step <= self._window.last_for_all()
+                if not (is_new and self._may_go_on(step) and self._draw_one(step)):
+                    break
+                first = step if first is None else first
+        planned = None if first is None else self._window.plan(first)
+        if planned is not None:
+            shared = self._share(planned)
+            for group in self._window.reading():
+                self._send(group, shared)
+        return first is not None
 
     def receive_facts(self, source: str, chunk: int, facts: ChunkFacts) -> None:
         """Keep the facts of a chunk that a loader has made. Returns at once."""
@@ -189,6 +212,7 @@ class Planner:
         """Note the oldest step that a group may still request, if it reads."""
         self._window.note_oldest(group, oldest)
         self._release_if_free()
+        self._wake()
 
     def expect(self, group: int) -> None:
         """Note that ranks of a group will come that have not requested a step yet."""
@@ -274,8 +298,7 @@ class Planner:
         )
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
         # A source that hangs while a step is drawn must not hold up the end.
         if self._log is not None and self._lock.acquire(timeout=_CLOSE_S):
             try:

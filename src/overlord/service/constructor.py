@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from overlord.batches.buffers import Arenas
     from overlord.declare.job import Job
     from overlord.roles.data_constructor import DataConstructor, HandedOut, Pace
+    from overlord.roles.plan_window import SharedPlans
     from overlord.roles.planner import Planner
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Handle, Workplace
@@ -133,6 +134,9 @@ class ServingConstructor:
         self._constructor.rank_left(rank)
 
     # The constructor, as the loader of the run uses it
+
+    def receive_plans(self, plans: SharedPlans) -> None:
+        self._constructor.receive_plans(plans)
 
     def expect(self, ranks: Collection[int]) -> None:
         self._constructor.expect(ranks)

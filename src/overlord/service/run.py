@@ -27,6 +27,7 @@ from overlord.planlog.plan_log import Era, begin_run, saved_windows, steered_on_
 from overlord.roles.assembly import (
     PLANNER,
     are_decisions_safe,
+    constructor_name,
     list_units,
     make_partition,
     make_planner,
@@ -193,7 +194,7 @@ class Loader:
 
     def _spawn_constructor(self, job: Job, group: int) -> Handle[ServingConstructor]:
         make = partial(make_serving_constructor, job, group, self._planner, self._routes)
-        return self._engine.spawn(f"constructor/{group}", make)
+        return self._engine.spawn(constructor_name(group), make)
 
     def client(
         self,
@@ -530,6 +531,7 @@ class Loader:
             is_safe=is_safe,
             is_served=is_served,
             plans_together=plans_together(self._engine),
+            engine=self._engine if self._engine.shares_memory else None,
         )
 
     def _move_to_mesh(self, job: Job, progress: Progress) -> None:
