@@ -383,6 +383,8 @@ class Planner:
     def _can_go_on(self, step: int) -> bool:
         """True if the next step can be planned beyond the requested one, without waiting for anything."""
         number = self._drawer.number
+        if self._send is not None:  # `_plan_ahead` goes on
+            return False
         return number <= step + STEPS_AHEAD and self._drawer.is_ready and self._may_go_on(number)
 
     def _may_go_on(self, number: int) -> bool:
