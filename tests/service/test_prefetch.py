@@ -423,7 +423,7 @@ def test_a_finite_run_ends_at_its_end_and_can_be_read_again(over_the_wire):
 # The thread
 
 
-def test_a_client_has_a_thread_only_if_steps_have_to_be_copied_or_it_was_asked_for():
+def test_a_client_has_a_thread_only_if_that_saves_the_trainer_time_or_it_was_asked_for():
     pytest.importorskip("torch")
     with served(two_sources()) as (loader, address):
 
@@ -438,7 +438,8 @@ def test_a_client_has_a_thread_only_if_steps_have_to_be_copied_or_it_was_asked_f
         assert has_thread(loader.client(0, torch=True, device="meta"))
         assert not has_thread(loader.client(0, torch=True, device="meta", fetch_ahead=0))
         assert has_thread(loader.client(0, fetch_ahead=1))
-        assert not has_thread(ol.connect(address, rank=0, timeout_s=30)), "it maps shared memory"
+        assert has_thread(ol.connect(address, rank=0, timeout_s=30))
+        assert not has_thread(ol.connect(address, rank=0, timeout_s=30, fetch_ahead=0))
         assert has_thread(ol.connect(address, rank=0, timeout_s=30, torch=True, device="meta"))
         assert has_thread(Client(0, FlightChannel(address, 0, timeout_s=30, local=False)))
         assert not has_thread(Client(0, FlightChannel(address, 0, timeout_s=30, local=False), fetch_ahead=0))

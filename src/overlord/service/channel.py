@@ -102,8 +102,9 @@ class FlightChannel:
         return remote_run(self._send)  # not cached: a reference cycle would keep the heartbeat of a dropped channel alive
 
     @property
-    def copies(self) -> bool:
-        return not isinstance(self._steps, LocalLink)
+    def is_ahead_useful(self) -> bool:
+        link = self._steps
+        return not isinstance(link, LocalLink) or link.share_takes(self._rank, self._session)
 
     def start(self) -> int:
         return self._retry(self._renew).start
@@ -146,9 +147,11 @@ class FlightChannel:
         known, generation = self._welcome, self._generations[-1]
         if origin not in (None, _origin(known, generation)):
             return Later("the run was moved, or its service restarted, since the step was fetched")
+        link = self._steps
+        if isinstance(link, LocalLink) and link.share_takes(rank, self._session) and link.take(step, waited_s):
+            return None
         waited_s = min(waited_s, _MOST_WAITED_S)
         request = wire.Take(known.job, rank, step, self._session, known.instance, generation, waited_s)
-        link = self._steps
         try:
             refusal = link.call(wire.TAKE, request, _CALL_S)
         except NotOnThisHostError as error:
@@ -379,8 +382,7 @@ def connect(  # noqa: PLR0913 - all but the address by name
     root certificate to trust; without it the system's root certificates are trusted.
 
     With `torch`, arrays are tensors; with `pin_memory` in page-locked memory, with `device` on that device. A thread of the
-    client fetches up to `fetch_ahead` steps, and copies them, before the trainer takes them: by default 2 if they are copied
-    at all, else none, because a step in shared memory is handed over as it is.
+    client fetches up to `fetch_ahead` steps, by default 2, and copies them, before the trainer takes them.
     """
     rank = whole(rank, "rank")
     timeout_s = seconds_or_none(timeout_s, "timeout_s")

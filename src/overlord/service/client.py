@@ -73,14 +73,13 @@ class Client:
         self._home = OneProcess(f"the client of rank {rank}", _ONE_PROCESS)
         self._turn = OneThread(f"the client of rank {rank}", _ONE_THREAD)
         self._reason = ""  # why the next step is not ready
-        self._next = channel.start()
-        self._generation = channel.generation()
+        self._next, self._generation = _beginning(channel)
         self._ended = False
         self._has_read = False  # since it joined the run or loaded a state
         self._warned: set[str] = set()
         self._closed = threading.Event()
         self._at_close: list[Callable[[], None]] = []
-        self._always_ahead = fetch_ahead is not None  # else only where steps are copied on their way
+        self._always_ahead = fetch_ahead is not None  # else only where that is useful
         num_ahead = _FETCH_AHEAD if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
         self._ahead = StepsAhead(channel, rank, num_ahead) if num_ahead else None
         if self._ahead is not None:
@@ -123,7 +122,7 @@ class Client:
         if self._placer is None:
             self._placer = self._destination.open()
         step = self._step(delivery.loss_tokens, self._placer.place(delivery.microbatches))
-        if ahead is not None and (self._always_ahead or self._destination.copies or self._channel.copies):
+        if ahead is not None and (self._always_ahead or self._destination.copies or self._channel.is_ahead_useful):
             ahead.follow(self._next, self._placer)
         return step
 
@@ -203,8 +202,8 @@ class Client:
         number = None if at is None else whole(at, "at")
         with self._turn:
             self._drop_ahead()
-            self._next = self._channel.start() if number is None else number
-            self._generation = self._channel.generation()
+            channel = self._channel
+            self._next, self._generation = _beginning(channel) if number is None else (number, channel.generation())
             self._ended = self._has_read = False
 
     @property
@@ -293,3 +292,12 @@ class Client:
 
     def _status_text(self) -> str:
         return "".join(f"\n  - {line}" for line in self._channel.run.status_lines())
+
+
+def _beginning(channel: Channel) -> tuple[int, int]:
+    """The step that clients begin at, and the generation of the run that this is true for."""
+    while True:
+        generation = channel.generation()
+        start = channel.start()
+        if channel.generation() == generation:
+            return start, generation

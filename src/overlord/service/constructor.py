@@ -93,12 +93,23 @@ class ServingConstructor:
     def reading(self) -> dict[int, int]:
         """The ranks that read from here, with the next step of each."""
         service = self._service
-        return {} if service is None else service.ranks.reading()
+        return {} if service is None else service.reading()
 
     def last(self) -> dict[int, int]:
         """Every rank that ever read from here, with the next step of each."""
         service = self._service
-        return {} if service is None else service.ranks.last()
+        return {} if service is None else service.last()
+
+    def pause_takes(self) -> list[int]:
+        """Let trainers take no step without a message until `resume_takes`; returns the ranks of which it is not known
+        whether they take one now."""
+        service = self._service
+        return [] if service is None else service.pause_takes()
+
+    def resume_takes(self) -> None:
+        service = self._service
+        if service is not None:
+            service.takes.resume()
 
     def halt(self) -> int:
         """See `Service.halt`; -1 when nothing was ever served."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import select
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -9,11 +12,23 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from overlord.errors import OverlordError, ServiceError
-from overlord.runtime.shared_memory import connect_to
+from overlord.runtime.shared_memory import SharedSegment, connect_to
 from overlord.service import wire
 from overlord.service.forking import close_in_forks
 from overlord.service.link import Unreachable
-from overlord.service.local_steps import Act, Fetch, Greeting, NotLocal, StepBorrower
+from overlord.service.local_steps import (
+    IS_OPEN,
+    STEP,
+    TAKEN,
+    TRYING,
+    WAITED_NS,
+    Act,
+    Fetch,
+    Greeting,
+    NotLocal,
+    ShareTakes,
+    StepBorrower,
+)
 from overlord.service.steps import DamagedStepError
 
 if TYPE_CHECKING:
@@ -21,12 +36,14 @@ if TYPE_CHECKING:
 
     from overlord.batches.buffers import Arenas
     from overlord.messages import Delivery
+    from overlord.runtime.shared_memory import Connection
     from overlord.service.wire import Action
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 T = TypeVar("T")
 
 _GREETING_S = 5.0
+_log = logging.getLogger(__name__)
 _GREETED: wire.Action[Greeting, None] = wire.Action("greeting", Greeting, None)
 
 
@@ -52,6 +69,37 @@ class _Peer:
             self.connection.send_raw(wire.pack(returned))
 
 
+class TakePage:
+    """A page on which a trainer takes steps without a message; `taking.py` says how it works. The connection is the one
+    that the page came over: while it is open, the service lives. One thread at a time may use it."""
+
+    def __init__(self, segment: SharedSegment, connection: Connection) -> None:
+        self._words = segment.memory.data.cast("q")
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN | select.POLLHUP)
+
+    def take(self, step: int, waited_s: float) -> bool:
+        """Take a step; False if the service has to be asked. The trainer waited for it for `waited_s`."""
+        words = self._words
+        if self._poll.poll(0):  # nothing is ever sent on it: the service is gone
+            return False
+        number = words[TAKEN] + 1
+        try:
+            words[TRYING] = number
+            if not words[IS_OPEN]:
+                return False
+            words[STEP] = step
+            words[WAITED_NS] += int(waited_s * 1e9)
+            words[TAKEN] = number
+            return True
+        finally:  # also where a signal raises
+            words[TRYING] = words[TAKEN]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 class LocalLink:
     """A connection to the server of a rank on this host; several, while calls overlap. Safe to call from several threads.
 
@@ -64,6 +112,8 @@ class LocalLink:
         self._token = token
         self._lock = threading.Lock()
         self._is_closed = False
+        self._page: TakePage | None = None
+        self._has_tried_page = False
         # Steps and other calls have connections of their own, so that few connections map segments.
         self._idle: dict[bool, list[_Peer]] = {True: [], False: []}
         try:
@@ -96,6 +146,23 @@ class LocalLink:
             raise NotOnThisHostError(answer.reason)
         return answer
 
+    def share_takes(self, rank: int, session: str) -> bool:
+        """Share a page with the service on which a client takes steps; returns whether there is one. Tried once. For the
+        thread of the trainer, as `take`."""
+        if not self._has_tried_page:
+            self._has_tried_page = True
+            page = self._open_page(rank, session)
+            with self._lock:
+                self._page = None if self._is_closed else page
+            if page is not None and self._page is None:
+                page.close()
+        return self._page is not None
+
+    def take(self, step: int, waited_s: float) -> bool:
+        """Take a step on the shared page; False if the service has to be asked."""
+        page = self._page
+        return page is not None and page.take(step, waited_s)
+
     @property
     def is_open(self) -> bool:
         return not self._is_closed
@@ -105,8 +172,26 @@ class LocalLink:
             self._is_closed = True
             idle = [peer for peers in self._idle.values() for peer in peers]
             self._idle = {True: [], False: []}
+            page, self._page = self._page, None
+        if page is not None:
+            page.close()
         for peer in idle:
             peer.connection.close()
+
+    def _open_page(self, rank: int, session: str) -> TakePage | None:
+        descriptors: list[int] = []
+        try:
+            connection = _Peer(self.address, self._token).connection
+            connection.send_raw(wire.pack(ShareTakes(rank, session)))
+            reply, descriptors = connection.receive_raw(_GREETING_S)
+            _GREETED.unpack_reply(reply)
+            return TakePage(SharedSegment(descriptors.pop(), writable=True), connection)
+        except (OSError, EOFError, IndexError, OverlordError, msgspec.DecodeError) as error:
+            _log.info("rank %d takes its steps by messages: %s", rank, error)
+            return None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     @contextmanager
     def _peer(self, *, for_steps: bool) -> Generator[_Peer]:

@@ -27,6 +27,7 @@ from overlord.service.local_steps import (
     NoSharedMemoryError,
     NotLocal,
     Returned,
+    ShareTakes,
     StepLender,
     pack_answer,
     unpack_request,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from overlord.runtime.shared_memory import Connection
     from overlord.service.local_steps import LocalRequest
     from overlord.service.server import Service
+    from overlord.service.taking import SharedPage
 
 _GREETING_S = 10.0  # how long a connection may take to greet
 _log = logging.getLogger(__name__)
@@ -122,6 +124,7 @@ class _TrainerSession:
         self._lender = StepLender(arenas)
         self._last: wire.Ticket | None = None
         self._has_warned = False
+        self._page: SharedPage | None = None
 
     @property
     def name(self) -> str:
@@ -137,6 +140,8 @@ class _TrainerSession:
                         connection.send_raw(message.data, segments=message.segments)
                 case Act() as request:
                     connection.send_raw(_shortened(self._act(request)))
+                case ShareTakes() as request:
+                    self._share_takes(connection, request)
                 case Returned() as request:
                     self._lender.take_back(request)
                 case Greeting():
@@ -144,6 +149,8 @@ class _TrainerSession:
 
     def close(self, was_expected: bool) -> None:
         self._lender.close()
+        if self._page is not None:  # once more: a trainer that was killed may have taken a step
+            self._service.takes.drop(self._page)
         last = self._last
         if last is not None and not was_expected and self._service.ranks.is_reading(last.rank, last.session):
             _log.warning(
@@ -151,6 +158,17 @@ class _TrainerSession:
                 "for a silent one",
                 last.rank,
             )
+
+    def _share_takes(self, connection: Connection, request: ShareTakes) -> None:
+        if self._page is not None:
+            raise refusal("a connection has one page of takes")
+        try:
+            self._page = page = self._service.takes.add(request.rank, request.session)
+        except OSError as error:
+            reason = f"the system refuses shared memory: {error}"
+            connection.send_raw(wire.pack(Failure("ServiceError", reason, [])))
+            return
+        connection.send_raw(wire.pack(wire.Value(None)), segments=[page.segment])
 
     def _fetch(self, ticket: wire.Ticket) -> list[LocalMessage]:
         self._last = ticket

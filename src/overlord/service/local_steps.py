@@ -31,7 +31,7 @@ from overlord.service.steps import (
     pack_fields,
     unpack_step,
 )
-from overlord.service.wire import Answer, Array, Contents, Count, NoStep, Ticket, pack
+from overlord.service.wire import Answer, Array, Contents, Count, NoStep, Session, Ticket, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +46,9 @@ MOST_LENT = 16
 
 MOST_BYTES = 1 << 16
 """Of one message."""
+
+TRYING, TAKEN, STEP, WAITED_NS, IS_OPEN = range(5)
+"""The words of a page of takes (`taking.py`). The service writes the last, the client the others."""
 
 _IN_MESSAGE = 1 << 15
 """A longer body lies in shared memory."""
@@ -73,6 +76,14 @@ class Fetch(Struct, frozen=True, forbid_unknown_fields=True, tag="fetch"):
     returned: Returned
 
 
+class ShareTakes(Struct, frozen=True, forbid_unknown_fields=True, tag="share_takes"):
+    """Asks for a page on which a client takes steps (`taking.py`). Its descriptor comes with the reply; the connection is
+    used for nothing else, and the page ends with it."""
+
+    rank: Count
+    session: Session
+
+
 class Act(Struct, frozen=True, forbid_unknown_fields=True, tag="act"):
     """An action of the service, as over Flight."""
 
@@ -80,7 +91,7 @@ class Act(Struct, frozen=True, forbid_unknown_fields=True, tag="act"):
     body: bytes
 
 
-LocalRequest = Greeting | Returned | Fetch | Act
+LocalRequest = Greeting | Returned | Fetch | ShareTakes | Act
 
 
 class NotLocal(Struct, frozen=True, tag="not_local"):

@@ -111,6 +111,18 @@ class RankRegistry:
             entry = self._ranks.get(rank)
             return entry is not None and entry.is_reading and entry.session == session
 
+    def is_of(self, rank: int, session: str) -> bool:
+        """True if this client is the last that became the rank."""
+        with self._lock:
+            entry = self._ranks.get(rank)
+            return entry is not None and entry.session == session
+
+    def is_displaced(self, rank: int, session: str) -> bool:
+        """True if another client has taken the place of this one."""
+        with self._lock:
+            entry = self._ranks.get(rank)
+            return entry is not None and session in entry.displaced
+
     def last(self) -> dict[int, int]:
         """Every rank that ever read, with its next step."""
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,11 +45,12 @@ from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.resizing import freeze_at, thaw_all
 from overlord.service.run_api import StepSource
+from overlord.service.taking import describe_stopped
 from overlord.steering.decisions import Steered
 from overlord.stream.outliers import Delay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
     from pathlib import Path
 
     from overlord.declare.job import Job
@@ -397,8 +398,9 @@ class Loader:
                 self._era = None if self._era is None else self._era.next_era(progress.step, self.job.mesh)
                 self._engine.spawn(_NEW_PLANNER, self._planner_from(self.job, progress, self._era))
                 self._engine.rebind(PLANNER, _NEW_PLANNER)
-                for constructor in self._constructors:
-                    constructor.call(ServingConstructor.restart, self._generation).result()
+                with self._takes_by_message():
+                    for constructor in self._constructors:
+                        constructor.call(ServingConstructor.restart, self._generation).result()
                 self._expect_trainers()
             return self._generation
 
@@ -415,7 +417,9 @@ class Loader:
             raise SpecError(f"resize takes an overlord.Mesh, got {mesh!r}")
         timeout_s = seconds_to_wait(timeout_s, "timeout_s")
         at = None if at is None else whole(at, "at", least=None)
-        with self._move_lock:
+        with self._move_lock, self._takes_by_message() as undecided:
+            if undecided:
+                raise WaitTimeoutError(f"the mesh cannot change: {describe_stopped(undecided)}")
             try:
                 taken_to = self._planner.call(Planner.status).result().taken_to
                 step = freeze_at(
@@ -436,7 +440,8 @@ class Loader:
     @property
     def start_step(self) -> int:
         """The step that clients begin at."""
-        return self._start.step
+        with self._lock:  # a move under way has changed the generation already, and not yet this
+            return self._start.step
 
     @property
     def generation(self) -> int:
@@ -482,6 +487,18 @@ class Loader:
 
         with warn_if_long(describe):
             return call().result()
+
+    @contextmanager
+    def _takes_by_message(self) -> Generator[list[int]]:
+        """Meanwhile no trainer takes a step that the run does not know of; yields the ranks of which that is not certain."""
+        serving = self._serving
+        if serving is None:
+            yield []
+            return
+        try:
+            yield serving.pause_takes()
+        finally:
+            serving.resume_takes()
 
     def _is_served_here(self, address: Address) -> bool:
         """True if one server in this process serves all ranks. Also for worker processes of this machine where other
@@ -572,7 +589,7 @@ class LocalChannel:
         self.run = run
         self._constructor_of = constructor_of
 
-    copies = False
+    is_ahead_useful = False
 
     def start(self) -> int:
         return self.run.start_step

@@ -92,8 +92,8 @@ class Channel(StepSource, Protocol):
     def run(self) -> RunApi: ...
 
     @property
-    def copies(self) -> bool:
-        """True if a step is copied on its way: fetching one then takes longer than taking one that was fetched ahead."""
+    def is_ahead_useful(self) -> bool:
+        """True if fetching a step takes longer than taking one that was fetched ahead."""
         ...
 
     def start(self) -> int:

@@ -32,6 +32,7 @@ from overlord.service import wire
 from overlord.service.local_server import LocalServer
 from overlord.service.ranks import RankRegistry
 from overlord.service.run_api import ACTIONS, CALLS
+from overlord.service.taking import TakeBoard
 from overlord.service.wire import Refused, parse, refusal
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from overlord.service.auth import Listen
     from overlord.service.flight_server import FlightServer
     from overlord.service.run_api import Channel, StepSource
+    from overlord.service.taking import TakenStep
 
 T = TypeVar("T")
 
@@ -91,6 +93,7 @@ class Service:
         self.job = job
         self.instance = instance or secrets.token_hex(8)
         self.ranks = RankRegistry(clock)
+        self.takes = TakeBoard(self._note_taken)
         self._steps = steps
         self._run = run
         self._locate = locate
@@ -135,10 +138,17 @@ class Service:
                 self._flight = FlightServer.start(self._listen, self)
             return self._flight.address
 
+    def pause_takes(self) -> list[int]:
+        """Let trainers take no step without a message until `takes.resume`; returns the ranks of which it is not known
+        whether they take one now."""
+        return [page.rank for page in self.takes.pause()]
+
     def halt(self) -> int:
         """Hand out no step beyond those that some rank has taken; returns the last of them."""
+        undecided = self.takes.pause()  # for good
         with self._taking:
-            last = self._last_step = max(self.ranks.last().values(), default=0) - 1
+            taken = [*self.ranks.last().values(), *(self.ranks.last().get(page.rank, 0) + 1 for page in undecided)]
+            last = self._last_step = max(taken, default=0) - 1
         return last
 
     def drain(self, last: int, timeout_s: float) -> bool:
@@ -146,9 +156,20 @@ class Service:
         self._last_step = last
         return self.ranks.wait_until(lambda steps: min(steps.values(), default=last + 1) > last, timeout_s)
 
+    def reading(self) -> dict[int, int]:
+        """The ranks that are reading, with the next step of each."""
+        self.takes.follow_all()
+        return self.ranks.reading()
+
+    def last(self) -> dict[int, int]:
+        """Every rank that ever read, with its next step."""
+        self.takes.follow_all()
+        return self.ranks.last()
+
     def close(self) -> None:
         """Stop serving, once calls in progress are answered. Safe to call twice."""
         self._closing.set()
+        self.takes.pause()
         if self._local is not None:
             self._local.close()
         if self._flight is not None:
@@ -174,11 +195,14 @@ class Service:
         """Fetch for a client until there is an answer or its wait is over, so that thousands of clients need not poll."""
         deadline = self._clock() + min(ticket.wait_s, _MOST_WAIT_S)
         pause_s = _PAUSES_S[0]
+        self.takes.follow(ticket.rank, ticket.session)
         while True:
+            epoch = self.takes.epoch
             if (moved := self._find_move(steps, ticket)) is not None:
                 return moved
             if not self._serves(ticket.rank):
                 return wire.Elsewhere()
+            self._claim(ticket.rank, ticket.session)
             if ticket.ahead:
                 self.ranks.note_heartbeat(ticket.rank, ticket.session)
             else:
@@ -189,10 +213,11 @@ class Service:
                 return moved
             if answer is None:
                 return wire.End()
+            if isinstance(answer, Delivery) and not ticket.ahead:
+                answer = self._hand_out(answer, ticket, epoch)
             if isinstance(answer, Delivery):
-                if not ticket.ahead:
-                    self.ranks.note_delivery(ticket.rank, ticket.session, answer.step)
                 return answer
+            self.takes.follow_all()  # it may wait for another rank, which has gone on by now
             # No patience for a fetch ahead: by now the trainer may wait for the step, and it may not come before the rank is
             # moved, which only the trainer's own request does. And no fetch without time to wait for it: its reason would
             # only be that nothing has begun.
@@ -200,22 +225,55 @@ class Service:
                 return wire.NotReady(answer.reason)
             pause_s = min(2 * pause_s, _PAUSES_S[1])
 
+    def _hand_out(self, delivery: Delivery, ticket: wire.Ticket, epoch: int) -> Delivery | Later:
+        """Let a rank take a step that it has fetched, unless `halt` came before it."""
+        with self._taking:
+            later = None if self._last_step is None else self._find_stop(delivery.step)
+            if later is None:
+                self.ranks.note_delivery(ticket.rank, ticket.session, delivery.step)
+        if later is None:
+            self.takes.open(ticket.rank, ticket.session, ticket.generation, epoch)
+        return later or delivery
+
     def _fetch(self, steps: StepSource, ticket: wire.Ticket, wait_s: float) -> Delivery | Later | None:
         return self._find_stop(ticket.step) or steps.fetch(ticket.step, ticket.rank, wait_s, ticket.ahead)
 
     def take(self, request: wire.Take) -> wire.Refusal | None:
         """Take a step for a rank that has fetched it ahead; returns why it cannot be taken now."""
-        steps = self._require_steps()
+        steps, epoch = self._require_steps(), self.takes.epoch
+        self.takes.follow(request.rank, request.session)
         if (moved := self._find_move(steps, request)) is not None:
             return moved
         if not self._serves(request.rank):
             return wire.Elsewhere()
+        self._claim(request.rank, request.session)
         with self._taking:  # `halt` finds the step taken, or it is not taken
             self.ranks.note_request(request.rank, request.session, request.step)
             later = self._find_stop(request.step) or steps.take(request.step, request.rank, request.waited_s)
             if later is None:
                 self.ranks.note_delivery(request.rank, request.session, request.step)
-        return self._find_move(steps, request) or (None if later is None else wire.NotReady(later.reason))
+        if (moved := self._find_move(steps, request)) is not None:
+            return moved
+        if later is not None:
+            return wire.NotReady(later.reason)
+        self.takes.open(request.rank, request.session, request.generation, epoch)
+        return None
+
+    def _note_taken(self, taken: TakenStep) -> None:
+        """Note a step that was taken without a message."""
+        steps = self._require_steps()
+        if steps.generation() != taken.generation or not self.ranks.is_of(taken.rank, taken.session):
+            return
+        self.ranks.note_request(taken.rank, taken.session, taken.step)
+        later = steps.take(taken.step, taken.rank, taken.waited_s)
+        self.ranks.note_delivery(taken.rank, taken.session, taken.step)
+        if later is not None:
+            _log.debug("rank %d took step %d, and the constructor says: %s", taken.rank, taken.step, later.reason)
+
+    def _claim(self, rank: int, session: str) -> None:
+        """Before a client takes a rank's place: the one before it takes no more steps by itself."""
+        if self.takes.has_other(rank, session) and not self.ranks.is_displaced(rank, session):
+            self.takes.shut(rank, except_session=session)
 
     def _find_stop(self, step: int) -> Later | None:
         """Returns why a step is not handed out when the service is stopping."""
@@ -252,8 +310,10 @@ class Service:
         self._check_job(request.job)
         match name:
             case wire.HERE.name:
+                self._claim(request.rank, request.session)
                 self.ranks.note_heartbeat(request.rank, request.session)
             case wire.LEAVE.name:
+                self.takes.follow(request.rank, request.session)
                 if self.ranks.note_leave(request.rank, request.session) and self._steps is not None:
                     self._steps.leave(request.rank)
             case wire.TAKE.name:
@@ -280,7 +340,8 @@ class Service:
         every_s = None if self._leave_after_s is None else self._leave_after_s / RANK_SILENT.checks
         found = self._locate(hello.rank, hello.needs_flight)
         flight, local = (None, self.addresses.local) if found is None else found
-        return wire.Welcome(self.job, self.instance, flight, run.start(), run.generation(), every_s, local)
+        generation = run.generation()  # before the start: a client that got an older one is told of the move
+        return wire.Welcome(self.job, self.instance, flight, run.start(), generation, every_s, local)
 
     def _require_steps(self) -> StepSource:
         if self._steps is None:
@@ -297,6 +358,7 @@ class Service:
         assert steps is not None  # only then is this thread started
         while not self._closing.wait(leave_after_s / RANK_SILENT.checks):
             for rank in self.ranks.silent(leave_after_s):
+                self.takes.shut(rank)  # if it comes back, it says so
                 if self.ranks.note_leave(rank):
                     _log.warning("rank %d was silent for %.0f s: others no longer wait for it", rank, leave_after_s)
                     steps.leave(rank)

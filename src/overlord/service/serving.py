@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from overlord.errors import ClosedError, OverlordError
 from overlord.runtime.liveness import ROLE_REPORT
 from overlord.service.auth import Address, Listen
 from overlord.service.constructor import ServerIdentity, ServingConstructor
@@ -65,11 +67,19 @@ class OneServer:
 
     def reading(self) -> dict[int, int]:
         """The ranks that are reading, with the next step of each."""
-        return self._service.ranks.reading()
+        return self._service.reading()
 
     def last(self) -> dict[int, int]:
         """Every rank that has ever read, with the next step of each."""
-        return self._service.ranks.last()
+        return self._service.last()
+
+    def pause_takes(self) -> list[int]:
+        """Let trainers take no step without a message until `resume_takes`, so that what was taken is known. Returns the
+        ranks of which it is not known whether they take one now."""
+        return self._service.pause_takes()
+
+    def resume_takes(self) -> None:
+        self._service.takes.resume()
 
     def drain(self, timeout_s: float) -> bool:
         """Deliver no new step, and wait until every reading rank has the last one. False after `timeout_s`."""
@@ -106,9 +116,15 @@ class ServerPerGroup:
 
         def locate(rank: int, needs_flight: bool) -> Addresses:
             # Called for every greeting: a restarted constructor has no server yet, and may be on another node.
-            constructor = constructors[tree().coordinates(rank).dp]
-            identity = ServerIdentity(job, instance, channel.generation())
-            return constructor.call(ServingConstructor.serve, identity, behind, leave_after_s, needs_flight).result()
+            while True:
+                channel.start()  # returns when no move is under way: a resize makes constructors anew
+                identity = ServerIdentity(job, instance, channel.generation())
+                constructor = constructors[tree().coordinates(rank).dp]
+                try:
+                    return constructor.call(ServingConstructor.serve, identity, behind, leave_after_s, needs_flight).result()
+                except ClosedError:
+                    if channel.generation() == identity.generation:
+                        raise
 
         self._front = Service(job, listen, instance=instance, run=channel, locate=locate, leave_after_s=leave_after_s)
         self.address = self._front.address
@@ -125,6 +141,15 @@ class ServerPerGroup:
 
     def last(self) -> dict[int, int]:
         return self._collect(ServingConstructor.last)
+
+    def pause_takes(self) -> list[int]:
+        answers = [constructor.call(ServingConstructor.pause_takes) for constructor in self._constructors]
+        return [rank for answer in answers for rank in answer.result()]
+
+    def resume_takes(self) -> None:
+        for answer in [constructor.call(ServingConstructor.resume_takes) for constructor in self._constructors]:
+            with suppress(OverlordError):  # one that is gone holds up nobody
+                answer.result()
 
     def drain(self, timeout_s: float) -> bool:
         last = max(answer.result() for answer in [c.call(ServingConstructor.halt) for c in self._constructors])
