@@ -205,6 +205,8 @@ class ChunkMaker:
         return Chunk(facts, kept, document, origin, lineage, documents.values, begin, document_end, mask)
 
     def _declared_sizes(self, table: pa.Table, rows: Ints) -> dict[str, Ints]:
+        if not self._source.size_columns:
+            return {}
         found = declared_sizes(self._name, table, self._source.size_columns)
         return {name: column[rows] for name, column in found.items()}
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from overlord.loaders.reading_ahead import Lookout
+from overlord.roles.reading_ahead import Lookout
 from overlord.stream.outliers import count_delays
 
 if TYPE_CHECKING:

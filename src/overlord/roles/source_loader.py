@@ -5,7 +5,7 @@ return the same, because a chunk is a function of its number. So the buffer may 
 on the next request; it never holds more than its bytes. Concurrent requests for a chunk make it once.
 
 `prefetch` tells a loader which chunks will be requested. It makes the first of them, and as many more as the pace of
-requests asks for (`loaders/reading_ahead.py`), side by side, while there are idle threads and room in the buffer. It goes on
+requests asks for (`roles/reading_ahead.py`), side by side, while there are idle threads and room in the buffer. It goes on
 by itself whenever a chunk was made, requested or released.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from overlord.errors import BufferTooSmallError, ClosedError
 from overlord.loaders.model import CHUNKS_AT_HAND
-from overlord.loaders.reading_ahead import ChunkPace
+from overlord.roles.reading_ahead import ChunkPace
 from overlord.runtime.threads import StealingFuture, cpu_time
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.loaders.reading_ahead import ChunkPace, Lookout
+from overlord.roles.reading_ahead import ChunkPace, Lookout
 
 SECONDS = st.floats(0.001, 100)
 
