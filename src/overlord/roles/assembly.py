@@ -30,6 +30,7 @@ from overlord.roles.plan_requests import PlanRequests
 from overlord.roles.plan_window import STEPS_AHEAD
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import SourceLoader
+from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.long_waits import warn_if_long
 from overlord.runtime.threads import Threads, make_executor
 from overlord.sources.storage import is_remote
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from overlord.roles.plan_window import SharedPlans
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Engine, Handle, Workplace
+    from overlord.runtime.threads import Executor
     from overlord.steering.decisions import Steered
     from overlord.stream.facts import ChunkFacts
     from overlord.stream.progress import Progress
@@ -192,6 +194,13 @@ def _send_facts(engine: Engine, source: str, number: int, facts: ChunkFacts) -> 
     engine.tell(PLANNER, Planner.receive_facts, source, number, facts)
 
 
+def _make_decode_threads(job: Job, workplace: Workplace) -> Executor:
+    """Threads for the images of a process's constructors: its share of the cores. Decoding releases the GIL."""
+    if job.num_workers is not None or not any(source.decode for source in job.sources.values()):
+        return workplace.read_threads
+    return make_executor(-(-num_usable_cores() // job.mesh.dp), "overlord-decode")
+
+
 def _send_plans(engine: Engine, group: int, plans: SharedPlans) -> None:
     engine.tell(constructor_name(group), DataConstructor.receive_plans, plans)
 
@@ -208,7 +217,8 @@ def make_constructor(
     hosts, and requests the plans of several steps together."""
     if planner.engine.shares_memory:
         chunks = workplace.share("borrowed chunks", partial(BorrowedChunks, routes, job.sources))
-        rows = BorrowedRows(chunks, routes, job.batch.columns, workplace.read_threads, workplace.arenas)
+        threads = workplace.share("decoding", partial(_make_decode_threads, job, workplace))
+        rows = BorrowedRows(chunks, routes, job.batch.columns, threads, workplace.arenas)
         listener = chunks
     else:
         rows, listener = routes, None

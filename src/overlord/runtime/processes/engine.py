@@ -8,16 +8,14 @@ however that ends, and leave nothing behind.
 
 from __future__ import annotations
 
-import math
-import os
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
+from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.processes.directory import Directory
@@ -38,23 +36,6 @@ _FEW_CORES = 2
 """Up to so many cores one process with threads takes less CPU time a token and keeps up (`python -m bench trainers`)."""
 _PLURALS = {"loaders": "loader hosts", "constructor": "data constructors"}
 _ONE_PROCESS = "Start a run in the process that uses it"
-
-
-def num_usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that this process may use: by its affinity, and by the CPU time that its container gets."""
-    try:
-        num_cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on this system
-        num_cores = os.cpu_count() or 1
-    try:
-        if (control_group / "cpu.max").exists():
-            quota, period = (control_group / "cpu.max").read_text().split()
-        else:
-            quota, period = ((control_group / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        share = int(quota) / int(period)
-    except (OSError, ValueError):  # there are no control groups, or the quota is the word max
-        return num_cores
-    return min(num_cores, math.ceil(share)) if share > 0 else num_cores
 
 
 def default_engine(num_workers: int | None) -> tuple[Processes | None, str]:
