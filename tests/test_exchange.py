@@ -125,7 +125,7 @@ def test_chunks_are_made_once_whether_images_are_exchanged_or_not(tmp_path):
             while None not in [next(client, None) for client in clients]:
                 pass
             made.append(loader.report().buffers["pictures"].chunks_made)
-    assert made == [8, 8]
+    assert made[0] == made[1] > 1
 
 
 def test_the_fields_of_an_exchange_come_through_a_service_as_they_were(tmp_path):

@@ -228,6 +228,7 @@ class Listening(Counter):
 @pytest.mark.parametrize("name", ["told", "planner/told"])
 def test_a_role_can_be_told_without_waiting_and_errors_are_nobodys(engine: ol.Processes, name: str):
     role: Handle[Listening] = engine.spawn(name, lambda workplace: Listening())
+    engine.wait_until_started([name])  # a role that is not made yet hears nothing
     role.tell(Counter.fail, KeyError("nobody waits"))
     role.tell(Listening.hear)
     assert role.call(Listening.wait).result(20)

@@ -142,12 +142,12 @@ def trainer(address: str, rank: int = 0, num_steps: int = 3, keep: str = "last")
         made.end()
 
 
-def uses_dev_shm(process: int) -> bool:
-    """Whether a process has anything in that file system, open, mapped or left by name. Others may use it meanwhile."""
+def in_dev_shm(process: int) -> set[str]:
+    """What a process has open or mapped in that file system, and what was left there by name."""
     folder = Path("/proc", str(process))
     opened = [os.readlink(entry) for entry in (folder / "fd").iterdir() if entry.is_symlink()]
-    mapped = (folder / "maps").read_text().splitlines()
-    return any("/dev/shm" in entry for entry in (*opened, *mapped)) or any(Path("/dev/shm").glob("overlord*"))
+    mapped = [line.split(maxsplit=5)[-1] for line in (folder / "maps").read_text().splitlines()]
+    return {entry for entry in (*opened, *mapped) if "/dev/shm" in entry} | set(map(str, Path("/dev/shm").glob("overlord*")))
 
 
 def shared_bytes(loader: ol.Loader) -> int:
@@ -156,20 +156,22 @@ def shared_bytes(loader: ol.Loader) -> int:
 
 
 def test_a_trainer_in_a_process_of_its_own_maps_its_batches_and_nothing_lies_in_dev_shm():
+    before = in_dev_shm(os.getpid())  # of other libraries
     with served(two_sources(batch=WIDE)) as (loader, address):
         assert shared_bytes(loader) == 0, "nothing is shared before a trainer reads"
         with trainer(address) as reader:
             assert reader.said["is_mapped"]
             assert not reader.said["is_writable"]
             assert shared_bytes(loader) > 0
-            assert not uses_dev_shm(reader.said["pid"])
-            assert not uses_dev_shm(os.getpid())
+            assert not in_dev_shm(reader.said["pid"])
+            assert in_dev_shm(os.getpid()) <= before
             reader.tell("go on")
             assert reader.line() == {"number": 3}
 
 
 def test_a_trainer_that_is_killed_while_it_holds_batches_costs_nothing_and_its_rank_goes_on(caplog):
     used: list[int] = []
+    before = in_dev_shm(os.getpid())
     with served(two_sources(batch=WIDE)) as (loader, address):
         for number in range(5):
             with trainer(address, num_steps=4, keep="all") as reader:
@@ -177,7 +179,7 @@ def test_a_trainer_that_is_killed_while_it_holds_batches_costs_nothing_and_its_r
                 assert wait_until(lambda n=number: len(_ended(caplog)) > n, 20), "the closed socket is noticed at once"
             used.append(shared_bytes(loader))
         assert max(used) < 20 << 16, "a step takes 64 KiB, and twenty were held"
-        assert not uses_dev_shm(os.getpid())
+        assert in_dev_shm(os.getpid()) <= before
         assert all("rank 0 ended without a leave" in line for line in _ended(caplog))
         with ol.connect(address, rank=0, timeout_s=20) as client:
             assert content(next(client)) == undisturbed(two_sources(batch=WIDE), 1)[0][0]

@@ -382,11 +382,13 @@ class SourceLoader:
                 f"source {self._name!r}: chunk {number} takes {size:,} bytes decoded, but buffer_bytes is {self._limit:,}; "
                 "raise buffer_bytes, lower window, or write the data with smaller row groups"
             )
+        # A source that is spread over several loaders has its bytes over all of them, but each keeps a few chunks at hand.
+        limit = min(max(self._ahead_limit, CHUNKS_AT_HAND * size), self._limit)
         for other in sorted(self._chunks) if is_needed else [k for k in self._chunks if k < self._keep_from]:
-            if self._bytes + size <= self._limit:
+            if self._bytes + size <= limit:
                 break
             self._drop(other)
-        if self._bytes + size <= self._limit:
+        if self._bytes + size <= limit:
             self._chunks[number] = hot
             self._bytes += size
             self._peak = max(self._peak, self._bytes)
