@@ -307,6 +307,8 @@ def test_no_step_is_lost_or_repeated_when_the_mesh_changes_while_trainers_take_s
     with trained(two_sources(mesh=mesh), None if engine is None else ol.Processes(2)) as (loader, trainers):
         changed: list[int] = []
         for i in range(num_changes):
+            # A trainer that was changed twice before it noticed has moved once.
+            wait_until(lambda: all(len(trainer.moves) == i for trainer in trainers))  # noqa: B023 - called here
             wait_for_steps(trainers, 3 + i % 3)
             changed.append(loader.resize(mesh, timeout_s=30))
         wait_until(lambda: all(len(trainer.moves) == num_changes for trainer in trainers))
