@@ -62,7 +62,12 @@ class Prebuilt:
     def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._micro),))
 
-    def take(self, step: int, rank: int, waited_s: float = 0.0) -> None: ...
+    is_ahead_useful = False
+
+    def origin(self) -> str:
+        return ""
+
+    def take(self, step: int, rank: int, waited_s: float = 0.0, origin: str | None = None) -> None: ...
 
     def leave(self, rank: int, generation: int | None = None) -> None: ...
 

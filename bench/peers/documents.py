@@ -42,7 +42,7 @@ class ParquetSource:
         while True:
             for group in rng.permutation(groups).tolist():
                 if group // each != opened:
-                    opened, file = group // each, pq.ParquetFile(self.paths[group // each])
+                    opened, file = group // each, pq.ParquetFile(self.paths[group // each])  # pyright: ignore[reportArgumentType]
                 yield from self.read(file, group % each, rng)
 
 

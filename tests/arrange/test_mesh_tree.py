@@ -81,7 +81,7 @@ def make_device_mesh(request):
     def make(shape, names):
         return device_mesh.init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
 
-    make.world_size = request.param
+    make.world_size = request.param  # pyright: ignore[reportFunctionMemberAccess]
     yield make
     distributed.destroy_process_group()
 

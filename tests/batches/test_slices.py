@@ -189,11 +189,11 @@ def test_all_fields_go_everywhere_when_nothing_is_to_be_cut():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: StageFields({"tokens": 0}), r"'all' or a tuple such as \(0, -1\), got 0"),
-        (lambda: StageFields({"tokens": ("first",)}), "whole numbers, 0 for the first"),
-        (lambda: StageFields("some"), "or 'all', got 'some'"),
+        (lambda: StageFields({"tokens": 0}), r"'all' or a tuple such as \(0, -1\), got 0"),  # pyright: ignore[reportArgumentType]
+        (lambda: StageFields({"tokens": ("first",)}), "whole numbers, 0 for the first"),  # pyright: ignore[reportArgumentType]
+        (lambda: StageFields("some"), "or 'all', got 'some'"),  # pyright: ignore[reportArgumentType]
         (lambda: StageFields(chunks=0), "chunks of StageFields must be at least 1"),
-        (lambda: StageFields(placement="w"), "'loop' or 'v', not 'w'"),
+        (lambda: StageFields(placement="w"), "'loop' or 'v', not 'w'"),  # pyright: ignore[reportArgumentType]
         (lambda: StageFields({"tokens": (0, 4)}).check_pipeline(4), "have stages 0 to 3; -1 is always the last"),
     ],
 )

@@ -24,8 +24,8 @@ class Audio(Numbered):
     def read(self, unit: ol.Unit) -> pa.Table:
         table = super().read(unit)
         documents = table["document"].to_pylist()
-        frames = [-1 if d == self.wrong_at else None if d % 5 == 0 else 10 * d for d in documents]
-        return table.append_column("frames", pa.array(frames, pa.int64()).cast(pa.type_for_alias(self.kind)))
+        frames = [-1 if d == self.wrong_at else None if d % 5 == 0 else 10 * d for d in documents]  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
+        return table.append_column("frames", pa.array(frames, pa.int64()).cast(pa.type_for_alias(self.kind)))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 AUDIO = Audio(first=1, size_columns=("frames",))

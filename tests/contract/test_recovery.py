@@ -56,7 +56,7 @@ def test_trainers_do_not_notice_that_worker_processes_were_killed(tmp_path: Path
         clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = []
         for number in range(12):
-            killed = loader._engine._processes[number % 2].pid
+            killed = loader._engine._processes[number % 2].pid  # pyright: ignore[reportAttributeAccessIssue]
             if number % 4 == 3 and killed is not None:
                 os.kill(killed, signal.SIGKILL)
             found.append([part(next(client)) for client in clients])

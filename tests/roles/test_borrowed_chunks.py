@@ -211,7 +211,7 @@ def test_a_host_killed_while_its_chunks_are_borrowed_changes_nothing(tmp_path):
     with ol.start(job, engine=ol.Processes(3)) as loader:
         client = loader.client(0, timeout_s=60)
         found = [[part(next(client))]]
-        builder = loader._engine._roles["constructor/0"][1].pid
+        builder = loader._engine._roles["constructor/0"][1].pid  # pyright: ignore[reportAttributeAccessIssue]
         for number in range(1, 40):
             if number in (5, 20):
                 hosts = [Handle[LoaderHost](loader._engine, name) for name in loader._fleet.names]

@@ -19,7 +19,7 @@ def job() -> ol.Job:
 
 
 def plans(loader: ol.Loader, send: list[tuple[int, int]], ahead: bool) -> list[Any]:
-    planner: Planner = loader._engine._roles["planner"]
+    planner: Planner = loader._engine._roles["planner"]  # pyright: ignore[reportAttributeAccessIssue]
     if ahead:
         planner._send = lambda group, shared: received[group].append(shared)
     received: list[list[SharedPlans]] = [[], []]
@@ -32,7 +32,7 @@ def plans(loader: ol.Loader, send: list[tuple[int, int]], ahead: bool) -> list[A
             plan = planner.plan(step, group, step)
             if plan is None:
                 return found
-            found.append([(micro.samples.table.tolist(), micro.row.tolist()) for micro in plan.microbatches])
+            found.append([(micro.samples.table.tolist(), micro.row.tolist()) for micro in plan.microbatches])  # pyright: ignore[reportAttributeAccessIssue]
     raise AssertionError("the run does not end")
 
 

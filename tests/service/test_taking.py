@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import overlord as ol
+from overlord.runtime.engine import Engine
 from overlord.runtime.shared_memory import Listener, SharedSegment, connect_to
 from overlord.service import taking
 from overlord.service.channel import FlightChannel
@@ -284,7 +285,7 @@ class Trainer:
 
 
 @contextmanager
-def trained(job: ol.Job, engine: ol.Engine | None = None) -> Iterator[tuple[ol.Loader, list[Trainer]]]:
+def trained(job: ol.Job, engine: Engine | None = None) -> Iterator[tuple[ol.Loader, list[Trainer]]]:
     with ol.start(job, engine=engine) as loader:
         address = loader.serve()
         trainers = [Trainer(address, rank) for rank in range(job.mesh.world_size)]

@@ -261,7 +261,7 @@ def test_a_file_that_is_replaced_between_two_units_is_noticed(tmp_path: Path) ->
 def test_a_line_longer_than_many_units_belongs_to_the_one_it_begins_in(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": random.Random(1).randbytes(150_000).hex()}, {"text": "b"}]
     for name in ("one.jsonl.gz", "one.jsonl.zst"):
-        (tmp_path / name).write_bytes(PACKINGS[name](jsonl(rows)))
+        (tmp_path / name).write_bytes(PACKINGS[name](jsonl(rows)))  # pyright: ignore[reportArgumentType]
         source = Jsonl(str(tmp_path / name), unit_bytes=20_000)
         counts = [source.read(unit).num_rows for unit in source.units()]
         assert len(counts) > 20
@@ -298,7 +298,7 @@ def test_a_state_of_a_release_that_read_compressed_files_whole_is_continued_as_i
         (tmp_path / f"{i}.jsonl.gz").write_bytes(one_gzip(jsonl(documents(300, i))))
 
     def job(**options: int) -> ol.Job:
-        source = Jsonl(f"{tmp_path}/*", tokens=None, window=1, **options)
+        source = Jsonl(f"{tmp_path}/*", tokens=None, window=1, **options)  # pyright: ignore[reportArgumentType]
         return ol.Job(sources={"a": source}, batch=ol.Batch(samples=70, sequence_length=8, columns=("text",)))
 
     def texts(loader: ol.Loader, num_steps: int) -> list[list[str]]:

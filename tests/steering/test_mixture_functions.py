@@ -150,14 +150,14 @@ def test_a_function_that_goes_wrong_changes_nothing_and_is_told_of(caplog):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ol.Mixture(lambda step, progress: None), "returns {source: weight}, it returned None"),
+        (lambda: ol.Mixture(lambda step, progress: None), "returns {source: weight}, it returned None"),  # pyright: ignore[reportArgumentType]
         (lambda: ol.Mixture(lambda step, progress: {"a": 0}), "every weight is 0"),
         (lambda: ol.Mixture(by_step, ramp="linear"), "neither feedback nor a ramp"),
         (lambda: ol.Mixture(by_step, every=0), "at least 1, got 0"),
-        (lambda: ol.Mixture(7), "a schedule or a function, got 7"),
+        (lambda: ol.Mixture(7), "a schedule or a function, got 7"),  # pyright: ignore[reportArgumentType]
         (lambda: ol.policies.Epochs({1: {"a": 1}}), "begins with epoch 0"),
         (lambda: ol.policies.Epochs({0: {"a": -1}}), "in epoch 0 must be a number >= 0"),
-        (lambda: ol.policies.Epochs({0: 3}), "got 3 for epoch 0"),
+        (lambda: ol.policies.Epochs({0: 3}), "got 3 for epoch 0"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_what_cannot_be_a_mixture_is_refused(make, message):

@@ -85,7 +85,7 @@ def test_every_rank_has_what_it_would_have_fetched(tmp_path, mesh, broadcast, la
     whole = ol.pipelines.StageFields("all")  # along pp all stages get all fields
 
     def job(axes: tuple[str, ...]) -> ol.Job:
-        strategy = ol.strategies.plain(broadcast=axes)
+        strategy = ol.strategies.plain(broadcast=axes)  # pyright: ignore[reportArgumentType]
         return job_of({"a": Numbered(first=1)}, batch, mesh=mesh, strategy=strategy, stage_fields=whole)
 
     received = _received(job(broadcast), broadcast, tmp_path)
