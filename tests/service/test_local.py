@@ -169,6 +169,7 @@ def test_a_trainer_in_a_process_of_its_own_maps_its_batches_and_nothing_lies_in_
             assert reader.line() == {"number": 3}
 
 
+@pytest.mark.second_try(reason="the service must notice that a trainer process was killed within a deadline")
 def test_a_trainer_that_is_killed_while_it_holds_batches_costs_nothing_and_its_rank_goes_on(caplog):
     used: list[int] = []
     before = in_dev_shm(os.getpid())
@@ -326,7 +327,7 @@ with ol.start(job) as loader:
 @pytest.mark.parametrize("limit", [0, 4096])
 def test_where_shared_memory_is_refused_flight_is_used_and_the_log_says_so_once(limit):
     said = python("-c", REFUSED.replace("{limit}", str(limit))).stdout
-    assert said.splitlines()[-1] == "Link"
+    assert "Link" in said.splitlines()  # a fetch ahead may say afterwards that the service is gone
     assert said.count("batches are built in private memory") == 1
     assert "File too large" in said
 
