@@ -26,7 +26,7 @@ FLAT = {
 NAMESPACES = {
     "balancers": {"Balancer", "greedy", "karmarkar_karp"},
     "errors": {
-        *("OverlordError", "SpecError", "StateError", "DataError", "SourceError", "SchemaError", "BadRowError"),
+        *("OverlordError", "SpecError", "StateError", "DataError", "SourceError", "RingError", "SchemaError", "BadRowError"),
         *("StorageError", "BufferTooSmallError", "WaitTimeoutError", "WorkerDiedError", "SharedUseError"),
         *("ServiceError", "ClosedError"),
     },

@@ -13,6 +13,7 @@
     ├── WorkerDiedError               a worker process died and could not be replaced
     ├── SharedUseError (RuntimeError)    a client or loader is used by two threads at once, or in a forked process
     ├── ServiceError (ConnectionError)    a service cannot be reached, or refuses the request
+    ├── RingError (ConnectionError)   a trainer rank that shares a document died, does not answer, or is in another ring
     └── ClosedError                   the loader or client was closed
 
 Every message has the rule, the value given and the way out. The place (source, file, row, step, rank) is in the message, or
@@ -70,6 +71,10 @@ class SharedUseError(OverlordError, RuntimeError):
 
 class ServiceError(OverlordError, ConnectionError):
     """A service cannot be reached, or refuses the request."""
+
+
+class RingError(OverlordError, ConnectionError):
+    """A trainer rank that shares a document with this one died, does not answer, or is in another ring."""
 
 
 class ClosedError(OverlordError):

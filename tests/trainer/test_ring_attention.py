@@ -3,9 +3,8 @@ of one that saw it whole."""
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,16 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional
 
 import overlord as ol
-from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer import Ring, attach, ring_attention, sum_gradients, token_loss
+from overlord.trainer.ring import ReferenceKernel, TorchFlash
+from overlord.trainer.ring.kernels import choose_kernel
+from overlord.trainer.ring.schedule import NO_WINDOW, calls_of
 from tests.small_sources import Numbered, job_of
 from tests.trainer.ranks import join_world, run_ranks
+from tests.trainer.reference_ring import reference_ring_attention
+from tests.trainer.rings import Attend, masked_attention, micro_of, places_of, random_numbers, run_in_threads
 
 _RANKS = 4
 _STEPS = 2
@@ -30,111 +32,129 @@ _VOCABULARY = 61
 _COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.01)
 
 
-class Passing(Ring):
-    """A ring whose ranks are threads of this process."""
-
-    boxes: dict[int, queue.SimpleQueue[list[Tensor]]]
-
-    def pass_on(self, tensors: list[Tensor], part: int) -> list[Tensor]:
-        self.boxes[self.ranks[(self.index + 1) % self.size]].put(tensors)
-        received = self.boxes[self.ranks[self.index]].get(timeout=60)
-        assert [t.shape[0] for t in received] == [self.num_tokens(part)] * len(tensors)
-        return received
-
-
-def _micro(wholes: list[int], num_ranks: int, part: int) -> dict[str, Any]:
-    pieces = [(whole, chunk) for whole in wholes for chunk in chunks_of(whole, num_ranks, part)]
-    return {
-        "hdp_ranks": np.arange(num_ranks),
-        "hdp_index": part,
-        "whole_lengths": np.array([whole for whole, _ in pieces]),
-        "piece_offsets": np.array([chunk.begin for _, chunk in pieces]),
-        "document_lengths": np.array([chunk.end - chunk.begin for _, chunk in pieces]),
-    }
-
-
-def _places(wholes: list[int], num_ranks: int, part: int) -> list[int]:
-    starts = np.cumsum([0, *wholes]).tolist()
-    chunks = [
-        (start, chunk) for start, whole in zip(starts, wholes, strict=False) for chunk in chunks_of(whole, num_ranks, part)
-    ]
-    return [start + i for start, chunk in chunks for i in range(chunk.begin, chunk.end)]
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Each document alone, by torch's own."""
-    outs = []
-    for one in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        heads = [t.transpose(0, 1) for t in one]
-        heads[1:] = [t.repeat_interleave(heads[0].shape[0] // t.shape[0], 0) for t in heads[1:]]
-        outs.append(functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True).transpose(0, 1))
-    return torch.cat(outs) if outs else q
-
-
-def _random(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _in_threads(wholes: list[int], num_ranks: int, tensors: list[Tensor], dout: Tensor) -> list[list[Tensor]]:
-    """Outputs and gradients of each part."""
-    boxes = {rank: queue.SimpleQueue() for rank in range(num_ranks)}
-
-    def run(part: int) -> list[Tensor]:
-        found = Ring.of(_micro(wholes, num_ranks, part))
-        ring = Passing(found.ranks, found.index, found.pieces)
-        object.__setattr__(ring, "boxes", boxes)
-        places = _places(wholes, num_ranks, part)
-        own = [tensor[places].requires_grad_() for tensor in tensors]
-        out = ring_attention(own[0], own[1], own[2], ring)
-        out.backward(dout[places])
-        return [out.detach(), *(tensor.grad for tensor in own if tensor.grad is not None)]
-
-    with ThreadPoolExecutor(num_ranks) as threads:
-        return list(threads.map(run, range(num_ranks)))
-
-
-@settings(max_examples=25)
+@settings(max_examples=30)
 @given(
     num_ranks=st.integers(1, 5),
     wholes=st.lists(st.integers(5, 40), min_size=1, max_size=3),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    window=st.none() | st.integers(0, 45),
     seed=st.integers(0, 99),
 )
-def test_a_ring_gives_what_plain_attention_gives_forward_and_backward(num_ranks, wholes, heads, seed):
+def test_a_ring_gives_what_plain_attention_gives_forward_and_backward(num_ranks, wholes, heads, window, seed):
     total = sum(wholes)
-    tensors = [_random((total, h, 4), seed + i) for i, h in enumerate((heads[0], heads[1], heads[1]))]
-    dout = _random((total, heads[0], 4), seed + 9)
+    tensors = [random_numbers((total, h, 4), seed + i) for i, h in enumerate((heads[0], heads[1], heads[1]))]
+    dout = random_numbers((total, heads[0], 4), seed + 9)
     whole = [tensor.clone().requires_grad_() for tensor in tensors]
-    out = plain_attention(whole[0], whole[1], whole[2], wholes)
+    out = masked_attention(whole[0], whole[1], whole[2], wholes, window)
     out.backward(dout)
     expected = [out.detach(), *(tensor.grad for tensor in whole)]
-    found = _in_threads(wholes, num_ranks, tensors, dout)
-    for part, parts in enumerate(found):
-        places = _places(wholes, num_ranks, part)
-        for mine, theirs in zip(parts, expected, strict=True):
-            torch.testing.assert_close(mine, theirs[places], rtol=1e-10, atol=1e-12)
+    ways: list[Attend] = [partial(ring_attention, window=window, kernel=ReferenceKernel(most_bytes=2000))]
+    if window is None:
+        ways.append(reference_ring_attention)
+    for way in ways:
+        found = run_in_threads(way, wholes, num_ranks, tensors, dout)
+        for part, parts in enumerate(found):
+            places = places_of(wholes, num_ranks, part)
+            for mine, theirs in zip(parts, expected, strict=True):
+                torch.testing.assert_close(mine, theirs[places], rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=200)
+@given(
+    num_ranks=st.integers(1, 9),
+    wholes=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    window=st.none() | st.integers(0, 70),
+)
+def test_every_pair_of_tokens_that_attend_to_each_other_is_computed_once_by_one_rank(num_ranks, wholes, window):
+    wholes = [max(whole, num_ranks) for whole in wholes]
+    total = sum(wholes)
+    seen = np.zeros((total, total), np.int64)
+    for part in range(num_ranks):
+        ring = Ring.of(micro_of(wholes, num_ranks, part))
+        own = np.array(places_of(wholes, num_ranks, part))
+        for other in range(num_ranks):
+            theirs = np.array(places_of(wholes, num_ranks, other))
+            for call in calls_of(ring, other, NO_WINDOW if window is None else window):
+                for queries, keys in zip(call.queries, call.keys, strict=True):
+                    rows, columns = own[slice(*queries)], theirs[slice(*keys)]
+                    aligned = np.arange(len(rows))[:, None] + len(columns) - len(rows)
+                    column = np.arange(len(columns))[None]
+                    shown = (column <= aligned) if call.causal else np.full((len(rows), len(columns)), True)
+                    if call.window != NO_WINDOW:
+                        assert call.window >= 0
+                        shown &= column >= aligned - call.window
+                        assert shown.any(1).all(), "a kernel must not get a query that sees no key"
+                    seen[np.ix_(rows, columns)] += shown
+    document = np.repeat(np.arange(len(wholes)), wholes)
+    far = np.arange(total)[:, None] - np.arange(total)[None]
+    expected = (document[:, None] == document[None]) & (far >= 0) & (far <= (total if window is None else window))
+    assert (seen == expected).all()
 
 
 def test_long_documents_are_taken_some_queries_at_a_time_and_low_precision_is_summed_in_single():
     wholes = [2500, 8]
-    q, k, v = (_random((2508, 1, 4), i) for i in range(3))
-    lengths = np.array(wholes)
-    ring = Ring.of(_micro([1], 1, 0) | {"whole_lengths": lengths, "document_lengths": lengths, "piece_offsets": 0 * lengths})
-    torch.testing.assert_close(ring_attention(q, k, v, ring), plain_attention(q, k, v, wholes))
+    q, k, v = (random_numbers((2508, 1, 4), i) for i in range(3))
+    ring = Ring.of(micro_of(wholes, 1, 0))
+    found = ring_attention(q, k, v, ring, kernel=ReferenceKernel(most_bytes=1 << 20))
+    torch.testing.assert_close(found, masked_attention(q, k, v, wholes))
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    found, exact = ring_attention(q, k, v, ring), plain_attention(q.double(), k.double(), v.double(), wholes)
+    found, exact = ring_attention(q, k, v, ring), masked_attention(q.double(), k.double(), v.double(), wholes)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
 
 
+def test_a_ring_in_low_precision_is_as_near_to_the_exact_result_as_one_rank_is():
+    wholes, num_ranks = [300, 45], 4
+    tensors = [random_numbers((345, heads, 8), seed).bfloat16() for seed, heads in enumerate((4, 2, 2))]
+    dout = random_numbers((345, 4, 8), 9).bfloat16()
+    exact = run_in_threads(reference_ring_attention, wholes, 1, [t.double() for t in tensors], dout.double())[0]
+    found = run_in_threads(ring_attention, wholes, num_ranks, tensors, dout)
+    for part, parts in enumerate(found):
+        places = places_of(wholes, num_ranks, part)
+        for mine, theirs in zip(parts, exact, strict=True):
+            assert mine.dtype == torch.bfloat16
+            assert (mine.double() - theirs[places]).norm() < 6e-3 * theirs[places].norm()
+
+
+class Refusing(ReferenceKernel):
+    """A fused kernel that knows few heads."""
+
+    def refusal(self, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None if head_dim == 128 else f"this kernel takes 128, not {head_dim}"
+
+
+def test_the_kernel_is_chosen_by_what_is_there_and_takes_what_it_can(caplog):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    fused = Refusing()
+    assert choose_kernel(gpu, torch.bfloat16, 128, [fused]) is fused
+    assert choose_kernel(gpu, torch.float32, 128, [fused]) == ReferenceKernel()
+    assert choose_kernel(cpu, torch.bfloat16, 128, [fused]) == ReferenceKernel()
+    with pytest.raises(ol.errors.SpecError, match=r"takes 128, not 100; change the model, or pass kernel=ReferenceKernel"):
+        choose_kernel(gpu, torch.bfloat16, 100, [fused])
+    assert choose_kernel(gpu, torch.bfloat16, 128, []) == ReferenceKernel()
+    assert "no fused attention kernel" in caplog.text
+    assert "at most 256 MB of scores" in caplog.text
+    assert TorchFlash().refusal(torch.float32, 128) is not None
+    assert "multiple of 8 up to 256, not 264" in str(TorchFlash().refusal(torch.float16, 264))
+
+
 def test_pieces_that_are_not_those_of_the_cut_and_wrong_shapes_are_refused():
     with pytest.raises(ol.errors.SpecError, match="do not change its fields"):
-        Ring.of(_micro([16], 2, 0) | {"piece_offsets": np.array([0, 8])})
+        Ring.of(micro_of([16], 2, 0) | {"piece_offsets": np.array([0, 8])})
     with pytest.raises(ol.errors.SpecError, match=r"strategies\.hdp"):
         Ring.of({})
     q = torch.zeros(5, 2, 4)
     with pytest.raises(ol.errors.SpecError, match=r"takes q \[4, heads, dim\]"):
-        ring_attention(q, q, q, Ring.of(_micro([4], 1, 0)))
+        ring_attention(q, q, q, Ring.of(micro_of([4], 1, 0)))
+    ring = Ring.of(micro_of([5], 1, 0))
+    with pytest.raises(ol.errors.SpecError, match=r"one head dimension and one dtype, got 4 torch\.float32"):
+        ring_attention(q, q.bfloat16(), q.bfloat16(), ring)
+    with pytest.raises(ol.errors.SpecError, match=r"takes bfloat16 and float16, not torch\.float32; leave"):
+        ring_attention(q, q, q, ring, kernel=TorchFlash())
+    with pytest.raises(ol.errors.SpecError, match="at least 0, got -2"):
+        ring_attention(q, q, q, ring, window=-2)
+    with pytest.raises(ol.errors.SpecError, match="above 0, got 0"):
+        Ring.of(micro_of([5], 1, 0), timeout_s=0)
 
 
 class Model(nn.Module):
@@ -219,7 +239,7 @@ def _alone() -> list[dict[str, Any]]:
             total = 0.0
             for micro in step:
                 lengths = micro["cu_seqlens"].diff().tolist()
-                loss = _loss(model, micro, step.loss_tokens, lambda q, k, v: plain_attention(q, k, v, lengths))  # noqa: B023
+                loss = _loss(model, micro, step.loss_tokens, lambda q, k, v: masked_attention(q, k, v, lengths))  # noqa: B023
                 loss.backward()
                 total += loss.item()
             found.append({"loss": total, "gradients": _gradients(model)})

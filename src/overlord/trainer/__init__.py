@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 
 from overlord.trainer.image_exchange import exchange
 from overlord.trainer.receiving import receive
-from overlord.trainer.ring_attention import Ring, ring_attention
+from overlord.trainer.ring import Ring, ring_attention
 from overlord.trainer.tempbalance import (
     FixedAspectRatio,
     Linear,

@@ -1,13 +1,9 @@
-"""Exact causal attention over documents that are cut over ranks: a small reference for any device and any precision.
+"""Exact causal attention over documents that are cut over ranks, in plain operations: the oracle of `ring_attention`.
 
 The N ranks of a microbatch (`hdp_ranks`) pass keys and values around the ring. After N rounds each has seen all of them, and
 has merged the partial results of its own queries by their log-sum-exp, as flash attention does over blocks. The backward
-pass goes around once more, and the gradients of keys and values travel along until they are back at their rank. All messages
-are point-to-point on one group that has every rank, so no process group is ever made for a document. All ranks run the rings
-that they share in the same order (`hdp_number`), and the messages of a ring are ordered, so every message meets its own
-receive.
-
-Scores are computed for some queries at a time and not stored. A fused kernel does the same in a fraction of the time.
+pass goes around once more, and the gradients of keys and values travel along until they are back at their rank. It shares
+the pieces and the messages of a ring with `ring_attention`, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,119 +12,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from overlord.arrange.hdp.rings import chunks_of
-from overlord.errors import SpecError
+from overlord.trainer.ring import Ring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 _QUERIES = 1024
 """The number of queries whose scores are computed at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The tokens [begin, end) of a rank's microbatch, which are a document from its token `offset` on."""
-
-    document: int
-    offset: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """The ranks that attend together to the documents of one microbatch, and the pieces that each of them has.
-
-    Make it with `Ring.of(micro)` and pass it to `ring_attention`.
-    """
-
-    ranks: tuple[int, ...]
-    index: int
-    """The index of this process in `ranks`."""
-    pieces: tuple[tuple[Piece, ...], ...]
-    """The pieces of each rank."""
-    group: dist.ProcessGroup | None = None
-    """The process group for messages, which has all ranks; None is the default group."""
-
-    @staticmethod
-    def of(micro: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> Ring:
-        """Make it from a microbatch of a job with `strategies.hdp`. `group` must have all ranks; None is the default
-        group."""
-        if "hdp_ranks" not in micro:
-            raise SpecError("the microbatch has no hdp_ranks: ring attention needs the job to use strategies.hdp")
-        ranks, index = tuple(micro["hdp_ranks"].tolist()), int(micro["hdp_index"])
-        wholes = _documents(micro, len(ranks), index)
-        return Ring(ranks, index, tuple(_pieces(wholes, len(ranks), part) for part in range(len(ranks))), group)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    def num_tokens(self, part: int) -> int:
-        """The number of tokens of the rank with this index."""
-        return self.pieces[part][-1].end if self.pieces[part] else 0
-
-    def pass_on(self, tensors: list[Tensor], part: int) -> list[Tensor]:
-        """Send tensors to the next rank, and receive from the previous rank those of the rank with index `part`."""
-        after, before = self.ranks[(self.index + 1) % self.size], self.ranks[self.index - 1]
-        received = [tensor.new_empty((self.num_tokens(part), *tensor.shape[1:])) for tensor in tensors]
-        sends = [dist.P2POp(dist.isend, tensor, after, self.group) for tensor in tensors]
-        receives = [dist.P2POp(dist.irecv, tensor, before, self.group) for tensor in received]
-        for work in dist.batch_isend_irecv(sends + receives):
-            work.wait()
-        return received
-
-
-def _documents(micro: Mapping[str, Any], num_ranks: int, index: int) -> list[int]:
-    """The lengths of a microbatch's whole documents. Raises SpecError if its pieces are not those of the cut."""
-    columns = [micro[name].tolist() for name in ("whole_lengths", "piece_offsets", "document_lengths")]
-    wholes, rest = [], list(zip(*columns, strict=True))
-    while rest:
-        whole = rest[0][0]
-        chunks = chunks_of(whole, num_ranks, index)
-        expected = [(whole, chunk.begin, chunk.end - chunk.begin) for chunk in chunks]
-        if rest[: len(chunks)] != expected:
-            raise SpecError(
-                f"a document of {whole} tokens over {num_ranks} ranks has the pieces (whole, offset, length) {expected} on "
-                f"rank {index} of the ring, but the microbatch has {rest[: len(chunks)]}; do not change its fields"
-            )
-        wholes.append(whole)
-        rest = rest[len(chunks) :]
-    return wholes
-
-
-def _pieces(wholes: list[int], num_ranks: int, part: int) -> tuple[Piece, ...]:
-    pieces, at = [], 0
-    for document, whole in enumerate(wholes):
-        for begin, end in chunks_of(whole, num_ranks, part):
-            pieces.append(Piece(document, begin, at, at + end - begin))
-            at += end - begin
-    return tuple(pieces)
-
-
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, scale: float | None = None) -> Tensor:
+def reference_ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, scale: float | None = None) -> Tensor:
     """Causal attention of this rank's queries to all keys of their documents, on whatever rank these are.
 
     `q` is [tokens, heads, dim]; `k` and `v` are [tokens, kv heads, dim], where kv heads divides heads. All are in the order
     of the microbatch's tokens. `scale` defaults to dim ** -0.5. Every rank of the ring must call it, with the same number of
     heads. The result has the shape and dtype of `q`. Differentiable.
     """
-    tokens = ring.num_tokens(ring.index)
-    if q.shape[0] != tokens or k.shape[0] != tokens or v.shape != k.shape or q.shape[1] % k.shape[1]:
-        raise SpecError(
-            f"ring attention takes q [{tokens}, heads, dim] and k, v [{tokens}, kv heads, dim], kv heads dividing heads, "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    return _RingAttention.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)
+    return _ReferenceRing.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-class _RingAttention(torch.autograd.Function):
+class _ReferenceRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         q: Tensor
@@ -145,7 +51,7 @@ class _RingAttention(torch.autograd.Function):
             for block in _blocks(ring, part):
                 _merge(grouped, held, _Partial(out, lse), block, scale)
             if turn + 1 < ring.size:
-                held = ring.pass_on(held, (part - 1) % ring.size)
+                held = _pass_on(ring, held, (part - 1) % ring.size)
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out.to(q.dtype).view_as(q)
@@ -169,9 +75,14 @@ class _RingAttention(torch.autograd.Function):
             if ring.size > 1:
                 # The gradients go one round further than the keys, back to the rank that they belong to.
                 last = turn + 1 == ring.size
-                passed = ring.pass_on(gradients if last else held + gradients, (part - 1) % ring.size)
+                passed = _pass_on(ring, gradients if last else held + gradients, (part - 1) % ring.size)
                 held, gradients = ([], passed) if last else (passed[:2], passed[2:])
         return dq.view_as(q).to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), None, None
+
+
+def _pass_on(ring: Ring, tensors: list[Tensor], part: int) -> list[Tensor]:
+    """Send tensors to the next rank, and receive from the previous rank those of the rank with index `part`."""
+    return ring.messages.exchange(ring, tensors, ring.num_tokens(part)).wait()
 
 
 class _Partial(NamedTuple):

@@ -1,0 +1,209 @@
+"""`ring_attention`: exact causal attention over documents that are cut over ranks, on fused kernels.
+
+The N ranks of a microbatch pass keys and values around the ring. In each of N turns a rank attends to the keys that it
+holds, while it sends them on and receives the next; its outputs are merged by their log-sum-exp. The backward pass goes
+around once more. The gradients of keys and values follow one turn behind: what other ranks have added arrives during a turn,
+this rank adds its own at the end of it and sends them on, so that they are back at their rank after the last turn.
+
+A microbatch of whole documents is a ring of one rank: a single call of the kernel, without messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from overlord.errors import SpecError
+from overlord.trainer.ring.kernels import AttentionMask, Bounds, Kernel, OutputGradient, choose_kernel
+from overlord.trainer.ring.merging import merge
+from overlord.trainer.ring.schedule import NO_WINDOW, KernelCall, TokenSpan, calls_of
+
+if TYPE_CHECKING:
+    from overlord.trainer.ring.pieces import Ring
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Ring,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    deterministic: bool = False,
+    kernel: Kernel | None = None,
+) -> Tensor:
+    """Causal attention of this rank's queries to all keys of their documents, on whatever rank these are.
+
+    `q` is [tokens, heads, dim]; `k` and `v` are [tokens, kv heads, dim], where kv heads divides heads. All are in the order
+    of the microbatch's tokens. Every rank of the ring must call it, with the same heads and options. The result has the
+    shape and dtype of `q`. Differentiable.
+
+    - `scale` of the scores defaults to dim ** -0.5.
+    - `window`: a query sees itself and at most so many tokens before it. Default: all of them.
+    - `deterministic`: gradients are the same bits each time, at some cost.
+    - `kernel`: one of `overlord.trainer.ring`. Default: the fastest that is there. bfloat16 and float16 on a GPU take flash
+      attention, everything else a reference in plain operations.
+    """
+    tokens = ring.num_tokens(ring.index)
+    if q.shape[0] != tokens or k.shape[0] != tokens or v.shape != k.shape or q.shape[1] % k.shape[1]:
+        raise SpecError(
+            f"ring attention takes q [{tokens}, heads, dim] and k, v [{tokens}, kv heads, dim], kv heads dividing heads, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[2] != k.shape[2] or q.dtype != k.dtype or q.dtype != v.dtype:
+        raise SpecError(
+            f"q, k and v need one head dimension and one dtype, got {q.shape[2]} {q.dtype}, {k.shape[2]} {k.dtype} and "
+            f"{v.shape[2]} {v.dtype}"
+        )
+    if window is not None and window < 0:
+        raise SpecError(f"window is the number of earlier tokens that a query sees, at least 0, got {window}")
+    chosen = choose_kernel(q.device, q.dtype, q.shape[2]) if kernel is None else kernel
+    refusal = chosen.refusal(q.dtype, q.shape[2])
+    if refusal is not None:
+        raise SpecError(f"{refusal}; leave kernel out, or pass kernel=ReferenceKernel()")
+    options = _Options(
+        chosen, q.shape[2] ** -0.5 if scale is None else scale, NO_WINDOW if window is None else window, deterministic
+    )
+    return _RingAttention.apply(q, k, v, ring, options)
+
+
+class _Options(NamedTuple):
+    kernel: Kernel
+    scale: float
+    window: int
+    deterministic: bool
+
+    def mask(self, call: KernelCall) -> AttentionMask:
+        return AttentionMask(call.causal, call.window, self.scale, self.deterministic)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        q, k, v, ring, options = args
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        _check_together(ring, q, k, 0)
+        out, lse = _attend_around(q, [k, v], ring, options)
+        ctx.ring, ctx.options = ring, options
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable  # its type stub lacks the name of ctx
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        _check_together(ctx.ring, q, k, 1)
+        grad = OutputGradient(q, grads[0].contiguous(), out, lse)
+        dq, dk, dv = _differentiate_around(grad, [k, v], ctx.ring, ctx.options)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _check_together(ring: Ring, q: Tensor, k: Tensor, direction: int) -> None:
+    if ring.size > 1:
+        ring.messages.check(ring, (ring.number, direction, q.shape[1], k.shape[1], q.shape[2], q.element_size()))
+
+
+def _attend_around(q: Tensor, held: list[Tensor], ring: Ring, options: _Options) -> tuple[Tensor, Tensor]:
+    """The output over all keys of the ring, in the dtype of `q`, and its log-sum-exp."""
+    out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))  # of a rank without tokens
+    for turn in range(ring.size):
+        part = (ring.index - turn) % ring.size
+        is_last = turn + 1 == ring.size
+        pending = None if is_last else ring.messages.exchange(ring, held, ring.num_tokens((part - 1) % ring.size))
+        for number, (call, bounds) in enumerate(_bound_calls(ring, part, options.window, q.device)):
+            keys, values = (_take(tensor, call.keys) for tensor in held)
+            found, found_lse = options.kernel.forward(_take(q, call.queries), keys, values, bounds, options.mask(call))
+            if turn == 0 and number == 0:  # it has all queries
+                out, lse = _for_sums(found) if ring.size > 1 or options.window != NO_WINDOW else found, found_lse
+                continue
+            for span, at in _placed(call.queries):
+                merge(out[_slice(span)], lse[:, _slice(span)], found[_slice(at)], found_lse[:, _slice(at)])
+        held = held if pending is None else pending.wait()
+    return out.to(q.dtype), lse
+
+
+def _differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, options: _Options) -> list[Tensor]:
+    """The gradients of this rank's queries, keys and values."""
+    dq = grad.q.new_empty(grad.q.shape)
+    sums: list[Tensor] = [torch.zeros_like(tensor) for tensor in held]  # of a rank without tokens
+    arriving = None
+    for turn in range(ring.size):
+        part = (ring.index - turn) % ring.size
+        is_last = turn + 1 == ring.size
+        before = ring.num_tokens((part - 1) % ring.size)
+        pending = None if is_last else ring.messages.exchange(ring, held, before)
+        added: list[tuple[KernelCall, list[Tensor]]] = []
+        for number, (call, bounds) in enumerate(_bound_calls(ring, part, options.window, grad.q.device)):
+            keys, values = (_take(tensor, call.keys) for tensor in held)
+            q, dout, out = (_take(tensor, call.queries) for tensor in grad[:3])
+            own = OutputGradient(q, dout, out, _take_lse(grad.lse, call.queries))
+            found = options.kernel.backward(own, keys, values, bounds, options.mask(call))
+            if turn == 0 and number == 0:
+                if ring.size == 1 and options.window == NO_WINDOW:
+                    return found
+                dq, sums = _for_sums(found[0]), [_for_sums(each) for each in found[1:]]
+                continue
+            for span, at in _placed(call.queries):
+                dq[_slice(span)].add_(found[0][_slice(at)])
+            added.append((call, found[1:]))
+        sums = sums if arriving is None else arriving.wait()
+        for call, gradients in added:
+            for span, at in _placed(call.keys):
+                for total, gradient in zip(sums, gradients, strict=True):
+                    total[_slice(span)].add_(gradient[_slice(at)])
+        if ring.size > 1:
+            # What is sent on now arrives during the next turn of the next rank, or at last at the rank that it belongs to.
+            arriving = ring.messages.exchange(ring, sums, before)
+        held = held if pending is None else pending.wait()
+    return [dq, *(sums if arriving is None else arriving.wait())]
+
+
+def _for_sums(tensor: Tensor) -> Tensor:
+    """A tensor in the precision in which sums are kept."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _bound_calls(ring: Ring, part: int, window: int, device: torch.device) -> list[tuple[KernelCall, Bounds]]:
+    key = part, window, device
+    found = ring.cache.get(key)
+    if found is None:
+        found = ring.cache[key] = [(call, Bounds.of(call, device)) for call in calls_of(ring, part, window)]
+    return found
+
+
+def _slice(span: TokenSpan) -> slice:
+    return slice(span.begin, span.end)
+
+
+def _is_one(spans: tuple[TokenSpan, ...]) -> bool:
+    """Whether spans follow each other without a gap."""
+    return all(left.end == right.begin for left, right in itertools.pairwise(spans))
+
+
+def _take(tensor: Tensor, spans: tuple[TokenSpan, ...]) -> Tensor:
+    """The tokens of spans, packed: a view where they follow each other."""
+    if _is_one(spans):
+        return tensor[spans[0].begin : spans[-1].end]
+    return torch.cat([tensor[_slice(span)] for span in spans])
+
+
+def _take_lse(lse: Tensor, spans: tuple[TokenSpan, ...]) -> Tensor:
+    if _is_one(spans):
+        return lse[:, spans[0].begin : spans[-1].end].contiguous()
+    return torch.cat([lse[:, _slice(span)] for span in spans], dim=1)
+
+
+def _placed(spans: tuple[TokenSpan, ...]) -> list[tuple[TokenSpan, TokenSpan]]:
+    """Spans, and where each of them is among packed tokens; a single one where they follow each other."""
+    if _is_one(spans):
+        return [(TokenSpan(spans[0].begin, spans[-1].end), TokenSpan(0, spans[-1].end - spans[0].begin))]
+    found, at = [], 0
+    for span in spans:
+        found.append((span, TokenSpan(at, at + span.end - span.begin)))
+        at = found[-1][1].end
+    return found

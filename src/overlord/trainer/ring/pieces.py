@@ -1,0 +1,114 @@
+"""`Ring`: the ranks that attend together to the documents of one microbatch, and the pieces that each of them has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from overlord.arrange.hdp.rings import chunks_of
+from overlord.errors import SpecError
+from overlord.trainer.ring.messages import GroupMessages, Messages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The tokens [begin, end) of a rank's microbatch, which are a document from its token `offset` on."""
+
+    document: int
+    offset: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The ranks that attend together to the documents of one microbatch, and the pieces that each of them has.
+
+    Make it with `Ring.of(micro)` and pass it to `ring_attention`. One ring serves all layers of the microbatch.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    """The index of this process in `ranks`."""
+    pieces: tuple[tuple[Piece, ...], ...]
+    """The pieces of each rank."""
+    number: int = -1
+    """The number of the ring among those of the step; every rank runs its rings by rising number."""
+    messages: Messages = field(default_factory=GroupMessages)
+    """Sends to the next rank and receives from the previous one."""
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What is computed once for all layers: the calls of each turn, and their bounds on the device."""
+
+    @staticmethod
+    def of(micro: Mapping[str, Any], group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> Ring:
+        """Make it from a microbatch of a job with `strategies.hdp`.
+
+        `group` must have all ranks; None is the default group. A rank that does not answer within `timeout_s` seconds is an
+        error that names the ring and the rank; on NCCL, the group's own time-out holds.
+        """
+        if "hdp_ranks" not in micro:
+            raise SpecError("the microbatch has no hdp_ranks: ring attention needs the job to use strategies.hdp")
+        ranks, index = tuple(micro["hdp_ranks"].tolist()), int(micro["hdp_index"])
+        if not 0 <= index < len(ranks):
+            raise SpecError(f"hdp_index is the index of this rank among {len(ranks)} hdp_ranks, got {index}")
+        wholes = _documents(micro, len(ranks), index)
+        pieces = tuple(_pieces(wholes, len(ranks), part) for part in range(len(ranks)))
+        number = int(micro.get("hdp_number", -1))
+        return Ring(ranks, index, pieces, number, GroupMessages(group, timeout_s))
+
+    def __str__(self) -> str:
+        return f"ring {self.number} over ranks {list(self.ranks)}"
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def before(self) -> int:
+        """The rank that this one receives from."""
+        return self.ranks[self.index - 1]
+
+    @property
+    def after(self) -> int:
+        """The rank that this one sends to."""
+        return self.ranks[(self.index + 1) % self.size]
+
+    def num_tokens(self, part: int) -> int:
+        """The number of tokens of the rank with this index."""
+        return self.pieces[part][-1].end if self.pieces[part] else 0
+
+
+def _documents(micro: Mapping[str, Any], num_ranks: int, index: int) -> list[int]:
+    """The lengths of a microbatch's whole documents. Raises SpecError if its pieces are not those of the cut."""
+    columns = [micro[name].tolist() for name in ("whole_lengths", "piece_offsets", "document_lengths")]
+    rows = list(zip(*columns, strict=True))
+    wholes: list[int] = []
+    at = 0
+    while at < len(rows):
+        whole = rows[at][0]
+        chunks = chunks_of(whole, num_ranks, index)
+        expected = [(whole, chunk.begin, chunk.end - chunk.begin) for chunk in chunks]
+        found = rows[at : at + len(chunks)]
+        if not chunks or found != expected:
+            raise SpecError(
+                f"a document of {whole} tokens over {num_ranks} ranks has the pieces (whole, offset, length) {expected} on "
+                f"rank {index} of the ring, but the microbatch has {found}; do not change its fields"
+            )
+        wholes.append(whole)
+        at += len(chunks)
+    return wholes
+
+
+def _pieces(wholes: list[int], num_ranks: int, part: int) -> tuple[Piece, ...]:
+    pieces, at = [], 0
+    for document, whole in enumerate(wholes):
+        for begin, end in chunks_of(whole, num_ranks, part):
+            pieces.append(Piece(document, begin, at, at + end - begin))
+            at += end - begin
+    return tuple(pieces)
