@@ -59,7 +59,9 @@ class Prebuilt:
     def generation(self) -> int:
         return 0
 
-    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
+    def fetch(
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+    ) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._micro),))
 
     is_ahead_useful = False
@@ -67,7 +69,9 @@ class Prebuilt:
     def origin(self) -> str:
         return ""
 
-    def take(self, step: int, rank: int, waited_s: float = 0.0, origin: str | None = None) -> None: ...
+    def take(
+        self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None, origin: str | None = None
+    ) -> None: ...
 
     def leave(self, rank: int, generation: int | None = None) -> None: ...
 

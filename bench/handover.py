@@ -51,10 +51,12 @@ class Built:
     def generation(self) -> int:
         return 0
 
-    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
+    def fetch(
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+    ) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._steps[step % len(self._steps)]),))
 
-    def take(self, step: int, rank: int, waited_s: float = 0.0) -> None: ...
+    def take(self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None) -> None: ...
 
     def leave(self, rank: int, generation: int | None = None) -> None: ...
 

@@ -169,15 +169,15 @@ def test_a_trainer_in_a_process_of_its_own_maps_its_batches_and_nothing_lies_in_
             assert reader.line() == {"number": 3}
 
 
-@pytest.mark.second_try(reason="the service must notice that a trainer process was killed within a deadline")
 def test_a_trainer_that_is_killed_while_it_holds_batches_costs_nothing_and_its_rank_goes_on(caplog):
     used: list[int] = []
     before = in_dev_shm(os.getpid())
     with served(two_sources(batch=WIDE)) as (loader, address):
-        for number in range(5):
+        for _ in range(5):
+            caplog.clear()  # a trainer may have more than one connection
             with trainer(address, num_steps=4, keep="all") as reader:
                 os.kill(reader.said["pid"], signal.SIGKILL)
-                assert wait_until(lambda n=number: len(_ended(caplog)) > n, 20), "the closed socket is noticed at once"
+                assert wait_until(lambda: len(_ended(caplog)) > 0, 60), "the closed socket is noticed at once"
             used.append(shared_bytes(loader))
         assert max(used) < 20 << 16, "a step takes 64 KiB, and twenty were held"
         assert in_dev_shm(os.getpid()) <= before

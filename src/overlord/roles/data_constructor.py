@@ -152,18 +152,24 @@ class DataConstructor:
         self._paces = PaceMeter()
         self._closed = False
 
-    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
+    def fetch(
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+    ) -> Delivery | Later | None:
         """Return a rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`. The
-        rank takes the step, unless it is fetched `ahead`."""
+        rank takes the step, unless it is fetched `ahead`. Later, and nothing changes, for a client that knows the run as of
+        another generation."""
         if rank not in self._places:
             return self._not_here(rank)
+        with self._lock:
+            if (later := self._find_move(generation)) is not None:
+                return later
         built = self._wait_for(step, rank, wait_s, ahead)
         if built is None or isinstance(built, Later):
             return built
         microbatches = built.microbatches(self._places[rank], self._tree)
         with self._lock:
-            if self._is_frozen(step):
-                return _wait_for_mesh(step)
+            if (later := self._find_move(generation) or self._find_freeze(step)) is not None:
+                return later
             if ahead:
                 if self._held.get(rank) == step:
                     self._held[rank] = step + 1
@@ -176,15 +182,15 @@ class DataConstructor:
             self._drop_held()
         return Delivery(step, built.loss_tokens, microbatches)
 
-    def take(self, step: int, rank: int, waited_s: float = 0.0) -> Later | None:
+    def take(self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None) -> Later | None:
         """Note that a rank takes a step that it has fetched ahead, after its trainer waited for it. Later, and nothing
         changes, if the step cannot be taken now."""
         if rank not in self._places:
             return self._not_here(rank)
         with self._lock:
             self._check_open()
-            if self._is_frozen(step):
-                return _wait_for_mesh(step)
+            if (later := self._find_move(generation) or self._find_freeze(step)) is not None:
+                return later
             self._at[rank], self._taken[rank] = step, step + 1
             self._held[rank] = max(self._held.get(rank, 0), step + 1)
             self._expected.discard(rank)
@@ -341,8 +347,19 @@ class DataConstructor:
         """The answer to a client of the old mesh, before it has noticed a resize."""
         return Later(f"rank {rank} is not in data-parallel group {self._group} any more")
 
-    def _is_frozen(self, step: int) -> bool:
-        return self._frozen_from is not None and step >= self._frozen_from
+    def _find_move(self, generation: int | None) -> Later | None:
+        """Returns why a request of a client that knows the run as of a generation has no effect."""
+        if generation is None or generation == self.generation:
+            return None
+        if generation > self.generation:  # this constructor was made again, as it had been made first
+            self.generation = generation
+            return None
+        return Later("the run was moved to another state or mesh")
+
+    def _find_freeze(self, step: int) -> Later | None:
+        if self._frozen_from is None or step < self._frozen_from:
+            return None
+        return Later(f"step {step} waits for the mesh to change")
 
     def _build_ahead(self, first: int, oldest: int) -> None:
         """Build the steps from `first` on that the oldest step of any rank leaves room for."""
@@ -439,10 +456,6 @@ def _add_parts(plan: GroupPlan, whole: list[Fields], payloads: Iterator[Payload]
             of_micro.append(of_rank)
         rank_parts.append(tuple(of_micro))
     return tuple(rank_parts)
-
-
-def _wait_for_mesh(step: int) -> Later:
-    return Later(f"step {step} waits for the mesh to change")
 
 
 def _was_postponed(future: StealingFuture[_Built | Later | None]) -> bool:

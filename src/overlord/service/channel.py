@@ -36,7 +36,7 @@ from overlord.service.auth import check_token, read_pem, service_address
 from overlord.service.client import Client
 from overlord.service.link import Link, Unreachable
 from overlord.service.local_link import LocalLink, NotOnThisHostError
-from overlord.service.run_api import CALLS, LoadStateRequest, remote_run
+from overlord.service.run_api import CALLS, MOVED, LoadStateRequest, remote_run
 from overlord.service.steps import DamagedStepError
 
 if TYPE_CHECKING:
@@ -115,11 +115,15 @@ class FlightChannel:
     def origin(self) -> str:
         return _origin(self._welcome, self._generations[-1])
 
-    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
+    def fetch(
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+    ) -> Delivery | Later | None:
         self._home.check()
+        if generation not in (None, self.generation()):
+            return Later(MOVED)
         wait_s = max(wait_s, self._wait_s)
-        known, generation = self._welcome, self._generations[-1]
-        ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, generation, ahead)
+        known, of_server = self._welcome, self._generations[-1 if generation is None else generation]
+        ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, of_server, ahead)
         link = self._steps
         try:
             answer = link.fetch(ticket, wait_s + _GRACE_S, self._arenas)
@@ -142,16 +146,20 @@ class FlightChannel:
             case _:
                 return self._follow_refusal(answer, ticket)
 
-    def take(self, step: int, rank: int, waited_s: float = 0.0, origin: str | None = None) -> Later | None:
+    def take(
+        self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None, origin: str | None = None
+    ) -> Later | None:
         self._home.check()
-        known, generation = self._welcome, self._generations[-1]
-        if origin not in (None, _origin(known, generation)):
+        if generation not in (None, self.generation()):
+            return Later(MOVED)
+        known, of_server = self._welcome, self._generations[-1 if generation is None else generation]
+        if origin not in (None, _origin(known, of_server)):
             return Later("the run was moved, or its service restarted, since the step was fetched")
         link = self._steps
         if isinstance(link, LocalLink) and link.share_takes(rank, self._session) and link.take(step, waited_s):
             return None
         waited_s = min(waited_s, _MOST_WAITED_S)
-        request = wire.Take(known.job, rank, step, self._session, known.instance, generation, waited_s)
+        request = wire.Take(known.job, rank, step, self._session, known.instance, of_server, waited_s)
         try:
             refusal = link.call(wire.TAKE, request, _CALL_S)
         except NotOnThisHostError as error:
@@ -169,7 +177,7 @@ class FlightChannel:
                 return self._reconnect("it was restarted")
             case wire.Moved():
                 self._add_generation(refusal.generation, after=request.generation)
-                return Later("the run was moved to another state")
+                return Later(MOVED)
             case wire.Elsewhere():
                 return self._reconnect(f"rank {self._rank} is no longer served there")
 
@@ -281,7 +289,7 @@ class FlightChannel:
                 )
             if welcome.instance != self._welcome.instance:
                 welcome = self._reload(welcome)
-            elif welcome.generation != self._generations[-1]:
+            elif welcome.generation > self._generations[-1]:  # an older one was sent before another thread heard of a move
                 self._add_generation(welcome.generation)
             self._follow(welcome)
             self._welcome = welcome

@@ -248,8 +248,8 @@ class Client:
         if found is None:
             return None
         self._check_reading()
-        later = self._channel.take(self._next, self.rank, self._clock() - began, found.origin)
-        if later is None and not self.is_stale:
+        later = self._channel.take(self._next, self.rank, self._clock() - began, self._generation, found.origin)
+        if later is None:  # it counts as taken: the trainer gets it, even if the run was moved meanwhile
             return found
         ahead.pause()
         return None
@@ -272,9 +272,9 @@ class Client:
         while True:
             self._check_reading()
             wait_s = _WAIT_S if self._timeout_s is None else min(_WAIT_S, self._timeout_s)
-            answer = self._channel.fetch(self._next, self.rank, wait_s)
-            if self.is_stale:
-                continue  # the answer may belong to the run as it was before the move
+            answer = self._channel.fetch(self._next, self.rank, wait_s, generation=self._generation)
+            if not isinstance(answer, Delivery) and self.is_stale:
+                continue  # a step counts as taken even then: without it the trainer would miss it
             if not isinstance(answer, Later):
                 return answer
             self._reason = answer.reason

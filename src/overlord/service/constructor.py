@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 def make_serving_constructor(
-    job: Job, group: int, planner: Handle[Planner], routes: Routes, workplace: Workplace
+    job: Job, group: int, planner: Handle[Planner], routes: Routes, workplace: Workplace, *, generation: int
 ) -> ServingConstructor:
     tree = ClientPlaceTree(job.mesh, job.stage_fields)
     constructor = make_constructor(job, group, tree, workplace, planner=planner, routes=routes)
+    constructor.generation = generation
     return ServingConstructor(constructor, tree, group, workplace.arenas)
 
 

@@ -44,7 +44,7 @@ from overlord.runtime.long_waits import warn_if_long
 from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.resizing import freeze_at, thaw_all
-from overlord.service.run_api import StepSource
+from overlord.service.run_api import MOVED, StepSource
 from overlord.service.taking import describe_stopped
 from overlord.steering.decisions import Steered
 from overlord.stream.outliers import Delay
@@ -180,7 +180,7 @@ class Loader:
         self._routes = Routes(engine, tuple(job.sources))
         self._planner: Handle[Planner] = engine.spawn(PLANNER, self._planner_from(job, progress, self._era))
         self._constructors: list[Handle[ServingConstructor]] = [
-            self._spawn_constructor(job, group) for group in range(job.mesh.dp)
+            self._spawn_constructor(job, group, self._generation) for group in range(job.mesh.dp)
         ]
         engine.wait_until_started()
         self._control_loop = LoaderControlLoop(
@@ -193,8 +193,8 @@ class Loader:
             constructors=self._constructors,
         )
 
-    def _spawn_constructor(self, job: Job, group: int) -> Handle[ServingConstructor]:
-        make = partial(make_serving_constructor, job, group, self._planner, self._routes)
+    def _spawn_constructor(self, job: Job, group: int, generation: int) -> Handle[ServingConstructor]:
+        make = partial(make_serving_constructor, job, group, self._planner, self._routes, generation=generation)
         return self._engine.spawn(constructor_name(group), make)
 
     def client(
@@ -557,7 +557,7 @@ class Loader:
         added: list[Handle[ServingConstructor]] = []
         try:
             engine.spawn(_NEW_PLANNER, self._planner_from(job, progress, era))
-            added = [self._spawn_constructor(job, group) for group in range(old, new)]
+            added = [self._spawn_constructor(job, group, self._generation + 1) for group in range(old, new)]
             engine.wait_until_started()
         except BaseException:  # nothing has changed yet
             for name in (_NEW_PLANNER, *(constructor.name for constructor in added)):
@@ -569,7 +569,7 @@ class Loader:
             engine.rebind(PLANNER, _NEW_PLANNER)
             for constructor in self._constructors:
                 engine.stop(constructor.name)
-            kept = [self._spawn_constructor(job, group) for group in range(min(old, new))]
+            kept = [self._spawn_constructor(job, group, self._generation) for group in range(min(old, new))]
             engine.wait_until_started()
             self.job, self.tree, self._start, self._era = job, ClientPlaceTree(job.mesh), progress, era
             self._group_of = {}
@@ -600,25 +600,31 @@ class LocalChannel:
     def origin(self) -> str:
         return str(self.run.generation)
 
-    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
-        generation = self.run.generation
+    def fetch(
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+    ) -> Delivery | Later | None:
+        known = self.run.generation if generation is None else generation
         try:
-            return self._constructor_of(rank).call(StepSource.fetch, step, rank, wait_s, ahead).result()
-        except ClosedError:
-            if generation == self.run.generation:
+            if known == self.run.generation:
+                return self._constructor_of(rank).call(StepSource.fetch, step, rank, wait_s, ahead, known).result()
+        except (ClosedError, SpecError):  # of a constructor that was replaced, or because the rank is no more
+            if known == self.run.generation:
                 raise
-            return Later("the mesh was changed")
+        return Later(MOVED)
 
-    def take(self, step: int, rank: int, waited_s: float = 0.0, origin: str | None = None) -> Later | None:
-        generation = self.run.generation
-        if origin not in (None, str(generation)):
+    def take(
+        self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None, origin: str | None = None
+    ) -> Later | None:
+        known = self.run.generation if generation is None else generation
+        if origin not in (None, str(known)):
             return Later("the run was moved since the step was fetched")
         try:
-            return self._constructor_of(rank).call(StepSource.take, step, rank, waited_s).result()
-        except ClosedError:
-            if generation == self.run.generation:
+            if known == self.run.generation:
+                return self._constructor_of(rank).call(StepSource.take, step, rank, waited_s, known).result()
+        except (ClosedError, SpecError):
+            if known == self.run.generation:
                 raise
-            return Later("the mesh was changed")
+        return Later(MOVED)
 
     def leave(self, rank: int, generation: int | None = None) -> None:
         # A client that has not followed the run to another state or mesh reads nothing there, and another client may read

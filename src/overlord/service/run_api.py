@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     from overlord.messages import State
 
+MOVED = "the run was moved to another state or mesh"
+"""Why a client that does not know of it gets no step."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -70,14 +73,20 @@ class StepSource(Protocol):
         """How often the run was moved to another state or mesh."""
         ...
 
-    def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False) -> Delivery | Later | None:
+    def fetch(
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+    ) -> Delivery | Later | None:
         """Returns a rank's part of a step; None past the end; Later when it is not ready within `wait_s`. The rank takes
-        the step with it. Fetched `ahead`, it is not taken until `take`, and the rank stays where it was."""
+        the step with it. Fetched `ahead`, it is not taken until `take`, and the rank stays where it was.
+
+        Only steps of the run as of `generation` are returned, by default the present one. Such a step counts as taken even
+        if the run is moved before the trainer has it: the trainer must get it.
+        """
         ...
 
-    def take(self, step: int, rank: int, waited_s: float = 0.0) -> Later | None:
+    def take(self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None) -> Later | None:
         """Take a step that was fetched ahead, after the trainer waited for it for `waited_s`. Returns why it cannot be taken
-        now; it has to be fetched again then."""
+        now; it has to be fetched again then. The generation is as for `fetch`."""
         ...
 
     def leave(self, rank: int) -> None:
@@ -104,7 +113,9 @@ class Channel(StepSource, Protocol):
         """Names what steps come from now: another name after the run was moved, or its service restarted."""
         ...
 
-    def take(self, step: int, rank: int, waited_s: float = 0.0, origin: str | None = None) -> Later | None:
+    def take(
+        self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None, origin: str | None = None
+    ) -> Later | None:
         """As in `StepSource`, for a step that was fetched ahead from an origin. A step from another origin is not taken."""
         ...
 

@@ -209,14 +209,14 @@ class Service:
                 self.ranks.note_request(ticket.rank, ticket.session, ticket.step)
             left_s = max(deadline - self._clock(), 0.0)
             answer = self._fetch(steps, ticket, min(left_s, _SLICE_S))
+            if isinstance(answer, Delivery) and not ticket.ahead:
+                answer = self._hand_out(answer, ticket, epoch)
+            if isinstance(answer, Delivery):  # it counts as taken: the trainer gets it, even if the run was moved meanwhile
+                return answer
             if (moved := self._find_move(steps, ticket)) is not None:
                 return moved
             if answer is None:
                 return wire.End()
-            if isinstance(answer, Delivery) and not ticket.ahead:
-                answer = self._hand_out(answer, ticket, epoch)
-            if isinstance(answer, Delivery):
-                return answer
             self.takes.follow_all()  # it may wait for another rank, which has gone on by now
             # No patience for a fetch ahead: by now the trainer may wait for the step, and it may not come before the rank is
             # moved, which only the trainer's own request does. And no fetch without time to wait for it: its reason would
@@ -229,14 +229,15 @@ class Service:
         """Let a rank take a step that it has fetched, unless `halt` came before it."""
         with self._taking:
             later = None if self._last_step is None else self._find_stop(delivery.step)
-            if later is None:
+            if later is None and ticket.generation == self._generation:
                 self.ranks.note_delivery(ticket.rank, ticket.session, delivery.step)
         if later is None:
             self.takes.open(ticket.rank, ticket.session, ticket.generation, epoch)
         return later or delivery
 
     def _fetch(self, steps: StepSource, ticket: wire.Ticket, wait_s: float) -> Delivery | Later | None:
-        return self._find_stop(ticket.step) or steps.fetch(ticket.step, ticket.rank, wait_s, ticket.ahead)
+        stop = self._find_stop(ticket.step)
+        return stop or steps.fetch(ticket.step, ticket.rank, wait_s, ticket.ahead, ticket.generation)
 
     def take(self, request: wire.Take) -> wire.Refusal | None:
         """Take a step for a rank that has fetched it ahead; returns why it cannot be taken now."""
@@ -249,13 +250,12 @@ class Service:
         self._claim(request.rank, request.session)
         with self._taking:  # `halt` finds the step taken, or it is not taken
             self.ranks.note_request(request.rank, request.session, request.step)
-            later = self._find_stop(request.step) or steps.take(request.step, request.rank, request.waited_s)
-            if later is None:
+            later = self._find_stop(request.step)
+            later = later or steps.take(request.step, request.rank, request.waited_s, request.generation)
+            if later is None and request.generation == self._generation:
                 self.ranks.note_delivery(request.rank, request.session, request.step)
-        if (moved := self._find_move(steps, request)) is not None:
-            return moved
         if later is not None:
-            return wire.NotReady(later.reason)
+            return self._find_move(steps, request) or wire.NotReady(later.reason)
         self.takes.open(request.rank, request.session, request.generation, epoch)
         return None
 
@@ -265,7 +265,7 @@ class Service:
         if steps.generation() != taken.generation or not self.ranks.is_of(taken.rank, taken.session):
             return
         self.ranks.note_request(taken.rank, taken.session, taken.step)
-        later = steps.take(taken.step, taken.rank, taken.waited_s)
+        later = steps.take(taken.step, taken.rank, taken.waited_s, taken.generation)
         self.ranks.note_delivery(taken.rank, taken.session, taken.step)
         if later is not None:
             _log.debug("rank %d took step %d, and the constructor says: %s", taken.rank, taken.step, later.reason)
