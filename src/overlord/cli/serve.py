@@ -14,6 +14,7 @@ import orjson
 
 from overlord.cli.files import check_writable, load_job, read_state, read_token, write_state
 from overlord.cli.options import add_job_argument, at_least, positive, to_dataclass, zero_or_more
+from overlord.cli.run_options import add_run_options, read_run_options
 from overlord.errors import ServiceError, SpecError
 from overlord.runtime.liveness import RANK_SILENT
 from overlord.service.auth import Address
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from overlord.declare.job import Job
     from overlord.messages import State
     from overlord.runtime.engine import Engine
+    from overlord.service.run_options import RunOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve over TLS with the certificate in FILE (PEM)")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="use the private key in FILE for --tls-cert")
     parser.add_argument("--state", type=Path, metavar="FILE", help="write the state to FILE when the service stops")
-    parser.add_argument(
-        "--log", metavar="URL", help="keep the planner's log in this folder or bucket, so that its decisions survive it"
-    )
     parser.add_argument(
         "--resume", metavar="FILE", help="resume from the state in FILE; the word `log` resumes from the planner's log"
     )
@@ -80,8 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when stopping, wait up to S seconds for ranks to take the last step (default: %(default)s)",
     )
 
+    add_run_options(parser)
+
 
 def execute(options: argparse.Namespace) -> int:
+    options.run = read_run_options(options)
     return serve(options.job, to_dataclass(options, ServeOptions), options.json)
 
 
@@ -95,7 +97,7 @@ class ServeOptions:
     tls_cert: Path | None
     tls_key: Path | None
     state: Path | None
-    log: str | None
+    run: RunOptions
     resume: str | None
     """The path of a state, or "log" for the planner's log."""
     ray: str | None
@@ -108,7 +110,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SpecError("TLS needs both files: --tls-cert and --tls-key")
-        if self.resume == "log" and self.log is None:
+        if self.resume == "log" and self.run.log is None:
             raise SpecError("--resume log resumes from the planner's log: say where it is with --log")
         if self.ray is not None and self.num_processes is not None:
             raise SpecError("--ray and --processes both say where the job runs: give one of them")
@@ -123,7 +125,7 @@ def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
     _check_free(Address.parse(options.address))
     tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
     engine, where = _make_engine(options, job)
-    with start(job, engine=engine, resume=resume, log=options.log) as loader:
+    with start(job, engine=engine, resume=resume, **options.run.to_arguments()) as loader:
         stop = _install_stop_event()  # after start: Ray installs handlers of its own
         address = loader.serve(
             options.address, token=token, tls=tls, advertise=options.advertise, leave_after_s=options.leave_after_s

@@ -20,7 +20,7 @@ import orjson
 from overlord.checkpoint.fingerprint import Fingerprint, differences_of, refuse_differences, saved_window, warn_of_unseen
 from overlord.checkpoint.form import contents_of
 from overlord.checkpoint.state import from_state, steered_of, to_state
-from overlord.errors import SpecError, StateError, StorageError
+from overlord.errors import StateError, StorageError
 from overlord.planlog.append_log import (
     AppendLog,
     LogPosition,
@@ -39,7 +39,7 @@ from overlord.planlog.records import (
     step_record,
     withdrawn_record,
 )
-from overlord.planlog.segments import Segments, segments_at
+from overlord.planlog.segments import LogTable, Segments, TableSegments, segments_at
 from overlord.steering.decisions import (
     COSTS,
     MESH,
@@ -63,12 +63,36 @@ _log = logging.getLogger("overlord.planlog")
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterLog:
+    """The log of a run on a cluster whose user named no other place: in the cluster's own table. A planner that is lost
+    continues from it on any node; it ends with the cluster."""
+
+    table: LogTable
+    snapshot_every: int = 64
+    """Fewer steps than in files, because every batch of records is an entry that recovery reads by itself."""
+    sync_s: float = 0.1
+
+    @property
+    def location(self) -> str:
+        return self.table.location
+
+
+def open_segments(log: Log | ClusterLog) -> Segments:
+    return TableSegments(log.table) if isinstance(log, ClusterLog) else segments_at(log.location, log.storage_options)
+
+
+@dataclass(frozen=True, slots=True)
 class Era:
     """One era of a run, and where it is logged. A value: a restarted planner gets the same one."""
 
-    log: Log
+    log: Log | ClusterLog
     header: Header
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if the user asked for the log, and so may resume from it later."""
+        return not isinstance(self.log, ClusterLog)
 
     def next_era(self, step: int, mesh: Mesh) -> Era:
         """The next era of the run, which continues at `step` on `mesh`."""
@@ -92,7 +116,7 @@ class PlanLog:
         """`keep` is how many steps before the oldest needed one may be requested again. `steered` is what the era begins
         with, in addition to its progress."""
         steered = steered or Steered()
-        segments = segments_at(era.log.location, era.log.storage_options)
+        segments = open_segments(era.log)
         found = read_newest(segments, era.header.job, era.header.era, keep)
         earlier = found or read_newest(segments, era.header.job) or read_newest(segments)
         self._era = era
@@ -218,13 +242,15 @@ class PlanLog:
         self._logged_error = error
 
 
-def saved_windows(resume: Mapping[str, Any] | str | bytes | None, log: Log | None, names: Collection[str]) -> dict[str, int]:
+def saved_windows(
+    resume: Mapping[str, Any] | str | bytes | None, log: Log | ClusterLog | None, names: Collection[str]
+) -> dict[str, int]:
     """The windows of sources in the state that a run continues from, or in its log. Whether these are whole is checked when
     the run begins."""
     saved: Any = None
     if resume is not None and resume != "log":
         saved = contents_of(resume).get("fingerprint")
-    elif log is not None and (found := read_newest(segments_at(log.location, log.storage_options))) is not None:
+    elif log is not None and (found := read_newest(open_segments(log))) is not None:
         saved = found.header.fingerprint
     windows = {name: saved_window(saved, name) for name in names}
     return {name: window for name, window in windows.items() if window is not None}
@@ -234,7 +260,7 @@ def begin_run(
     job: Job,
     fingerprint: Fingerprint,
     resume: Mapping[str, Any] | str | bytes | None,
-    log: Log | None,
+    log: Log | ClusterLog | None,
     accept_changes: Collection[str] | bool,
 ) -> tuple[Progress, Steered, Era | None]:
     """Begin a run: return its first progress, what steers it, and its era, which is written to the log.
@@ -243,10 +269,8 @@ def begin_run(
     by all readers, or at step 0 if there is no log yet. Without either the run begins at step 0.
     """
     if log is None:
-        if resume == "log":
-            raise SpecError("resume='log' continues from a log: say where it is with log=...")
         return *_starting_state(resume, job, fingerprint, accept_changes), None
-    found = read_newest(segments_at(log.location, log.storage_options))
+    found = read_newest(open_segments(log))
     decisions: tuple[Decision, ...] = ()
     if found is not None:
         differences = differences_of(fingerprint, found.header.fingerprint, f"the log at {log.location} is damaged")
@@ -273,7 +297,8 @@ def begin_run(
     header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
     era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
     _check_writable(era, progress, steered)
-    warn_of_unseen(fingerprint)
+    if era.is_wanted:
+        warn_of_unseen(fingerprint)
     return progress, steered, era
 
 

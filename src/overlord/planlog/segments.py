@@ -1,4 +1,5 @@
-"""Storage for the numbered segments of a log: files in a local folder, or objects under a URL.
+"""Storage for the numbered segments of a log: files in a local folder, objects under a URL, or entries of a cluster's own
+table.
 
 Creating a segment is exclusive, so each has one writer. An append is all or nothing: a full disk leaves no partial record.
 """
@@ -16,7 +17,7 @@ from overlord.sources.object_store import ObjectStore, Retry, shared_store
 from overlord.sources.storage import is_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 WRITABLE_SCHEMES = ("s3", "gs", "az")
 _NAME = re.compile(r"segment-(\d{8})(?:\.log)?")
@@ -67,6 +68,23 @@ def segments_at(location: str | os.PathLike[str], storage_options: Mapping[str, 
     if is_remote(location):
         return ObjectSegments(location, storage_options or {})
     return FileSegments(location)
+
+
+class LogTable(Protocol):
+    """A table of bytes that every machine of a cluster reaches. It pickles, and ends with the cluster."""
+
+    location: str
+    """What messages call it."""
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        """Store a value, unless the key has one; returns whether it was stored. OSError if the table does not answer."""
+        ...
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def keys(self, prefix: str) -> list[str]: ...
+
+    def delete(self, key: str) -> None: ...
 
 
 class FileSegments:
@@ -167,12 +185,7 @@ class ObjectSegments:
             self._store.delete(key)
 
     def _parts(self) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
-        for key in sorted(listed.key for listed in self._store.list_all(self._prefix)):
-            folder = key[len(self._prefix) + 1 :].split("/")
-            if len(folder) == 2 and (match := _NAME.fullmatch(folder[0])):
-                found.setdefault(int(match.group(1)), []).append(key)
-        return found
+        return _parts_by_segment((listed.key for listed in self._store.list_all(self._prefix)), self._prefix)
 
 
 class _ObjectSegment:
@@ -190,3 +203,65 @@ class _ObjectSegment:
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+class TableSegments:
+    """Entries `log/segment-00000012/00000003` of a table. Each append adds one, so records are batched as for objects."""
+
+    writes_at_once = False
+
+    def __init__(self, table: LogTable) -> None:
+        self.location = table.location
+        self._table = table
+
+    def numbers(self) -> list[int]:
+        return sorted(self._parts())
+
+    def name(self, number: int) -> str:
+        return f"{self.location}, segment {number}"
+
+    def read(self, number: int) -> bytes:
+        parts = [self._table.get(key) for key in self._parts().get(number, ())]
+        return b"".join(part for part in parts if part is not None)  # one that its writer has just deleted is None
+
+    def create(self, number: int) -> Segment:
+        return _TableSegment(self._table, f"{_IN_TABLE}/segment-{number:08}")
+
+    def delete(self, number: int) -> None:
+        for key in reversed(self._parts().get(number, ())):
+            self._table.delete(key)
+
+    def _parts(self) -> dict[int, list[str]]:
+        return _parts_by_segment(self._table.keys(f"{_IN_TABLE}/"), _IN_TABLE)
+
+
+_IN_TABLE = "log"
+
+
+class _TableSegment:
+    def __init__(self, table: LogTable, prefix: str) -> None:
+        self._table = table
+        self._prefix = prefix
+        self._num_parts = 0
+
+    def append(self, data: bytes) -> None:
+        key = f"{self._prefix}/{self._num_parts:08}"
+        if not self._table.put_new(key, data):
+            raise FileExistsError(f"another writer has written {key} of {self._table.location}")
+        self._num_parts += 1
+
+    def sync(self) -> None:
+        """Nothing to do: an entry is as durable as the cluster."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def _parts_by_segment(keys: Iterable[str], prefix: str) -> dict[int, list[str]]:
+    """The keys of each segment's parts, in order."""
+    found: dict[int, list[str]] = {}
+    for key in sorted(keys):
+        folder = key[len(prefix) + 1 :].split("/")
+        if len(folder) == 2 and (match := _NAME.fullmatch(folder[0])):
+            found.setdefault(int(match.group(1)), []).append(key)
+    return found

@@ -11,7 +11,7 @@ from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -59,10 +59,17 @@ class Embedded:
     is_in_process = True
     shares_memory = False
     keeps_planner = True
+    log_table = None
 
     @property
     def num_hosts(self) -> int | None:
         return None
+
+    def place_near(self, nodes: Sequence[str]) -> None:
+        raise SpecError(
+            f"near={list(nodes)} names nodes of a cluster, and this job runs in one process: leave near out, or run the job "
+            "with engine=ol.Ray(address)"
+        )
 
     def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         """Return at once: `spawn` has made every role before it returned."""

@@ -23,6 +23,8 @@ from overlord.runtime.threads import make_executor
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from overlord.planlog.segments import LogTable
+
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
@@ -64,12 +66,23 @@ class Engine(Protocol):
         ...
 
     @property
+    def log_table(self) -> LogTable | None:
+        """Where the planner's log is kept unless the user names another place; None where the planner needs none, because it
+        lives and dies with the run."""
+        ...
+
+    @property
     def num_hosts(self) -> int | None:
         """How many loader hosts to spread sources over; None where all of them run in this process."""
         ...
 
     def open(self, size: WorkplaceSize) -> None:
         """Set what each process of this engine may use; called once, before anything is spawned."""
+        ...
+
+    def place_near(self, nodes: Sequence[str]) -> None:
+        """Place the constructor of each data-parallel group on a node of a cluster; called before `open`. SpecError where
+        there is only one machine."""
         ...
 
     def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:

@@ -19,11 +19,10 @@ from overlord.checkpoint.fingerprint import Fingerprint, warn_of_unseen
 from overlord.checkpoint.state import from_state, to_state
 from overlord.declare.arguments import seconds_or_none, seconds_to_wait, whole
 from overlord.declare.mesh import Mesh
-from overlord.declare.policies import Log
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.fleet.control_loop import LoaderControlLoop, Loaders
 from overlord.messages import Decision, Delivery, Later, State, StepReport, WeightChange
-from overlord.planlog.plan_log import Era, begin_run, saved_windows, steered_on_return
+from overlord.planlog.plan_log import ClusterLog, Era, begin_run, saved_windows, steered_on_return
 from overlord.roles.assembly import (
     PLANNER,
     are_decisions_safe,
@@ -45,6 +44,7 @@ from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.resizing import freeze_at, thaw_all
 from overlord.service.run_api import MOVED, StepSource
+from overlord.service.run_options import RunOptions
 from overlord.service.taking import describe_stopped
 from overlord.steering.decisions import Steered
 from overlord.stream.outliers import Delay
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from overlord.declare.job import Job
+    from overlord.declare.policies import Log
     from overlord.declare.source import Unit
     from overlord.fleet.autoscaler import Autoscale
     from overlord.fleet.shadows import ShadowChange
@@ -85,10 +86,11 @@ def start(  # noqa: PLR0913 - all but the job by name
     resume: Mapping[str, Any] | str | bytes | None = None,
     accept_changes: Collection[str] | bool = (),
     world_size: int | None = None,
-    log: str | Path | Log | None = None,
+    log: str | Path | Log | ClusterLog | None = None,
     partition: Partition | None = None,
     autoscale: Autoscale | Budget | None = None,
     shadows: Budget | None = None,
+    near: Sequence[str] = (),
 ) -> Loader:
     """Start a job. Use the loader in a `with` block, or call `close`.
 
@@ -96,24 +98,27 @@ def start(  # noqa: PLR0913 - all but the job by name
     any mesh. `accept_changes` names differences between the job and the state to accept. `world_size`, where given, must fit
     the mesh; a mesh without `dp` takes its dp from it.
 
-    `log` is where the planner records its decisions, so that a planner that is made again returns the same plans. A
-    checkpoint belongs to a model, so `resume=state` decides where a run continues, whatever the log says. `resume="log"` is
-    for a run whose trainers lived on: it continues with the first step that the log does not know to be taken by all of
-    them, up to `prefetch` + 1 steps before the first that was not.
+    `log` is where the planner records its decisions, so that a planner that is made again returns the same plans. On a
+    cluster it always does so: by default in the cluster's own table, which ends with the run. A checkpoint belongs to a
+    model, so `resume=state` decides where a run continues, whatever the log says. `resume="log"` is for a run whose trainers
+    lived on: it continues with the first step that the log does not know to be taken by all of them, up to `prefetch` + 1
+    steps before the first that was not.
 
     `partition` says which loaders share a process, on a cluster. With `autoscale`, loaders are added and removed during the
-    run, within that budget. `shadows` is what Shadow Loaders may use in addition, on a cluster. None of them changes the
-    contents of a step.
+    run, within that budget. `shadows` is what Shadow Loaders may use in addition, on a cluster. `near` names, for each
+    data-parallel group, the node of its trainers, on a cluster. None of them changes the contents of a step.
     """
     if world_size is not None:
         job = replace(job, mesh=job.mesh.for_world(whole(world_size, "world_size", least=1)))
-    if log is not None and not isinstance(log, Log):
-        log = Log(log)
-    loaders = Loaders.of(partition, autoscale, shadows)
+    options = RunOptions(log=log, partition=partition, autoscale=autoscale, shadows=shadows, near=near)
+    if resume == "log" and log is None:
+        raise SpecError("resume='log' continues from a log: say where it is with log=...")
     engine = engine or Embedded()
+    options.place(engine)
     engine.open(WorkplaceSize(job.num_workers, job.num_processes))  # first: its processes start while files are listed
     try:
         units = list_units(job.sources)
+        log = options.log_on(engine)
         job = with_windows(job, units, saved_windows(resume, log, job.sources))
         fingerprint = Fingerprint.of(job, units)
         progress, steered, era = begin_run(job, fingerprint, resume, log, accept_changes)
@@ -125,7 +130,7 @@ def start(  # noqa: PLR0913 - all but the job by name
             progress,
             accept_changes=accept_changes,
             era=era,
-            loaders=loaders,
+            loaders=options.loaders,
             steered=steered,
         )
     except BaseException:
@@ -158,7 +163,7 @@ class Loader:
         self._fingerprint = fingerprint
         self._saved_fingerprint = fingerprint.to_dict()
         self._accept_changes = accept_changes
-        self._has_saved = era is not None  # the first save warns of what no fingerprint sees
+        self._has_saved = era is not None and era.is_wanted  # the first save warns of what no fingerprint sees
         self._start = progress
         self._steered = steered or Steered()
         self._era = era

@@ -26,11 +26,16 @@ from overlord.runtime.processes.engine import default_engine
 from overlord.service.auth import Address
 from overlord.service.channel import connect
 from overlord.service.run import Loader, start
+from overlord.service.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
 
     from overlord.declare.job import Job
+    from overlord.declare.policies import Log
+    from overlord.fleet.autoscaler import Autoscale
+    from overlord.loaders.model import Budget, Partition
     from overlord.runtime.engine import Engine
     from overlord.service.client import Client
 
@@ -79,6 +84,11 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     engine: Engine | None = None,
     resume: Mapping[str, Any] | None = None,
     accept_changes: Collection[str] | bool = (),
+    log: str | Path | Log | None = None,
+    partition: Partition | None = None,
+    autoscale: Autoscale | Budget | None = None,
+    shadows: Budget | None = None,
+    near: Sequence[str] = (),
     timeout_s: float | None = 300.0,
     torch: bool = True,
     pin_memory: bool = False,
@@ -97,6 +107,7 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     - `engine`, `resume`, `accept_changes`: as in `ol.start`; `resume` is the state to continue from. By default a world of
       several ranks is loaded for by all cores of the machine of rank 0 (`ol.Processes()`, if it has more than two), a single
       rank in its own process.
+    - `log`, `partition`, `autoscale`, `shadows`, `near`: as in `ol.start`.
     - `timeout_s`: the most seconds to wait for a step; None waits without limit.
     - `torch`, `pin_memory`, `device`, `fetch_ahead`: as in `ol.connect`; torch tensors, in pinned memory or on a device
       ("cuda": the one that is current at the first `next`), where steps are copied ahead of the trainer.
@@ -104,10 +115,16 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
       the other ranks have left.
     """
     world = World.from_environment()
+    run = RunOptions(log=log, partition=partition, autoscale=autoscale, shadows=shadows, near=near)
     options: dict[str, Any] = {"timeout_s": timeout_s, "torch": torch, "pin_memory": pin_memory, "device": device}
     if fetch_ahead is not None:
         options["fetch_ahead"] = fetch_ahead
     if address is not None:
+        if run != RunOptions():
+            raise SpecError(
+                "log, partition, autoscale, shadows and near are options of the run that the service at `address` carries "
+                "out: give them to `overlord serve` there"
+            )
         return _close_at_exit(connect(address, rank=world.rank, token=token, tls_root=tls_root, **options))
     if job is None:
         raise SpecError("attach needs a job to start, or the address=... of a service that runs one")
@@ -115,7 +132,7 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
 
     def start_job() -> Loader:
         where, reason = (engine, "") if engine is not None or world.size == 1 else default_engine(job.num_workers)
-        loader = start(job, engine=where, resume=resume, accept_changes=accept_changes)
+        loader = start(job, engine=where, resume=resume, accept_changes=accept_changes, **run.to_arguments())
         if world.size > 1:
             _log.info("rank 0 loads for %d ranks: %s", world.size, where or f"in its own process ({reason})")
         return loader

@@ -93,6 +93,7 @@ class Processes:
     is_in_process = False
     shares_memory = True
     keeps_planner = True
+    log_table = None
 
     @property
     def num_hosts(self) -> int | None:
@@ -129,6 +130,12 @@ class Processes:
         self._processes = [HostProcess(index, settings) for index in range(self.num_processes)]
         for process in self._processes:
             process.start()
+
+    def place_near(self, nodes: Sequence[str]) -> None:
+        raise SpecError(
+            f"near={list(nodes)} names nodes of a cluster, and this job runs in processes of one machine: leave near out, "
+            "or run the job with engine=ol.Ray(address)"
+        )
 
     def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
         self._home.check()

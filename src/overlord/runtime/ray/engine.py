@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from overlord.runtime.ray.names import Names, RayReply
-    from overlord.runtime.ray.stored_calls import CallStore
+    from overlord.runtime.ray.stored_calls import CallStore, JobTable
     from overlord.runtime.ray.watch import HangWatch
 
 
@@ -158,6 +158,13 @@ class Ray:
     keeps_planner = False
 
     @property
+    def log_table(self) -> JobTable:
+        return self._names.table
+
+    def place_near(self, nodes: Sequence[str]) -> None:
+        self._near = tuple(nodes)
+
+    @property
     def num_hosts(self) -> int | None:
         import ray
 
@@ -267,6 +274,7 @@ class Ray:
         # Last spawned, first stopped: a role is closed before those it calls.
         _close([actor for _, actor in roles.values()][::-1])
         self._names.close(_CLOSE_S)
+        self._names.table.clear()  # of what roles wrote while they were closed
         self._cluster.leave()
 
     def _running_roles(self) -> dict[str, tuple[str, Any]]:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+from ray.exceptions import RpcError
 from ray.experimental import internal_kv
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ _SPACE = b"overlord"
 
 
 class JobTable:
-    """The entries of one job in Ray's key-value store."""
+    """The entries of one job in Ray's key-value store. The planner's log may be among them (`planlog/segments.py`)."""
+
+    location = "the Ray cluster's own table"
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
@@ -108,6 +111,18 @@ class JobTable:
 
     def get(self, key: str) -> bytes | None:
         return internal_kv._internal_kv_get(self._full(key), namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        """Store a value, unless the key has one; returns whether it was stored. OSError if Ray's head does not answer."""
+        try:
+            had = internal_kv._internal_kv_put(self._full(key), value, overwrite=False, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
+        except RpcError as error:
+            raise OSError(f"Ray's head node does not answer: {error}") from error
+        return not had
+
+    def keys(self, prefix: str) -> list[str]:
+        found: list[bytes] = internal_kv._internal_kv_list(self._full(prefix), namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
+        return [key.decode()[len(self.namespace) + 1 :] for key in found]
 
     def delete(self, key: str) -> None:
         internal_kv._internal_kv_del(self._full(key), namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
