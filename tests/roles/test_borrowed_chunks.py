@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.chunks.shared_rows import ChunkArenas
+from overlord.chunks.shared_rows import ChunkArenas, RowsInMemory
+from overlord.errors import ClosedError
 from overlord.roles.assembly import make_loader_host
+from overlord.roles.chunk_loans import ChunkLoans, LoanRequest
 from overlord.roles.loader_host import LoaderHost
 from overlord.runtime.embedded import Embedded, Immediate
 from overlord.runtime.engine import Handle
@@ -201,6 +203,17 @@ def test_a_host_that_is_made_again_lends_anew_and_the_stream_stays(tmp_path):
                 engine.rebind(name, f"{name}/new")
             found.append([part(next(client)) for client in clients])
         assert found == expected
+
+
+def test_a_closed_host_lends_nothing_more():
+    """A request may have found its chunk before the host was closed. Its memory would be used again while it is read."""
+    arenas, loans = ChunkArenas(), ChunkLoans()
+    memory = arenas.lease(1000)
+    request = LoanRequest("reader", os.getpid(), [("s", 0)])
+    assert loans.lend(request, [RowsInMemory(memory, ())]).chunks[0] is not None
+    loans.close()
+    with pytest.raises(ClosedError, match="lends no more"):
+        loans.lend(request, [RowsInMemory(memory, ())])
 
 
 @pytest.mark.second_try(reason="processes are killed while others start")

@@ -110,6 +110,20 @@ def test_nothing_is_fetched_ahead_that_would_not_be_built_ahead():
         assert fetched(loader, 2, 0, ahead=True).step == 2
 
 
+def test_a_rank_that_fetches_ahead_is_built_what_it_requests_and_no_more():
+    with ol.start(job_of({"a": Numbered(first=1)}, prefetch=6)) as loader:
+        constructor = loader._constructors[0]
+        assert fetched(loader, 0, 0).step == 0
+        for step in range(1, 7):  # built ahead, because this rank was not known to fetch ahead
+            assert fetched(loader, step, 0, ahead=True).step == step
+            assert channel_of(loader).take(step, 0) is None
+        assert constructor.call(ServingConstructor.reached).result() == 7
+        assert fetched(loader, 7, 0, ahead=True).step == 7
+        assert constructor.call(ServingConstructor.reached).result() == 8
+        assert fetched(loader, 8, 0).step == 8, "and when it waits by itself, the next ones are built for it"
+        assert constructor.call(ServingConstructor.reached).result() == 15
+
+
 def test_a_step_is_not_taken_while_the_mesh_changes_unless_another_rank_has_it():
     with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(tp=2))) as loader:
         channel, constructor = channel_of(loader), loader._constructors[0]

@@ -160,7 +160,9 @@ class Clock:
         return self.now
 
 
-def paced_loader(threads, clock: Clock, *, make_s: float, interval_s: float, room: int, make=chunk_of) -> SourceLoader:
+def paced_loader(
+    threads, clock: Clock, *, make_s: float, interval_s: float, room: int, make=chunk_of, inline_s: float = 0.0
+) -> SourceLoader:
     """Of which the chunks 0 to 2 were made in `make_s` each, and requested in these intervals."""
 
     def timed(number: int) -> Chunk:
@@ -169,7 +171,9 @@ def paced_loader(threads, clock: Clock, *, make_s: float, interval_s: float, roo
         clock.now += make_s
         return chunk_of(number)
 
-    loader = SourceLoader("s", timed, lambda number: SIZE, buffer_bytes=room * SIZE, threads=threads, clock=clock)
+    loader = SourceLoader(
+        "s", timed, lambda number: SIZE, buffer_bytes=room * SIZE, threads=threads, inline_s=inline_s, clock=clock
+    )
     for number in range(3):
         clock.now = number * interval_s
         loader.describe(number)
@@ -193,6 +197,28 @@ def test_a_source_that_requests_wait_for_gets_several_chunks_in_the_making():
         assert four.wait(10), "and nobody has requested one yet"
         assert sorted(begun[:4]) == [3, 4, 5, 6]
         assert loader.describe(3).num_rows == 1
+    finally:
+        loader.close()
+        threads.shutdown()
+
+
+@pytest.mark.parametrize("inline_s", [0.5, 2.0])
+def test_chunks_that_take_little_time_are_left_to_whoever_requests_them(inline_s):
+    threads, clock, made = Threads(4, "test"), Clock(), []
+
+    def make(number: int) -> Chunk:
+        made.append(threading.current_thread())
+        return chunk_of(number)
+
+    loader = paced_loader(threads, clock, make_s=1, interval_s=1, room=20, make=make, inline_s=inline_s)
+    try:
+        loader.prefetch(range(3, 40))
+        if inline_s > 1:
+            assert loader.chunks_held() == []
+            loader.get(3)
+            assert made == [threading.current_thread()]
+        else:
+            assert 3 in loader.chunks_held()
     finally:
         loader.close()
         threads.shutdown()

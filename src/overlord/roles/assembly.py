@@ -58,6 +58,8 @@ _PLANS_TOGETHER = STEPS_AHEAD + 1
 """Plans that a group requests together, where processes share memory: as many as the planner has ready."""
 PLANNER = "planner"
 """The name of the planner's role."""
+_INLINE_S = 0.1
+"""To make a chunk, in a process whose threads contend for the GIL. Steps are built ahead: nobody notices so short a time."""
 _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 
 
@@ -131,9 +133,9 @@ def make_loader_host(
     has_threads = isinstance(threads, Threads)
     num_held = Counter(share.source for share in shares)
     num_shares = {share.source: share.of for share in shares}
-    # The threads of the process contend for the GIL with each other and with the thread that builds steps. Where there is a
+    # The threads of the process contend for the GIL with each other and with the threads that build steps. Where there is a
     # process per core, what takes less CPU time is better.
-    release_gil = num_threads is None and has_threads and not engine.shares_memory
+    is_contended = num_threads is None and has_threads and not engine.shares_memory
 
     arenas = workplace.share("chunks", ChunkArenas) if engine.shares_memory else None
 
@@ -149,12 +151,14 @@ def make_loader_host(
             batch=job.batch,
             bad_rows=bad_rows,
             transforms=Transforms(source.transforms, workplace.processes, threads),
-            release_gil=release_gil,
+            release_gil=is_contended,
         )
         # Never less than each of the declared loaders has: when a source is spread over more of them, its chunks must still
         # fit.
         part = source.buffer_bytes * num_held[name] // num_shares.get(name, 1)
         buffer_bytes = max(part, source.buffer_bytes // source.loaders)
+        # A remote store may block at any time, so nothing is read from it before it is needed, except on threads.
+        is_near = not any(is_remote(unit.path) for unit in units[:1])
         loader = SourceLoader(
             name,
             maker.make if arenas is None else partial(_make_shared, maker, _columns_of(source, job.batch), arenas),
@@ -162,8 +166,8 @@ def make_loader_host(
             buffer_bytes=buffer_bytes,
             ahead_bytes=part,
             threads=threads,
-            # A remote store may block at any time, so nothing is read from it before it is needed, except on threads.
-            makes_inline=not has_threads and not any(is_remote(unit.path) for unit in units[:1]),
+            inline_s=_INLINE_S if is_contended and is_near else 0.0,
+            makes_inline=is_near and not has_threads,
             on_made=partial(_send_facts, engine, name) if engine.shares_memory else None,
             at_close=maker.close,
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from overlord.batches.lending import Lender
+from overlord.errors import ClosedError
 from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
@@ -81,10 +82,14 @@ class ChunkLoans:
         self._name = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._borrowers: dict[str, _Account] = {}
+        self._is_closed = False
 
     def lend(self, request: LoanRequest, found: Sequence[RowsInMemory | ErrorEnvelope | None]) -> LoanAnswer:
-        """Lend what was found of the chunks that a request names, and take back what it returns."""
+        """Lend what was found of the chunks that a request names, and take back what it returns. Raises ClosedError after
+        `close`."""
         with self._lock:
+            if self._is_closed:  # a loan made now would end with this object, while its borrower reads the memory
+                raise ClosedError("the loader host is closed and lends no more chunks")
             self._close_accounts([*request.was, *(name for name, one in self._borrowers.items() if one.is_gone())])
             account = self._borrowers.get(request.borrower)
             if account is None:
@@ -110,6 +115,7 @@ class ChunkLoans:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             self._close_accounts(list(self._borrowers))
 
     @property

@@ -10,7 +10,8 @@ rank has requested one or has left.
 
 A rank may fetch steps ahead of its trainer. Such a fetch moves nothing: where a rank stands, what was taken and whether a
 rank reads at all is decided by what its trainer takes. A fetch that is not ahead takes its step too. No step is fetched
-ahead, or planned, that would not have been built ahead anyway.
+ahead, or planned, that would not have been built ahead anyway. While all ranks of a group fetch ahead, each step is built by
+the thread of the first request for it, and none before it is requested.
 
 While the mesh changes the constructor is frozen: a step that no rank has taken yet cannot be taken, until the constructor
 thaws or is replaced.
@@ -23,6 +24,7 @@ import time
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from overlord.batches.collate import collate
@@ -30,6 +32,7 @@ from overlord.batches.slices import cp_slices, fields_for, receive_only
 from overlord.errors import ClosedError, SpecError
 from overlord.messages import Delivery, Fields, Later
 from overlord.roles.planner import Planner
+from overlord.runtime.threads import StealingFuture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from overlord.roles.plan_requests import PlanRequests
     from overlord.roles.plan_window import SharedPlans
     from overlord.runtime.engine import Handle
-    from overlord.runtime.threads import Executor, StealingFuture
+    from overlord.runtime.threads import Executor
     from overlord.stream.facts import Samples
 
 
@@ -145,6 +148,7 @@ class DataConstructor:
         self._taken: dict[int, int] = {}  # rank to the first step that it has not taken
         self._held: dict[int, int] = {}  # rank to the first step that it has neither taken nor fetched ahead
         self._untaken = 0
+        self._ahead_by_themselves: set[int] = set()  # ranks whose last request was ahead of their trainer
         self._unfetched = 0  # the first step that was delivered to nobody
         self._frozen_from: int | None = None
         self._steps: dict[int, StealingFuture[_Built | Later | None]] = {}
@@ -209,9 +213,15 @@ class DataConstructor:
             later = self._find_room_ahead(step, rank) if is_ahead else self._move(step, rank)
             if later is not None:
                 return later
-            oldest = min(self._at.values())
-            self._steps[step] = future = self._future_of(step) or self._threads.submit(self._build, step)
-            self._build_ahead(step + 1, oldest)
+            future = self._future_of(step)
+            if is_ahead:
+                self._ahead_by_themselves.add(rank)
+                future = future or StealingFuture(partial(self._build, step))  # built by this thread: nobody waits yet
+            else:
+                self._ahead_by_themselves.discard(rank)
+                future = future or self._threads.submit(self._build, step)
+            self._steps[step] = future
+            self._build_ahead(step + 1, min(self._at.values()))
         try:
             return future.result(timeout=wait_s)
         except NotYet as error:
@@ -273,6 +283,7 @@ class DataConstructor:
             self._at.pop(rank, None)
             self._taken.pop(rank, None)
             self._held.pop(rank, None)
+            self._ahead_by_themselves.discard(rank)
             self._expected.discard(rank)
             self._paces.rank_left(rank)
             nobody_reads, is_late = not self._at, bool(self._expected)
@@ -302,6 +313,7 @@ class DataConstructor:
             self._at.clear()
             self._taken.clear()
             self._held.clear()
+            self._ahead_by_themselves.clear()
             self._untaken = self._unfetched = 0
             self._frozen_from = None
             self._drop_all()
@@ -362,7 +374,10 @@ class DataConstructor:
         return Later(f"step {step} waits for the mesh to change")
 
     def _build_ahead(self, first: int, oldest: int) -> None:
-        """Build the steps from `first` on that the oldest step of any rank leaves room for."""
+        """Build the steps from `first` on that the oldest step of any rank leaves room for. Not while all ranks fetch ahead:
+        their requests come early enough, and building in the threads of these saves handing steps over to them."""
+        if self._ahead_by_themselves.issuperset(self._at):
+            return
         for number in range(first, oldest + self._prefetch + 1):
             ahead = self._future_of(number) or self._threads.submit_ahead(self._build, number)
             if ahead is not None:

@@ -6,7 +6,8 @@ on the next request; it never holds more than its bytes. Concurrent requests for
 
 `prefetch` tells a loader which chunks will be requested. It makes the first of them, and as many more as the pace of
 requests asks for (`roles/reading_ahead.py`), side by side, while there are idle threads and room in the buffer. It goes on
-by itself whenever a chunk was made, requested or released.
+by itself whenever a chunk was made, requested or released. Chunks that take little time may be left to whoever requests
+them: inside one process, a thread that makes them ahead costs more by its share of the GIL than it saves.
 """
 
 from __future__ import annotations
@@ -140,21 +141,24 @@ class SourceLoader:
         buffer_bytes: int,
         ahead_bytes: int | None = None,
         threads: Executor,
+        inline_s: float = 0.0,
         makes_inline: bool = False,
         on_made: Callable[[int, ChunkFacts], None] | None = None,
         at_close: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ahead_bytes`: prefetch beyond two chunks only within these bytes, by default all of the buffer; for a source that
-        is spread over many loaders, each of which must have room for its largest chunks. `makes_inline`: `peek` makes a
-        chunk in the caller's thread when that is quick. For loaders without threads, and only where no read can block for
-        long. `on_made` is called with the number and the facts of each chunk that was made."""
+        is spread over many loaders, each of which must have room for its largest chunks. `inline_s`: chunks that take no
+        longer are left to the thread that requests them; for loaders whose threads contend for the GIL with that thread.
+        `makes_inline`: `peek` makes a chunk in the caller's thread when that is quick, for loaders without threads. Both
+        only where no read can block for long. `on_made` is called with the number and the facts of each chunk made."""
         self._name = name
         self._make = make
         self._expected_bytes = expected_bytes
         self._limit = buffer_bytes
         self._ahead_limit = buffer_bytes if ahead_bytes is None else ahead_bytes
         self._threads = threads
+        self._inline_s = inline_s
         self._makes_inline = makes_inline
         self._on_made = on_made
         self._at_close = at_close
@@ -303,6 +307,8 @@ class SourceLoader:
         reserved = sum(self._expected(other) for other in self._pending)
         has_some = len(self._chunks) + len(self._pending) >= CHUNKS_AT_HAND
         if self._closed or self._bytes + reserved + room > (self._ahead_limit if has_some else self._limit):
+            return False
+        if self._pace.waits and self._pace.make_s <= self._inline_s:
             return False
         future = self._threads.submit_ahead(self._make_now, number)
         if future is not None:

@@ -82,8 +82,8 @@ class Parquet(FileSource):
 class ParquetReader:
     """Reads row groups, and keeps the local file that was read last open for its next row group.
 
-    With `release_gil` Arrow decodes all columns, because it releases the GIL while it does. Without, columns of lists go
-    through `parquet_lists`, which takes less processor time but holds the GIL.
+    Columns of lists go through `parquet_lists`, which takes less processor time than Arrow but holds the GIL; with
+    `release_gil` only short ones do.
     """
 
     def __init__(self, source: Parquet, *, release_gil: bool = False) -> None:
@@ -153,7 +153,7 @@ class ParquetReader:
 
         detail: RowGroups = unit.detail
         footer, group = detail.footer(unit.index, unit.num_rows or 0)
-        lists = {} if self._release_gil else self._lists(file, footer, group, detail)
+        lists = self._lists(file, footer, group, detail)
         others = [name for name in detail.schema.names if name not in lists]
         if not others:
             return pa.table(lists, detail.schema)
@@ -168,7 +168,7 @@ class ParquetReader:
         lists: dict[str, ArrowLists] = {}
         for column in detail.lists:
             name, chunk = column.field.name, group.column(column.leaf)
-            if name in self._not_flat or not is_worth_it(chunk, group.num_rows):
+            if name in self._not_flat or not is_worth_it(chunk, group.num_rows, release_gil=self._release_gil):
                 continue
             start, stop = ColumnChunk.of(chunk).extent
             file.seek(start)

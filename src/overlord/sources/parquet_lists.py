@@ -39,6 +39,8 @@ _SHORTEST = 160
 """The least average length of lists: the two decoders are equally fast at about 120."""
 _LARGEST_BYTES = 64 << 20
 """Of a column chunk: the encoded values are in memory twice, so larger ones are left to Arrow."""
+_LARGEST_SHARED_BYTES = 4 << 20
+"""The same where other threads need the GIL: they wait for some milliseconds at most."""
 _VALUES_OF_A_BYTE = 32
 """The least number of values for each byte of levels, unless there are few. A list has about five bytes of levels."""
 _FEW_BYTES = 256
@@ -129,9 +131,10 @@ def list_columns(footer: FileMetaData, schema: pa.Schema) -> tuple[ListColumn, .
     return tuple(column for column in columns if column.fits(footer))
 
 
-def is_worth_it(chunk: ColumnChunkMetaData, num_rows: int) -> bool:
-    """Whether `read_lists` is likely to be faster than Arrow, by the footer."""
-    return chunk.num_values >= num_rows * _SHORTEST and chunk.total_uncompressed_size <= _LARGEST_BYTES
+def is_worth_it(chunk: ColumnChunkMetaData, num_rows: int, *, release_gil: bool = False) -> bool:
+    """Whether `read_lists` is likely to be faster than Arrow, by the footer. `release_gil`: other threads need the GIL."""
+    most = _LARGEST_SHARED_BYTES if release_gil else _LARGEST_BYTES
+    return chunk.num_values >= num_rows * _SHORTEST and chunk.total_uncompressed_size <= most
 
 
 def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> ArrowLists:
