@@ -258,3 +258,14 @@ def test_the_memory_of_a_chunk_counts_a_mask_that_was_made_for_it():
     plain = chunk_of(InMemory(pa.table({"tokens": tokens.slice(0, 1)})), batch)
     masked = chunk_of(InMemory(pa.table({"tokens": tokens.slice(1, 1)})), batch)
     assert masked.num_bytes >= plain.num_bytes + 1000
+
+
+def test_a_chunk_of_several_units_holds_its_tokens_once(tmp_path: Path):
+    path = tmp_path / "part.parquet"
+    pq.write_table(pa.table({"tokens": lists([[n] * 100 for n in range(40)])}), path, row_group_size=10)
+    chunk = chunk_of(ol.Parquet(str(path), window=4))
+    assert chunk.values is not None
+    assert chunk.table.column("tokens").num_chunks == 1
+    column: Any = chunk.table.column("tokens").chunk(0)
+    assert np.shares_memory(chunk.values, column.values.to_numpy())
+    assert 16_000 <= chunk.num_bytes < 20_000

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from overlord.batches.buffers import Arenas
 from overlord.chunks.chunk import (
     Chunk,
     Documents,
@@ -18,13 +18,14 @@ from overlord.chunks.chunk import (
     loss_tokens,
     rows_of,
 )
+from overlord.chunks.lists import NumberLists, combine_lists, list_parts, note_bad_ids, note_bad_weights
 from overlord.chunks.size_columns import declared_sizes
 from overlord.chunks.transforms.apply import Reporter, Transforms
 from overlord.chunks.transforms.outcome import Context
 from overlord.errors import DataError, SchemaError
 from overlord.sources.column_types import cast_table, wider_schema, wider_type
 from overlord.sources.files import open_reader
-from overlord.sources.views import combine_chunks, take_rows
+from overlord.sources.views import take_rows
 from overlord.stream.chunk_order import UnitRuns, row_order, units_of_chunk
 from overlord.stream.facts import LOSS_EXTRA, ChunkFacts, Ints
 
@@ -40,16 +41,13 @@ if TYPE_CHECKING:
     from overlord.sources.reading import ReadResult
 
 _FIRST_OF_ONE = np.zeros(1, np.int64)
-MOST_ID = 2**31 - 1
-MOST_WEIGHT = 1024
-"""The largest loss weight: the sum over a row is counted in units of 2**-32 and must fit int64."""
 _PLAIN = pa.list_(pa.int32())  # nearly all token columns: a fast path that skips the checks of other types
 
 
 class ChunkMaker:
     """Makes any chunk of one source, in any thread. A chunk is a function of its number."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but three by name
         self,
         name: str,
         source: Source,
@@ -60,9 +58,10 @@ class ChunkMaker:
         bad_rows: BadRowLog,
         transforms: Transforms | None = None,
         release_gil: bool = False,
+        arenas: Arenas | None = None,
     ) -> None:
         """`transforms`: those of the source; they run in the calling thread alone unless given. `release_gil`: other threads
-        contend for the GIL while this one makes chunks."""
+        contend for the GIL while this one makes chunks. `arenas`: memory for chunks of several units."""
         self._name = name
         self._source = source
         self._units = units
@@ -70,6 +69,7 @@ class ChunkMaker:
         self._seed = seed
         self._batch = batch
         self._bad_rows = bad_rows
+        self._arenas = arenas or Arenas()
         self._reader = open_reader(source, release_gil=release_gil)
         self._transforms = (transforms or Transforms(source.transforms)) if source.transforms else None
 
@@ -163,6 +163,7 @@ class ChunkMaker:
         if table.num_rows == 0:  # its columns and types mean nothing
             return _empty_chunk(table, lineage, has_text=self._source.tokens is not None)
         self._check_columns(table)
+        table = self._combine(table)
         table, origin, images = self._add_image_facts(table, origin, lineage)
         source, batch = self._source, self._batch
         if source.tokens is None:
@@ -175,6 +176,7 @@ class ChunkMaker:
         text = self._text(table, origin, lineage)
         if text.bad:
             table, origin, images = self._drop_bad(text.bad, table, origin, lineage, images)
+            table = self._combine(table)
             text = self._text(table, origin, lineage)
         if batch.long_documents == "fail":
             self._check_lengths(text.documents, origin, lineage)
@@ -203,6 +205,15 @@ class ChunkMaker:
         )
         kept = self._select_columns(table)
         return Chunk(facts, kept, document, origin, lineage, documents.values, begin, document_end, mask)
+
+    def _combine(self, table: pa.Table) -> pa.Table:
+        """The table with its columns of lists in one piece each, as rows are delivered from them."""
+        source = self._source
+        for name in (source.tokens, source.loss_mask, source.loss_weights):
+            if name in table.column_names and table.column(name).num_chunks != 1:
+                combined = combine_lists(table.column(name), self._arenas)
+                table = table.set_column(table.column_names.index(name), table.schema.field(name), combined)
+        return table
 
     def _declared_sizes(self, table: pa.Table, rows: Ints) -> dict[str, Ints]:
         if not self._source.size_columns:
@@ -266,7 +277,7 @@ class ChunkMaker:
         assert source.tokens is not None  # only sources with text come here
         tokens = self._lists(table, source.tokens, "tokens")
         bad = dict(tokens.null_rows())
-        _note_bad_ids(tokens, self._batch.special_ids, bad)
+        note_bad_ids(tokens, self._batch.special_ids, bad)
         documents = Documents(tokens.values, tokens.offsets, tokens.lengths)
         mask = None
         column = source.loss_mask or source.loss_weights
@@ -281,7 +292,7 @@ class ChunkMaker:
                 self._check_mask(given, origin, lineage)
                 given = given.with_values(given.values if given.values.dtype.kind != "f" else given.values.astype(np.int8))
             else:
-                _note_bad_weights(given, bad)
+                note_bad_weights(given, bad)
                 given = given.with_values(given.values.astype(np.float32, copy=False))
             mask = None if bad else given.align_with(tokens)
         if not bad and self._batch.special_ids and tokens.smallest < 0:
@@ -290,7 +301,7 @@ class ChunkMaker:
             mask = is_label.astype(np.int8) if mask is None else np.where(is_label, mask, mask.dtype.type(0))
         return _Text(documents, mask, sorted(bad.items()))
 
-    def _check_mask(self, given: _Lists, origin: Ints, lineage: Lineage) -> None:
+    def _check_mask(self, given: NumberLists, origin: Ints, lineage: Lineage) -> None:
         if given.smallest >= 0 and given.largest <= 1 and given.values.dtype.kind != "f":
             return
         wrong = given.rows_where((given.values != 0) & (given.values != 1))
@@ -302,14 +313,14 @@ class ChunkMaker:
                 f"{value}; for weights of tokens in the loss use loss_weights={given.name!r} instead"
             )
 
-    def _lists(self, table: pa.Table, name: str, option: str) -> _Lists:
+    def _lists(self, table: pa.Table, name: str, option: str) -> NumberLists:
         """A column of lists of numbers, without a copy: integers for tokens; integers, booleans or floats for masks."""
         if name not in table.column_names:
             raise SchemaError(self._missing_text(name, table, option))
         column = table.column(name)
-        array: Any = column.chunk(0) if column.num_chunks == 1 else combine_chunks(column)  # any kind of list array
+        array: Any = column.chunk(0)  # any kind of list array
         if array.type == _PLAIN:
-            return _list_parts(array, name)
+            return list_parts(array, name)
         kind = array.type
         if pa.types.is_dictionary(kind):
             array = array.dictionary_decode()
@@ -336,7 +347,7 @@ class ChunkMaker:
             if option == "tokens":
                 wanted, hint = "a list of integers", "; tokenise text with transform=ol.Tokenize(...)"
             raise SchemaError(f"source {self._name!r}: column {name!r} must be {wanted}, it is {kind}{hint}")
-        return _list_parts(array, name)
+        return list_parts(array, name)
 
     def _check_lengths(self, documents: Documents, origin: Ints, lineage: Lineage) -> None:
         long = np.flatnonzero(documents.lengths > self._batch.sequence_length)
@@ -367,95 +378,6 @@ class _Text:
     mask: NDArray[np.generic] | None
     bad: list[tuple[int, str]]
     """(row, error). The mask is only valid where this is empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Lists:
-    """A column of lists: list i is `values[offsets[i]:offsets[i] + lengths[i]]`. Other values belong to no list."""
-
-    name: str
-    values: NDArray[Any]
-    offsets: Ints
-    lengths: Ints
-    is_null: NDArray[np.bool_] | None = None
-    """Which values are null (and 0 in `values`); None where none is."""
-
-    @property
-    def smallest(self) -> float:
-        return self._used.min(initial=0)
-
-    @property
-    def largest(self) -> float:
-        return self._used.max(initial=0)
-
-    @property
-    def _used(self) -> NDArray[Any]:
-        if not len(self.offsets):
-            return self.values[:0]
-        return self.values[self.offsets[0] : self.offsets[-1] + self.lengths[-1]]
-
-    def null_rows(self) -> dict[int, str]:
-        if self.is_null is None:
-            return {}
-        return {row: f"{self.name!r} has a null inside its list" for row in self.rows_where(self.is_null)}
-
-    def rows_where(self, is_wrong: NDArray[np.bool_]) -> dict[int, Any]:
-        """The lists with a wrong value, in order, with the first such value of each."""
-        places = np.flatnonzero(is_wrong)
-        row = self.offsets.searchsorted(places, side="right") - 1
-        inside = (row >= 0) & (places < self.offsets[row] + self.lengths[row]) if len(self.offsets) else row >= 0
-        rows, first = np.unique(row[inside], return_index=True)
-        return dict(zip(rows.tolist(), self.values[places[inside][first]].tolist(), strict=True))
-
-    def with_values(self, values: NDArray[Any]) -> _Lists:
-        return self if values is self.values else replace(self, values=values)
-
-    def align_with(self, other: _Lists) -> NDArray[Any]:
-        """The values rearranged to the offsets of another column of lists of the same lengths."""
-        if np.array_equal(self.offsets, other.offsets):
-            return self.values
-        aligned = np.zeros(len(other.values), self.values.dtype)  # only when the two columns were sliced differently
-        within = np.arange(self.lengths.sum()) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
-        places, own = (np.repeat(lists.offsets, self.lengths) + within for lists in (other, self))
-        aligned[places] = self.values[own]
-        return aligned
-
-
-def _list_parts(array: Any, name: str) -> _Lists:
-    offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
-    lengths = offsets[1:] - offsets[:-1]
-    if array.null_count:
-        lengths[~pc.is_valid(array).to_numpy(zero_copy_only=False)] = 0
-    values, is_null = array.values, None
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    if pa.types.is_boolean(values.type):
-        values = values.cast(pa.int8())
-    if values.null_count:
-        is_null = ~values.is_valid().to_numpy(zero_copy_only=False)
-        values = values.fill_null(0)
-    return _Lists(name, values.to_numpy(), offsets[:-1], lengths, is_null)
-
-
-def _note_bad_ids(tokens: _Lists, special_ids: Sequence[int], bad: dict[int, str]) -> None:
-    values = tokens.values
-    if not np.can_cast(values.dtype, np.int32) and tokens.largest > MOST_ID:
-        for row, value in tokens.rows_where(values > MOST_ID).items():
-            bad[row] = f"token id {value} is not an id from 0 to {MOST_ID}, which int32 can hold"
-    if values.dtype.kind == "i" and tokens.smallest < 0:
-        for row, value in tokens.rows_where((values < 0) & ~np.isin(values, special_ids)).items():
-            bad[row] = (
-                f"token id {value} is below 0; Batch(special_ids=({value},)) allows it, as an input that no loss is taken on"
-                if value >= -(2**31)
-                else f"token id {value} is not an id that int32 can hold"
-            )
-
-
-def _note_bad_weights(weights: _Lists, bad: dict[int, str]) -> None:
-    if weights.smallest >= 0 and weights.largest <= MOST_WEIGHT:  # both are false where there is a NaN
-        return
-    for row, value in weights.rows_where(~((weights.values >= 0) & (weights.values <= MOST_WEIGHT))).items():
-        bad[row] = f"a loss weight is a number from 0 to {MOST_WEIGHT}, {weights.name!r} has {value}"
 
 
 def _fields(table: pa.Table) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from overlord.arrange.graph import deal_rows
 from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.batches.buffers import Arenas
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
 from overlord.chunks.shared_rows import ChunkArenas, share_chunk
@@ -60,6 +61,7 @@ PLANNER = "planner"
 """The name of the planner's role."""
 _INLINE_S = 0.1
 """To make a chunk, in a process whose threads contend for the GIL. Steps are built ahead: nobody notices so short a time."""
+_IDLE_VALUES = 2  # buffers for the values of chunks that a process keeps for the next ones
 _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 
 
@@ -152,6 +154,7 @@ def make_loader_host(
             bad_rows=bad_rows,
             transforms=Transforms(source.transforms, workplace.processes, threads),
             release_gil=is_contended,
+            arenas=workplace.share("chunk values", partial(Arenas, _IDLE_VALUES)),
         )
         # Never less than each of the declared loaders has: when a source is spread over more of them, its chunks must still
         # fit.
