@@ -21,7 +21,8 @@ def output_of(name: str) -> str:
 
 
 def test_every_example_is_run_here():
-    elsewhere = {"low_data_finetune.py"}  # tests/trainer/test_tempbalance_example.py
+    # tests/trainer/test_tempbalance_example.py, tests/trainer/test_long_context_example.py
+    elsewhere = {"low_data_finetune.py", "long_context_llama.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SHOWS) | elsewhere
 
 

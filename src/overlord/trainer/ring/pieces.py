@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from overlord.arrange.hdp.rings import chunks_of
@@ -60,6 +61,15 @@ class Ring:
         pieces = tuple(_pieces(wholes, len(ranks), part) for part in range(len(ranks)))
         number = int(micro.get("hdp_number", -1))
         return Ring(ranks, index, pieces, number, GroupMessages(group, timeout_s))
+
+    @staticmethod
+    def alone(micro: Mapping[str, Any]) -> Ring:
+        """A ring of this rank alone, for a packed microbatch of any strategy: its documents are whole."""
+        if "cu_seqlens" not in micro:
+            raise SpecError("a ring is made from a packed microbatch, with cu_seqlens: use layout='packed'")
+        ends = micro["cu_seqlens"].tolist()
+        pieces = tuple(Piece(i, 0, begin, end) for i, (begin, end) in enumerate(pairwise(ends)))
+        return Ring((0,), 0, (pieces,))
 
     def __str__(self) -> str:
         return f"ring {self.number} over ranks {list(self.ranks)}"

@@ -1,0 +1,100 @@
+"""Activations that are moved away and back give the gradients of those that stayed, in the planned amount."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from overlord.errors import SpecError
+from overlord.trainer import OffloadedLayers, RecomputedLayers, Ring, ring_attention
+from overlord.trainer.offload import LayerRunner, planned_ratio
+from tests.trainer.rings import micro_of
+
+TOKENS, WIDTH = 48, 16
+
+
+class Block(nn.Module):
+    """Linear layers, views of one storage, tensors that are saved twice, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.gate_up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, ring: Ring, shared: Tensor) -> Tensor:
+        q, k, v = self.qkv(rms_norm(x, (WIDTH,)) * shared).view(len(x), 3, 4, 4).unbind(1)
+        x = x + ring_attention(q, k, v, ring).reshape(x.shape)
+        gate, up = self.gate_up(rms_norm(x, (WIDTH,))).chunk(2, dim=-1)
+        return x + self.down(silu(gate) * up).tanh()
+
+
+def _gradients(blocks: nn.ModuleList, shared: Tensor, layers: LayerRunner) -> list[Tensor]:
+    ring = Ring.of(micro_of([30, 18], 1, 0))
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    out = x
+    for index, block in enumerate(blocks):
+        out = layers.run(index, block, out, ring, shared)
+    out.square().sum().backward()
+    found = [x.grad, *(parameter.grad for parameter in blocks.parameters())]
+    blocks.zero_grad()
+    return [gradient.clone() for gradient in found if gradient is not None]
+
+
+def _blocks(num: int) -> tuple[nn.ModuleList, Tensor]:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(num)).double(), torch.rand(WIDTH, dtype=torch.float64)
+
+
+@settings(max_examples=25)
+@given(num=st.integers(1, 7), ratio=st.floats(0, 1))
+def test_gradients_are_the_same_and_the_planned_share_is_moved(num, ratio):
+    blocks, shared = _blocks(num)
+    expected = _gradients(blocks, shared, OffloadedLayers(0.0, num))
+    for layers in (OffloadedLayers(ratio, num, [shared], least_bytes=0), RecomputedLayers(ratio)):
+        for mine, theirs in zip(_gradients(blocks, shared, layers), expected, strict=True):
+            assert torch.equal(mine, theirs)
+        if isinstance(layers, OffloadedLayers) and ratio > 0:
+            assert (layers.seen_bytes > 0) == (num > 2), "the last two layers stay"
+            largest = TOKENS * 4 * WIDTH * 8
+            assert abs(layers.moved_bytes - ratio * layers.seen_bytes) <= largest
+
+
+def test_what_is_moved_is_counted_once_and_has_no_weights():
+    blocks, shared = _blocks(3)
+    layers = OffloadedLayers(1.0, 3, [shared], least_bytes=0)
+    _gradients(blocks, shared, layers)
+    # A storage that is saved by two operations, or of which two views are saved, is one; weights and `shared` stay.
+    floats = TOKENS * WIDTH * (1 + 1 + 3 + 1 + 1 + 1 + 1 + 4 + 2 + 2 + 1) + TOKENS * (4 + 2)
+    assert layers.moved_bytes == layers.seen_bytes
+    assert layers.moved_bytes <= floats * 8 * 1.3
+    assert layers.moved_bytes >= TOKENS * WIDTH * 8 * 10
+
+
+def test_small_storages_stay_and_nothing_is_moved_without_gradients():
+    blocks, shared = _blocks(4)
+    layers = OffloadedLayers(1.0, 4)
+    _gradients(blocks, shared, layers)
+    assert layers.moved_bytes == 0
+    assert layers.seen_bytes > 0
+    layers = OffloadedLayers(1.0, 4, least_bytes=0)
+    ring = Ring.of(micro_of([TOKENS], 1, 0))
+    with torch.no_grad():
+        layers.run(0, blocks[0], torch.ones(TOKENS, WIDTH, dtype=torch.float64), ring, shared)
+    assert layers.seen_bytes == 0
+
+
+def test_the_ratio_is_that_of_the_plan_and_a_microbatch_that_cannot_fit_is_refused():
+    micro = {"document_lengths": np.array([300, 100]), "offload_ratios": np.array([0.8, 0.0], np.float32)}
+    assert planned_ratio(micro, 10) == pytest.approx(0.6)
+    assert planned_ratio(micro, 10, capacity=220) == pytest.approx(0.6)  # 1 - (2200 / 400 - 2) / 8 = 0.5625
+    with pytest.raises(SpecError, match=r"holds 100 tokens; a microbatch of 400 fits on 10 layers if 94% .* moves 60%"):
+        planned_ratio(micro, 10, capacity=100)
+    with pytest.raises(SpecError, match=r"strategies\.hdp"):
+        planned_ratio({}, 4)
+    with pytest.raises(SpecError, match=r"between 0 and 1, got 1\.5"):
+        OffloadedLayers(1.5, 4)
