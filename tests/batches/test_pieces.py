@@ -15,7 +15,8 @@ from overlord.batches.buffers import Arenas
 from overlord.batches.collate import collate
 from overlord.messages import Delivery
 from overlord.service.dry_run import read_steps
-from overlord.service.steps import pack_step, regions_of, unpack_step
+from overlord.service.flight_steps import pack_step, regions_of
+from overlord.service.steps import unpack_step
 from tests.batches.microbatches import microbatch
 from tests.small_sources import Numbered, documents_of, job_of
 

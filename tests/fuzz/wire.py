@@ -27,7 +27,7 @@ from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later
 from overlord.service import run_api, wire
 from overlord.service.channel import FlightChannel
-from overlord.service.steps import SCHEMA, pack_step
+from overlord.service.flight_steps import SCHEMA, pack_step
 from tests.batches.microbatches import microbatch
 from tests.fuzz.mutations import damaged, edited
 from tests.fuzz.states import JOBS
@@ -511,7 +511,7 @@ def _batches(regions: list[bytes]) -> list[pa.RecordBatch]:
     """Each region in a buffer of its own, as a service sends them."""
     if not regions:
         return [pa.RecordBatch.from_arrays([pa.array([], pa.binary_view())], schema=SCHEMA)]
-    from overlord.service.steps import batch_of
+    from overlord.service.flight_steps import batch_of
 
     return [batch_of([np.frombuffer(region, np.uint8) for region in regions])]
 

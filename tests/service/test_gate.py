@@ -17,6 +17,7 @@ from overlord.messages import StepReport
 from overlord.service import gate, wire
 from overlord.service.admin import Control
 from overlord.service.channel import FlightChannel
+from overlord.service.flight_steps import SCHEMA
 from overlord.service.gate import (
     STRANGER_BYTES,
     STRANGER_S,
@@ -24,7 +25,6 @@ from overlord.service.gate import (
     parse_peer,
 )
 from overlord.service.link import Link
-from overlord.service.steps import SCHEMA
 from tests.commands import environment
 from tests.service.served import Raw, served, two_sources
 

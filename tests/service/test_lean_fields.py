@@ -14,16 +14,17 @@ from overlord.batches.buffers import Arenas
 from overlord.batches.collate import collate
 from overlord.batches.slices import cp_slices, fields_for, receive_only
 from overlord.messages import Delivery, Fields
-from overlord.service import steps, wire
+from overlord.service import flight_steps, wire
+from overlord.service.flight_steps import pack_step, regions_of
 from overlord.service.lean_fields import find_derivable
-from overlord.service.steps import DamagedStepError, pack_fields, pack_step, regions_of, unpack_step
+from overlord.service.steps import DamagedStepError, pack_fields, unpack_step
 from tests.batches.microbatches import Microbatch, microbatch, microbatches
 
 EITHER_LAYOUT = st.sampled_from(["packed", "padded"]).flatmap(microbatches)
 
 
 def sent(fields: Fields, least_bytes: int = 0) -> tuple[Fields, list[wire.Field]]:
-    regions = steps._MessageRegions()
+    regions = flight_steps._MessageRegions()
     listed = pack_fields(regions, fields, find_derivable(fields, Arenas(4), least_bytes))
     answer = wire.unpack_answer(wire.pack(wire.Contents(3, 1, [listed])))
     assert isinstance(answer, wire.Contents)
@@ -118,7 +119,7 @@ def test_a_token_takes_four_bytes_on_the_wire():
 )
 def test_fields_that_contradict_one_another_are_refused(name, value):
     fields = collate(*microbatch([4, 6]))
-    regions = steps._MessageRegions()
+    regions = flight_steps._MessageRegions()
     derived = find_derivable(fields, Arenas(1), 0)
     listed = pack_fields(regions, fields | {name: value}, derived)
     with pytest.raises(DamagedStepError, match="fields labels, loss_mask, position_ids do not follow from those that came"):
@@ -141,7 +142,7 @@ def test_fields_that_contradict_one_another_are_refused(name, value):
 )
 def test_a_derived_field_without_what_it_needs_is_refused(extra):
     fields = collate(*microbatch([4, 6]))
-    regions = steps._MessageRegions()
+    regions = flight_steps._MessageRegions()
     listed = pack_fields(regions, fields | dict.fromkeys(extra), extra)
     with pytest.raises(DamagedStepError, match="do not follow from those that came"):
         unpack_step(wire.Contents(0, 1, [listed]), regions_of(list(regions.batches())), Arenas(1))

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import overlord as ol
-from overlord.runtime.shared_memory import Connection, connect_to
+from overlord.batches.buffers import Arenas
+from overlord.runtime.shared_memory import Connection, Listener, connect_to
 from overlord.service import wire
-from overlord.service.auth import Listen
+from overlord.service.auth import Address, Listen
 from overlord.service.channel import FlightChannel
 from overlord.service.client import Client
-from overlord.service.local_link import LocalLink
+from overlord.service.local_link import LocalLink, NotOnThisHostError
 from overlord.service.local_steps import MOST_LENT, Act, Greeting
 from overlord.service.serving import ServerPerGroup
 from tests.commands import environment, python
 from tests.faults.trainers import wait_until
 from tests.service.served import content, served, streams, two_sources, undisturbed
+from tests.small_sources import Numbered, job_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -396,3 +399,109 @@ def _process_of(loader: ol.Loader, group: int) -> int:
     from overlord.service.constructor import ServingConstructor
 
     return loader._constructors[group].call(ServingConstructor.shared_bytes).result()[0]
+
+
+# The door: calls on the run through a unix socket that is named after the service's address
+
+
+WITHOUT_ARROW = """
+import sys
+import overlord as ol
+
+client = ol.connect(sys.argv[1], rank=0, timeout_s=60)
+steps = [next(client).number for _ in range(3)]
+state = client.state_dict()
+client.load_state_dict(state)
+steps.append(next(client).number)
+client.close()
+print(steps, [name for name in ("pyarrow", "pyarrow.flight", "torch", "tokenizers") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("engine", [None, "processes"])
+def test_a_trainer_on_the_host_imports_no_arrow(engine):
+    with ol.start(two_sources(), engine=None if engine is None else ol.Processes(2)) as loader:
+        assert python("-c", WITHOUT_ARROW, loader.serve()).stdout == "[0, 1, 2, 3] []\n"
+
+
+def test_calls_that_are_longer_than_a_message_pass_the_door():
+    sources = {f"{i:03d}{'x' * 200}": Numbered(rows=4, first=i) for i in range(400)}
+    with served(job_of(sources)) as (loader, address), ol.connect(address, rank=0, timeout_s=60) as client:
+        assert isinstance(client._channel._door, LocalLink)  # type: ignore[attr-defined]
+        state = client.state_dict()
+        assert len(state["state"]) > 1 << 16
+        assert state == loader.state_dict()
+        next(client)
+        client.load_state_dict(state)
+        assert next(client).number == 0
+
+
+def test_a_client_waits_at_the_door_for_a_service_and_finds_it_again_after_a_restart():
+    with served(two_sources()) as (_, address):
+        pass
+    assert Address.parse(address).unix_name is not None
+    found: list[int] = []
+
+    def read() -> None:
+        with ol.connect(address, rank=0, timeout_s=60) as client:
+            found.extend(next(client).number for _ in range(2))
+            is_half.set()
+            is_back.wait(60)
+            found.append(next(client).number)
+
+    is_half, is_back = threading.Event(), threading.Event()
+    thread = threading.Thread(target=read)
+    thread.start()
+    with served(two_sources(), address=address.removeprefix("grpc://")):
+        assert is_half.wait(60)
+    with served(two_sources(), address=address.removeprefix("grpc://")):
+        is_back.set()
+        thread.join(60)
+    assert found == [0, 1, 2]
+
+
+def test_where_the_door_is_taken_calls_go_over_flight():
+    with served(two_sources()) as (_, address):
+        pass
+    name = Address.parse(address).unix_name
+    taken = Listener(address=name)
+    try:
+        with served(two_sources(), address=address.removeprefix("grpc://")) as (_, served_at):
+            assert served_at == address
+            taken.close()
+            with ol.connect(address, rank=0, timeout_s=20) as client:
+                assert not isinstance(client._channel._door, LocalLink)  # type: ignore[attr-defined]
+                assert isinstance(link_of(client), LocalLink)
+                assert next(client).number == 0
+    finally:
+        taken.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("127.0.0.1:5", "overlord-at-127.0.0.1:5"),
+        ("localhost:5", "overlord-at-127.0.0.1:5"),
+        ("0.0.0.0:5", "overlord-at-127.0.0.1:5"),
+        ("[::1]:5", "overlord-at-::1:5"),
+        ("10.0.0.1:5", None),
+        ("trainers.example:5", None),
+        ("grpc+tls://127.0.0.1:5", None),
+    ],
+)
+def test_only_an_address_that_means_this_host_for_certain_has_a_door(address, name):
+    assert Address.parse(address).unix_name == name
+
+
+def test_the_door_hands_out_no_steps_and_takes_only_a_client_with_the_token():
+    token = "0123456789abcdef"
+    with served(two_sources(), token=token) as (_, address):
+        name = Address.parse(address).unix_name
+        assert name is not None
+        link = LocalLink(name, token, for_steps=False)
+        ticket = wire.Ticket("x", 0, 0, 0.0, "session0", "session0", 0)
+        with pytest.raises(wire.Unreachable):
+            link.fetch(ticket, 5.0, Arenas(1))
+        link.close()
+        with pytest.raises(NotOnThisHostError, match="carried a wrong token"):
+            LocalLink(name, "another", for_steps=False)

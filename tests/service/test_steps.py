@@ -13,8 +13,9 @@ from hypothesis.extra import numpy as hnp
 import overlord as ol
 from overlord.batches.buffers import Arenas
 from overlord.messages import Delivery
-from overlord.service import steps, wire
-from overlord.service.steps import MESSAGE_BYTES, pack_step, regions_of, unpack_step
+from overlord.service import flight_steps, steps, wire
+from overlord.service.flight_steps import MESSAGE_BYTES, pack_step, regions_of
+from overlord.service.steps import unpack_step
 
 DTYPES = st.sampled_from([np.bool_, np.uint8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64])
 ARRAYS = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7)))
@@ -43,7 +44,7 @@ def sent(delivery: Delivery, shift: int = 0) -> Delivery:
     contents, batches = pack_step(delivery)
     sink = io.BytesIO()
     sink.write(b"x" * shift)
-    with pa.ipc.new_stream(sink, steps.SCHEMA) as writer:
+    with pa.ipc.new_stream(sink, flight_steps.SCHEMA) as writer:
         for batch in batches:
             batch.validate(full=True)
             writer.write_batch(batch)
@@ -135,7 +136,7 @@ TEXT = pa.table({"text": ["one", "two", "three"]})
     ],
 )
 def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message):
-    regions = steps._MessageRegions()
+    regions = flight_steps._MessageRegions()
     column = wire.Column("text", regions.add("text", np.frombuffer(stream, np.uint8)), is_view, False)
     with pytest.raises(steps.DamagedStepError, match=f"field 'text' .*{message}"):
         unpack_step(wire.Contents(0, 1, [[column]]), regions_of(list(regions.batches())), Arenas(1))
@@ -156,7 +157,7 @@ def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message)
 def test_a_field_that_does_not_fit_to_what_came_is_refused(field, message):
     region = np.arange(64, dtype=np.uint8)
     with pytest.raises(steps.DamagedStepError, match=f"field 'odd' .*{message}"):
-        unpack_step(wire.Contents(0, 1, [[field]]), regions_of([steps.batch_of([region, region])]), Arenas(1))
+        unpack_step(wire.Contents(0, 1, [[field]]), regions_of([flight_steps.batch_of([region, region])]), Arenas(1))
 
 
 @pytest.mark.strangers

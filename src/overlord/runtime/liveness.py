@@ -229,7 +229,7 @@ SERVER_ANSWER = Detector(
     watcher="a client",
     sign="it answers the call; a request for a step has this much time beyond its own timeout",
     after_s=30.0,
-    then="every 0.2 s, until its own `timeout_s`, the client asks the service's address which server has its rank now",
+    then="every 0.1 s, until its own `timeout_s`, the client asks the service's address which server has its rank now",
 )
 SERVER_CONTROL = Detector(
     watched="the service",
@@ -308,7 +308,7 @@ STATUS_EVERY_S = 0.5
 """The time between two rounds of the loader control loop, unless `Autoscale(every_s=)` says otherwise."""
 NEXT_START_S = 60.0
 """After a loader host or shadow could not be started: the time until the next attempt."""
-SERVER_PAUSE_S = 0.2
+SERVER_PAUSE_S = 0.1
 """Between two attempts to reach a service."""
 REROUTES = 8
 """How often a call follows a loader host's name to another host before the caller gets ClosedError."""

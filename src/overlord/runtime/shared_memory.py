@@ -250,16 +250,20 @@ class Connection:
 class Listener:
     """Accepts connections of processes of this user on this machine, at `address`. Nobody else can connect."""
 
-    def __init__(self, inherited: int | None = None) -> None:
-        """A new listener; or that of the parent process, by its `inherited` descriptor. Both processes may accept then, and
-        only the parent may close it."""
+    def __init__(self, inherited: int | None = None, *, address: str | None = None) -> None:
+        """A new listener, at any address or a given one, which OSError says is taken; or that of the parent process, by its
+        `inherited` descriptor. Both processes may accept then, and only the parent may close it."""
         if inherited is not None:
             self._socket = socket.socket(fileno=inherited)
             self.address: str = self._socket.getsockname()[1:].decode()
             return
-        self.address = f"overlord-{secrets.token_hex(16)}"
+        self.address = address or f"overlord-{secrets.token_hex(16)}"
         self._socket = _QuietSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind(f"\0{self.address}")
+        try:
+            self._socket.bind(f"\0{self.address}")
+        except OSError:
+            self._socket.close()
+            raise
         self._socket.listen(_BACKLOG)
 
     def fileno(self) -> int:
@@ -287,12 +291,15 @@ class Listener:
 
 
 def connect_to(address: str) -> Connection:
-    """Connect to a listener of this machine. Raises ConnectionRefusedError where there is none of that address, and
-    BlockingIOError where too many connections wait to be accepted."""
+    """Connect to a listener of this user on this machine. Raises ConnectionRefusedError where there is none of that address,
+    and BlockingIOError where too many connections wait to be accepted."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.setblocking(False)
     try:
         end.connect(f"\0{address}")
+        _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user != os.geteuid():
+            raise ConnectionRefusedError(f"the socket {address} is of user {user}; this process is of user {os.geteuid()}")
         end.setblocking(True)
     except BaseException:
         end.close()

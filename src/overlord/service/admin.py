@@ -13,8 +13,9 @@ from overlord.runtime.liveness import SERVER_CONTROL, SERVER_PAUSE_S
 from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
 from overlord.service.auth import check_token, read_pem, service_address
-from overlord.service.link import Link, Unreachable
+from overlord.service.link import Link
 from overlord.service.run_api import remote_run
+from overlord.service.wire import Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

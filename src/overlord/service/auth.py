@@ -56,6 +56,15 @@ class Address:
     def is_wildcard(self) -> bool:
         return self.host in ("0.0.0.0", "::")
 
+    @property
+    def unix_name(self) -> str | None:
+        """The unix socket where a service at this address answers processes of its host; None for addresses that do not
+        mean this host for certain, and with TLS, whose certificate must be seen."""
+        host = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(self.host, self.host)
+        if self.scheme == TLS or not Address(host, self.port).is_loopback:
+            return None
+        return f"overlord-at-{ipaddress.ip_address(host)}:{self.port}"
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"

@@ -1,7 +1,7 @@
 """The `Channel` to a service, through which a client in another process reaches its run.
 
-Calls on the run go over Arrow Flight. So do steps, except where the server that has them is on this host: these are mapped
-from shared memory (`local_link.py`).
+Steps and calls on the run go over Arrow Flight, except where the service is on this host: there both go through unix
+sockets, and steps are mapped from shared memory (`local_link.py`). Flight and Arrow are imported only where they are needed.
 
 A channel survives a restart of its server. When the server cannot be reached, the channel reconnects to the address that it
 was made with, until that address says which server has the rank now. `fetch` meanwhile returns Later, so that the client's
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 import weakref
 from itertools import repeat
@@ -32,18 +33,19 @@ from overlord.runtime.liveness import SERVER_ANSWER, SERVER_PAUSE_S
 from overlord.runtime.long_waits import FIRST_S, warn_if_long
 from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
-from overlord.service.auth import check_token, read_pem, service_address
+from overlord.service.auth import Address, check_token, read_pem, service_address
 from overlord.service.client import Client
-from overlord.service.link import Link, Unreachable
 from overlord.service.local_link import LocalLink, NotOnThisHostError
 from overlord.service.run_api import CALLS, MOVED, LoadStateRequest, remote_run
 from overlord.service.steps import DamagedStepError
+from overlord.service.wire import Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from overlord.messages import State
+    from overlord.service.link import Link
     from overlord.service.run_api import Call, RunApi, RunRequest
     from overlord.service.wire import Action
 
@@ -52,6 +54,7 @@ T = TypeVar("T")
 _PAUSE_S = SERVER_PAUSE_S  # between attempts to reach a server
 _WAIT_S = 2.0  # how long a fetch waits at the server, so that a thousand clients do not keep it busy with polling
 _CALL_S = _GRACE_S = SERVER_ANSWER.after_s  # timeout of a call, and of the transfer of a step after the wait
+_PROBE_S = 5.0  # to find out whether anything listens at an address
 _MOST_WAITED_S = 3600.0  # more is not reported
 _ARENAS = 8
 _log = logging.getLogger(__name__)
@@ -88,12 +91,12 @@ class FlightChannel:
         self._loaded: State | None = None
         self._is_lost = False
         self._trouble = ""
-        self._front = self._link_to(service_address(address, root))
-        self._steps: Link | LocalLink = self._front
+        self._address = service_address(address, root)
         self._not_here: str | None = None if local else ""  # the unix socket that cannot be used; "" for any
+        self._door: Link | LocalLink | None = None  # the way to the run; opened by the first call
         self._welcome = self._retry(self._greet)
         self._generations = [self._welcome.generation]
-        self._retry(lambda: self._follow(self._welcome))
+        self._steps = self._retry(lambda: self._find_server(self._welcome, None))
         if self._welcome.heartbeat_s is not None:
             _start_heartbeat(self, self._closed, self._welcome.heartbeat_s)
 
@@ -200,8 +203,10 @@ class FlightChannel:
     def close(self) -> None:
         """End every wait, and stop the heartbeat. Calls that do not have to wait still work."""
         self._closed.set()
-        if isinstance(self._steps, LocalLink):
-            self._steps.close()
+        door, self._door = self._door, None  # a later call opens it again
+        for link in (self._steps, door):
+            if isinstance(link, LocalLink):
+                link.close()
 
     def beat(self) -> None:
         """Send a heartbeat."""
@@ -220,7 +225,7 @@ class FlightChannel:
             reply = self._retry(lambda: self._call_or_renew(call.action, request))
         else:
             try:
-                reply = self._front.call(call.action, request, _CALL_S)
+                reply = self._ask(call.action, request)
             except (Unreachable, OverlordError) as error:
                 return call.on_failure(error)
         if isinstance(request, LoadStateRequest):
@@ -238,10 +243,42 @@ class FlightChannel:
 
     def _call_or_renew(self, action: Action[RunRequest, Any], request: RunRequest) -> Any:
         try:
-            return self._front.call(action, request, _CALL_S)
+            return self._ask(action, request)
         except Unreachable:
             self._renew()
             raise
+
+    def _ask(self, action: Action[Any, T], request: Any) -> T:
+        """Call the service itself."""
+        door = self._door
+        if door is None:
+            door = self._door = self._open_door()
+        try:
+            return door.call(action, request, _CALL_S)
+        except Unreachable:
+            if isinstance(door, LocalLink):  # it may come back in another way
+                self._door = None
+                door.close()
+            raise
+
+    def _open_door(self) -> Link | LocalLink:
+        """The way to the service: through its unix socket where it is on this host, which takes neither Flight nor Arrow;
+        else over Flight. Raises Unreachable where there is no service yet."""
+        address = Address.parse(self._address)
+        name = None if self._not_here == "" else address.unix_name
+        if name is None:
+            return self._link_to(self._address)
+        try:
+            return LocalLink(name, self._token, for_steps=False)
+        except NotOnThisHostError as error:
+            if isinstance(error.__cause__, OverlordError):  # it is there, and refuses this client
+                raise error.__cause__ from None
+            try:
+                socket.create_connection((address.host, address.port), _PROBE_S).close()
+            except OSError as nobody:
+                raise Unreachable(f"{self._address}: {nobody}") from None
+            _log.info("rank %d calls its service over Flight: %s", self._rank, error)
+            return self._link_to(self._address)
 
     def _retry(self, attempt: Callable[[], T]) -> T:
         """Returns the outcome of the first attempt that reaches the server."""
@@ -260,7 +297,7 @@ class FlightChannel:
                 raise ServiceError(f"the client of rank {self._rank} was closed while it waited for the service")
 
         self._trouble = "it has not answered yet"
-        wait = f"rank {self._rank} waits for the service at {self._front.address}"
+        wait = f"rank {self._rank} waits for the service at {self._address}"
         with warn_if_long(lambda: f"{wait}: {self._trouble}", self.warn_after_s):
             return retry(attempt, on=Unreachable, pauses=repeat(_PAUSE_S), on_failure=check_timeout, sleep=pause)
 
@@ -284,7 +321,7 @@ class FlightChannel:
             welcome = self._greet()
             if welcome.job != self._welcome.job:
                 raise ServiceError(
-                    f"the service at {self._front.address} now runs job {welcome.job}; this client began with "
+                    f"the service at {self._address} now runs job {welcome.job}; this client began with "
                     f"{self._welcome.job}: the declaration or its data changed; call overlord.connect again"
                 )
             if welcome.instance != self._welcome.instance:
@@ -302,34 +339,39 @@ class FlightChannel:
         """Move a restarted run to the state that this client had loaded, unless it was resumed from a later step."""
         if self._loaded is not None and welcome.start <= self._loaded["step"]:
             load = LoadStateRequest(welcome.job, self._loaded, -1)
-            generation = self._front.call(CALLS["load_state"].action, load, _CALL_S)
+            generation = self._ask(CALLS["load_state"].action, load)
             welcome = msgspec.structs.replace(self._greet(), generation=generation)
         self._generations[-1] = welcome.generation
         return welcome
 
     def _greet(self, needs_flight: bool = False) -> wire.Welcome:
-        return self._front.call(wire.HELLO, wire.Hello(wire.VERSION, self._rank, needs_flight), _CALL_S)
+        return self._ask(wire.HELLO, wire.Hello(wire.VERSION, self._rank, needs_flight))
 
     def _follow(self, welcome: wire.Welcome) -> None:
-        """Connect to the server that has this rank's steps: through its unix socket, or else over Flight. Whether it is on
-        this host is not guessed from names: only a process of the same host can connect to the socket."""
-        link = self._find_local(welcome.local)
-        if link is None and welcome.local is not None:
-            welcome = self._greet(needs_flight=True)  # the server listens on the network only where a client needs it
-        if link is None:
-            address = welcome.address or self._front.address
-            if address == self._steps.address:
-                return
-            link = self._front if address == self._front.address else self._link_to(address)
-        old, self._steps = self._steps, link
-        if old not in (link, self._front):
+        """Connect to the server that has this rank's steps."""
+        old, self._steps = self._steps, self._find_server(welcome, self._steps)
+        if old not in (self._steps, self._door):
             old.close()
 
-    def _find_local(self, address: str | None) -> LocalLink | None:
+    def _find_server(self, welcome: wire.Welcome, known: Link | LocalLink | None) -> Link | LocalLink:
+        """The server that has this rank's steps: through its unix socket, or else over Flight. Whether it is on this host is
+        not guessed from names: only a process of the same host can connect to the socket."""
+        link = self._find_local(welcome.local, known)
+        if link is not None:
+            return link
+        if welcome.local is not None:
+            welcome = self._greet(needs_flight=True)  # the server listens on the network only where a client needs it
+        address = welcome.address or self._address
+        for same in (known, self._door):
+            if same is not None and same.address == address:
+                return same
+        return self._link_to(address)
+
+    def _find_local(self, address: str | None, known: Link | LocalLink | None) -> LocalLink | None:
         if address is None or self._not_here in ("", address):
             return None
-        if isinstance(self._steps, LocalLink) and self._steps.address == address and self._steps.is_open:
-            return self._steps
+        if isinstance(known, LocalLink) and known.address == address and known.is_open:
+            return known
         try:
             return LocalLink(address, self._token)
         except NotOnThisHostError as error:
@@ -350,6 +392,8 @@ class FlightChannel:
                 self._generations.append(generation)
 
     def _link_to(self, address: str) -> Link:
+        from overlord.service.link import Link
+
         return Link(address, self._token, self._root)
 
 

@@ -14,10 +14,10 @@ from overlord.batches.buffers import Arenas
 from overlord.errors import SpecError
 from overlord.service import wire
 from overlord.service.auth import HEADER, SCHEME, is_token
+from overlord.service.flight_steps import SCHEMA, pack_step
 from overlord.service.forking import check_not_forked, protect_in_forks
 from overlord.service.gate import Gate, has_gate
 from overlord.service.run_api import ACTIONS
-from overlord.service.steps import SCHEMA, pack_step
 from overlord.service.wire import Refused, parse, refusal
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ import pyarrow.flight as flight
 from overlord.errors import ServiceError
 from overlord.service import wire
 from overlord.service.auth import token_header
+from overlord.service.flight_steps import regions_of
 from overlord.service.forking import check_not_forked, protect_in_forks
-from overlord.service.steps import regions_of, unpack_step
-from overlord.service.wire import pack
+from overlord.service.steps import unpack_step
+from overlord.service.wire import Unreachable, pack
 
 if TYPE_CHECKING:
     from overlord.batches.buffers import Arenas
@@ -29,7 +30,7 @@ _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # in spite of its name, the time that one attempt may take
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.client_idle_timeout_ms", 60_000),
 ]
 _INTRODUCED_BYTES = 4 << 10
@@ -39,10 +40,6 @@ _UNREACHABLE = (
     flight.FlightCancelledError,
     flight.FlightInternalError,  # a stream that ends in the middle
 )
-
-
-class Unreachable(Exception):
-    """The server did not answer: it is gone, hangs, or is shutting down. A retry may help."""
 
 
 class Link:

@@ -15,7 +15,6 @@ from overlord.errors import OverlordError, ServiceError
 from overlord.runtime.shared_memory import SharedSegment, connect_to
 from overlord.service import wire
 from overlord.service.forking import close_in_forks
-from overlord.service.link import Unreachable
 from overlord.service.local_steps import (
     IS_OPEN,
     STEP,
@@ -28,8 +27,11 @@ from overlord.service.local_steps import (
     NotLocal,
     ShareTakes,
     StepBorrower,
+    read_long,
+    send_long,
 )
 from overlord.service.steps import DamagedStepError
+from overlord.service.wire import Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -106,7 +108,7 @@ class LocalLink:
     It has the methods of `Link`.
     """
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, token: str | None, *, for_steps: bool = True) -> None:
         """Raises NotOnThisHostError where the socket cannot be reached, or does not take this client."""
         self.address = address
         self._token = token
@@ -117,15 +119,17 @@ class LocalLink:
         # Steps and other calls have connections of their own, so that few connections map segments.
         self._idle: dict[bool, list[_Peer]] = {True: [], False: []}
         try:
-            self._idle[True].append(_Peer(address, token))
+            self._idle[for_steps].append(_Peer(address, token))
         except (OSError, EOFError, OverlordError, msgspec.DecodeError) as error:
             raise NotOnThisHostError(str(error)) from error
 
     def call(self, action: Action[Q, T], request: Q, timeout_s: float) -> T:
         """Returns the reply of an action; raises what went wrong in the service."""
         with self._peer(for_steps=False) as peer:
-            peer.connection.send_raw(wire.pack(Act(action.name, wire.pack(request))))
-            reply, _ = peer.connection.receive_raw(timeout_s)
+            send_long(peer.connection, Act(action.name, wire.pack(request)))
+            reply, descriptors = peer.connection.receive_raw(timeout_s)
+            if descriptors:
+                reply = read_long(descriptors)
             try:
                 return action.unpack_reply(reply)
             except msgspec.DecodeError as error:

@@ -8,7 +8,6 @@ and hold arrays. For its rank a closed connection means nothing: only what the c
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -26,10 +25,11 @@ from overlord.service.local_steps import (
     LocalMessage,
     NoSharedMemoryError,
     NotLocal,
-    Returned,
     ShareTakes,
     StepLender,
     pack_answer,
+    read_long,
+    send_long,
     unpack_request,
 )
 from overlord.service.wire import Failure, Refused, refusal
@@ -49,11 +49,12 @@ _log = logging.getLogger(__name__)
 class LocalServer:
     """Listens at `address`, an abstract unix socket, until it is closed."""
 
-    def __init__(self, service: Service, arenas: Arenas, token: str | None) -> None:
+    def __init__(self, service: Service, arenas: Arenas | None, token: str | None, address: str | None = None) -> None:
+        """Without `arenas` it answers calls and hands out no steps. OSError where another process has that address."""
         self._service = service
         self._arenas = arenas
         self._token = token
-        self._listener = Listener()
+        self._listener = Listener(address=address)
         close_in_forks(self._listener)
         self.address = self._listener.address
         self._lock = threading.Lock()
@@ -108,7 +109,8 @@ class LocalServer:
         if request.version != wire.VERSION:
             reason = f"the client speaks version {request.version} of the wire, this service version {wire.VERSION}"
         elif self._token is not None and not is_token(request.token or "", self._token):
-            reason = f"the service requires its token, and the call carried {'a wrong' if request.token else 'no'} token"
+            carried = "a wrong token" if request.token else "no token"
+            reason = f"the service requires its token, and the call carried {carried}; pass token=..."
         reply = wire.Value(None) if reason is None else Failure("ServiceError", reason, [])
         connection.send_raw(wire.pack(reply))
         if reason is not None:
@@ -119,9 +121,9 @@ class LocalServer:
 class _TrainerSession:
     """What a connection has borrowed, and for whom."""
 
-    def __init__(self, service: Service, arenas: Arenas) -> None:
+    def __init__(self, service: Service, arenas: Arenas | None) -> None:
         self._service = service
-        self._lender = StepLender(arenas)
+        self._lender = None if arenas is None else StepLender(arenas)
         self._last: wire.Ticket | None = None
         self._has_warned = False
         self._page: SharedPage | None = None
@@ -133,22 +135,25 @@ class _TrainerSession:
     def answer_all(self, connection: Connection) -> None:
         """Answer until the connection ends."""
         while True:
-            match _receive(connection):
-                case Fetch() as request:
-                    self._lender.take_back(request.returned)
-                    for message in self._fetch(request.ticket):
-                        connection.send_raw(message.data, segments=message.segments)
-                case Act() as request:
-                    connection.send_raw(_shortened(self._act(request)))
-                case ShareTakes() as request:
-                    self._share_takes(connection, request)
-                case Returned() as request:
-                    self._lender.take_back(request)
-                case Greeting():
-                    raise refusal("a connection has greeted already")
+            request = _receive(connection)
+            if isinstance(request, Act):
+                send_long(connection, wire.pack(self._act(request)))
+            elif isinstance(request, Greeting):
+                raise refusal("a connection has greeted already")
+            elif self._lender is None:
+                raise refusal("this server hands out no steps; ask it for the address of the rank's")
+            elif isinstance(request, Fetch):
+                self._lender.take_back(request.returned)
+                for message in self._fetch(self._lender, request.ticket):
+                    connection.send_raw(message.data, segments=message.segments)
+            elif isinstance(request, ShareTakes):
+                self._share_takes(connection, request)
+            else:
+                self._lender.take_back(request)
 
     def close(self, was_expected: bool) -> None:
-        self._lender.close()
+        if self._lender is not None:
+            self._lender.close()
         if self._page is not None:  # once more: a trainer that was killed may have taken a step
             self._service.takes.drop(self._page)
         last = self._last
@@ -170,28 +175,28 @@ class _TrainerSession:
             return
         connection.send_raw(wire.pack(wire.Value(None)), segments=[page.segment])
 
-    def _fetch(self, ticket: wire.Ticket) -> list[LocalMessage]:
+    def _fetch(self, lender: StepLender, ticket: wire.Ticket) -> list[LocalMessage]:
         self._last = ticket
         try:
-            answer = self._service.answer(ticket, self._pack)
+            answer = self._service.answer(ticket, lambda delivery: self._pack(lender, delivery))
         except Refused as error:
             answer = Failure("ServiceError", str(error), [])
         if isinstance(answer, list):
             return answer
         return [pack_answer(_short(answer) if isinstance(answer, Failure) else answer)]
 
-    def _pack(self, delivery: Delivery) -> list[LocalMessage] | NotLocal:
+    def _pack(self, lender: StepLender, delivery: Delivery) -> list[LocalMessage] | NotLocal:
         try:
-            messages = self._lender.pack(delivery)
+            messages = lender.pack(delivery)
         except NoSharedMemoryError as error:
             return NotLocal(str(error))
-        if self._lender.num_copied and not self._has_warned:
+        if lender.num_copied and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "%s holds %d steps and returned none of them: further steps are copied for it, which costs time and its own "
                 "memory. Batches are returned when their last array is collected; copy what has to be kept",
                 self.name,
-                self._lender.num_lent,
+                lender.num_lent,
             )
         return messages
 
@@ -204,19 +209,12 @@ class _TrainerSession:
 
 def _receive(connection: Connection, timeout_s: float | None = None) -> LocalRequest:
     data, descriptors = connection.receive_raw(timeout_s)
-    for descriptor in descriptors:  # a client sends none
-        os.close(descriptor)
     try:
-        return unpack_request(data)
-    except msgspec.DecodeError as error:
+        body = read_long(descriptors) if descriptors else None
+        request = unpack_request(data)
+    except (msgspec.DecodeError, OSError, ValueError) as error:
         raise refusal(f"not a request of overlord's local wire: {error}") from None
-
-
-def _shortened(reply: wire.Value[object] | Failure) -> bytes:
-    data = wire.pack(reply)
-    if len(data) <= MOST_BYTES:
-        return data
-    return wire.pack(_short(reply) if isinstance(reply, Failure) else Failure("ServiceError", "the reply is too long", []))
+    return Act(request.name, bytes(body)) if body is not None and isinstance(request, Act) else request
 
 
 def _short(failure: Failure) -> Failure:

@@ -12,6 +12,7 @@ service does not keep: whoever keeps batches pays for them, and the service's me
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -40,12 +41,16 @@ if TYPE_CHECKING:
 
     from overlord.batches.buffers import Arenas
     from overlord.messages import Delivery
+    from overlord.runtime.shared_memory import Connection
 
 MOST_LENT = 16
 """How many steps a trainer may hold, fetched ahead or in use, before further ones are copied."""
 
 MOST_BYTES = 1 << 16
 """Of one message."""
+
+MOST_LONG_BYTES = 1 << 30
+"""Of a request or a reply in shared memory: states of jobs with very many sources."""
 
 TRYING, TAKEN, STEP, WAITED_NS, IS_OPEN = range(5)
 """The words of a page of takes (`taking.py`). The service writes the last, the client the others."""
@@ -92,6 +97,30 @@ class Act(Struct, frozen=True, forbid_unknown_fields=True, tag="act"):
 
 
 LocalRequest = Greeting | Returned | Fetch | ShareTakes | Act
+
+
+def send_long(connection: Connection, message: Act | bytes) -> None:
+    """Send a request or a reply. One that is too long for a message lies in shared memory, whose descriptor is sent."""
+    body = message.body if isinstance(message, Act) else message
+    if len(body) <= MOST_BYTES - (1 << 10):
+        connection.send_raw(pack(message) if isinstance(message, Act) else message)
+        return
+    segment = SharedSegment.create(len(body))
+    segment.memory[:] = np.frombuffer(body, np.uint8)
+    connection.send_raw(pack(Act(message.name, b"")) if isinstance(message, Act) else b"\0", segments=[segment])
+
+
+def read_long(descriptors: Sequence[int]) -> memoryview:
+    """The bytes of a request or reply that was too long for its message. They are read, not mapped: the sender could cut
+    the memory. Raises ValueError where there are too many of them."""
+    try:
+        num_bytes = os.fstat(descriptors[0]).st_size
+        if num_bytes > MOST_LONG_BYTES:
+            raise ValueError(f"a message of {num_bytes:,} bytes; at most {MOST_LONG_BYTES:,} are taken")
+        return memoryview(os.pread(descriptors[0], num_bytes, 0))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 class NotLocal(Struct, frozen=True, tag="not_local"):

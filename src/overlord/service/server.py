@@ -22,12 +22,14 @@ import logging
 import secrets
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from overlord.declare.arguments import seconds_or_none
 from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later
 from overlord.runtime.liveness import RANK_SILENT
+from overlord.runtime.shared_memory import why_unavailable
 from overlord.service import wire
 from overlord.service.local_server import LocalServer
 from overlord.service.ranks import RankRegistry
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from overlord.batches.buffers import Arenas
-    from overlord.service.auth import Listen
+    from overlord.service.auth import Address, Listen
     from overlord.service.flight_server import FlightServer
     from overlord.service.run_api import Channel, StepSource
     from overlord.service.taking import TakenStep
@@ -109,6 +111,7 @@ class Service:
         self._listen = listen
         self._opening = threading.Lock()
         self._flight: FlightServer | None = None
+        self._door: LocalServer | None = None
         if on_network:
             self.open_network()
         self._local: LocalServer | None = None
@@ -135,8 +138,27 @@ class Service:
 
         with self._opening:
             if self._flight is None:
-                self._flight = FlightServer.start(self._listen, self)
+                # First, where the port is known: a client that finds the port open and no socket would use Flight.
+                if self._listen.bound.port:
+                    self._open_door(self._listen.bound)
+                try:
+                    self._flight = FlightServer.start(self._listen, self)
+                except BaseException:
+                    if self._door is not None:
+                        self._door.close()
+                    raise
+                self._open_door(replace(self._listen.bound, port=self._flight.port))
             return self._flight.address
+
+    def _open_door(self, address: Address) -> None:
+        """Let processes of this host greet the service, and call the run, without Flight."""
+        name = address.unix_name
+        if self._run is None or name is None or self._door is not None or why_unavailable() is not None:
+            return
+        try:
+            self._door = LocalServer(self, None, self._listen.token, name)
+        except OSError as error:
+            _log.info("processes of this host greet this service over Flight: %s", error)
 
     def pause_takes(self) -> list[int]:
         """Let trainers take no step without a message until `takes.resume`; returns the ranks of which it is not known
@@ -170,8 +192,9 @@ class Service:
         """Stop serving, once calls in progress are answered. Safe to call twice."""
         self._closing.set()
         self.takes.pause()
-        if self._local is not None:
-            self._local.close()
+        for local in (self._local, self._door):
+            if local is not None:
+                local.close()
         if self._flight is not None:
             self._flight.shutdown()
 

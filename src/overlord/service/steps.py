@@ -1,26 +1,24 @@
-"""One rank's part of a step as Arrow record batches, and back.
+"""One rank's part of a step as regions of memory with a description, and back.
 
-The batches have one column of binary views. Each value is a *region*: the memory of one large array, or of many small ones,
-concatenated. Arrays longer than a message are split into several regions. The metadata of the first batch (`wire.Contents`)
-says where each array is. Sending copies no large array. Receiving copies one, into a reused arena, only if it was split or
-arrived misaligned for its dtype. Arrays that follow from others do not travel (`lean_fields.py`).
+A *region* is the memory of one large array, or of many small ones, concatenated. `wire.Contents` says where each array is.
+Regions travel as Arrow record batches (`flight_steps.py`) or, to a trainer on the same host, as shared memory, without a
+copy (`local_steps.py`). Unpacking copies an array, into a reused arena, only if it was split or arrived misaligned.
 
-To a trainer on the same host steps go without a copy, as regions of shared memory: see `local_steps.py`.
+A trainer on the service's host that gets only numbers never imports Arrow: that is two thirds of what its process would
+otherwise take.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import pyarrow as pa
 
 from overlord.errors import OverlordError
 from overlord.messages import Delivery
-from overlord.runtime.transport import table_to_stream
-from overlord.service.lean_fields import derive, find_derivable
+from overlord.service.lean_fields import derive
 from overlord.service.wire import (
     Array,
     Column,
@@ -31,47 +29,21 @@ from overlord.service.wire import (
     Scalar,
     Shapes,
 )
-from overlord.sources.views import VIEW, compact, is_view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from overlord.batches.buffers import Arenas
     from overlord.messages import Fields
-
-Chunked: TypeAlias = "pa.ChunkedArray[Any]"
-ArrowColumn: TypeAlias = "pa.Array[Any] | pa.ChunkedArray[Any]"
-
-SCHEMA = pa.schema([("region", pa.binary_view())])
-MESSAGE_BYTES = 8 << 20
-"""About the size of a message: larger ones need fresh memory, which is slow; smaller ones cost a round trip each."""
+    from overlord.service.arrow_columns import Regions
 
 SMALL_BYTES = 1 << 14
 """Arrays up to this size are copied together into one region."""
-_ALIGNMENT = 64
+ALIGNMENT = 64
 _KINDS = "biufc"
 """numpy's letters for booleans, integers, floats and complex numbers: types without pointers."""
-
-
-class Regions(Protocol):
-    """Collects the arrays of a step, for a way to send them."""
-
-    def add(self, name: str, array: NDArray[Any]) -> Array:
-        """Returns where the array of a field will be found."""
-        ...
-
-
-def pack_step(delivery: Delivery, arenas: Arenas | None = None) -> tuple[Contents, Iterator[pa.RecordBatch]]:
-    """Return the contents of a step, and at least one batch with its data. With `arenas`, which lend memory for a moment,
-    arrays that the client can compute are left out."""
-    regions = _MessageRegions()
-    microbatches = [
-        pack_fields(regions, fields, {} if arenas is None else find_derivable(fields, arenas))
-        for fields in delivery.microbatches
-    ]
-    return Contents(delivery.step, delivery.loss_tokens, microbatches), regions.batches()
 
 
 def pack_fields(regions: Regions, fields: Fields, derived: Mapping[str, NDArray[Any] | None]) -> list[Field]:
@@ -107,7 +79,7 @@ class SmallArrays:
         """Returns the offset of the bytes in the region."""
         offset = self.num_bytes
         self._contents.append(content)
-        self.num_bytes += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes += -(-len(content) // ALIGNMENT) * ALIGNMENT
         return offset
 
     def joined(self, least_bytes: int = 0) -> NDArray[np.uint8]:
@@ -115,56 +87,13 @@ class SmallArrays:
         begin = 0
         for content in self._contents:
             joined[begin : begin + len(content)] = content
-            begin += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+            begin += -(-len(content) // ALIGNMENT) * ALIGNMENT
         return joined
-
-
-class _MessageRegions:
-    """Collects arrays for record batches. Region 0 holds the small ones."""
-
-    def __init__(self) -> None:
-        self._small = SmallArrays()
-        self._large: list[NDArray[np.uint8]] = []
-
-    def add(self, name: str, array: NDArray[Any]) -> Array:
-        check_sendable(name, array)
-        dtype, shape, content = array.dtype.str, array.shape, bytes_of(array)
-        if len(content) <= SMALL_BYTES:
-            return Array(name, dtype, shape, 0, self._small.add(content))
-        pieces = [content[begin : begin + MESSAGE_BYTES] for begin in range(0, len(content), MESSAGE_BYTES)]
-        first = len(self._large) + 1
-        self._large += pieces
-        return Array(name, dtype, shape, first, 0, len(pieces))
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        # At least 64 bytes: Arrow stores shorter values inline, in the view itself.
-        message, num_bytes = [self._small.joined(_ALIGNMENT)], self._small.num_bytes
-        for region in self._large:
-            if num_bytes and num_bytes + len(region) > MESSAGE_BYTES:
-                yield batch_of(message)
-                message, num_bytes = [], 0
-            message.append(region)
-            num_bytes += len(region)
-        if message:
-            yield batch_of(message)
-
-
-def batch_of(regions: Sequence[NDArray[np.uint8]]) -> pa.RecordBatch:
-    """Return a message with these regions, without copying them."""
-    views = np.zeros(len(regions), VIEW)
-    views["length"] = [len(region) for region in regions]
-    views["prefix"] = [region[:4].tobytes() for region in regions]
-    views["buffer"] = np.arange(len(regions))
-    buffers = [None, pa.py_buffer(views.data), *(pa.py_buffer(region.data) for region in regions)]
-    arrow: Any = pa  # its stubs are incomplete
-    return arrow.RecordBatch.from_arrays([pa.Array.from_buffers(pa.binary_view(), len(regions), buffers)], schema=SCHEMA)
 
 
 def _pack_field(regions: Regions, name: str, value: Any) -> Field:
     if isinstance(value, np.ndarray):
         return regions.add(name, cast("NDArray[Any]", value))
-    if isinstance(value, (pa.Array, pa.ChunkedArray)):
-        return _pack_column(regions, name, cast("ArrowColumn", value))
     if isinstance(value, list):
         return Ragged(name, [regions.add(name, array) for array in cast("list[NDArray[Any]]", value)])
     if isinstance(value, dict):
@@ -175,18 +104,15 @@ def _pack_field(regions: Regions, name: str, value: Any) -> Field:
         value = cast("Any", value.item())
     if value is None or isinstance(value, (int, float, str)):
         return Scalar(name, value)
+    from overlord.service.arrow_columns import is_column, pack_column
+
+    if is_column(value):
+        return pack_column(regions, name, value)
     raise OverlordError(f"field {name!r} is of type {type(value).__name__}, which cannot be sent to another process")
 
 
-def _pack_column(regions: Regions, name: str, column: ArrowColumn) -> Column:
-    arrow: Any = pa
-    table = compact(arrow.table({name: column}))
-    stream = regions.add(name, np.frombuffer(memoryview(table_to_stream(table)), np.uint8))
-    return Column(name, stream, is_view(column.type), isinstance(column, pa.ChunkedArray))
-
-
 class DamagedStepError(ValueError):
-    """The data cannot come from `pack_step`. The caller, which knows the sender, raises ServiceError."""
+    """The data cannot come from a service. The caller, which knows the sender, raises ServiceError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +121,6 @@ class Region:
 
     memory: NDArray[np.uint8]
     address: int
-
-    @staticmethod
-    def of(buffer: pa.Buffer) -> Region:
-        return Region(np.frombuffer(memoryview(buffer).toreadonly(), np.uint8), buffer.address)
-
-
-def regions_of(batches: Sequence[pa.RecordBatch]) -> list[Region]:
-    """The regions that came in these messages."""
-    return [Region.of(buffer) for batch in batches for buffer in _buffers(batch)]
 
 
 def unpack_step(contents: Contents, regions: Sequence[Region], arenas: Arenas) -> Delivery:
@@ -237,15 +154,6 @@ def _unpack_fields(listed: Sequence[Field], regions: Sequence[Region], arenas: A
     return fields
 
 
-def _buffers(batch: pa.RecordBatch) -> list[pa.Buffer]:
-    if not batch.schema.equals(SCHEMA):
-        raise DamagedStepError(f"a message has columns {batch.schema.names} instead of one of regions")
-    _, _, *regions = batch.column(0).buffers()
-    if len(regions) != batch.num_rows:
-        raise DamagedStepError(f"a message of {batch.num_rows} regions came with {len(regions)} buffers")
-    return regions  # type: ignore[return-value] - only a validity buffer may be missing
-
-
 def _unpack_field(field: Field, regions: Sequence[Region], arenas: Arenas) -> Any:
     match field:
         case Array():
@@ -255,7 +163,12 @@ def _unpack_field(field: Field, regions: Sequence[Region], arenas: Arenas) -> An
         case Ragged():
             return [_array(array, regions, arenas) for array in field.arrays]
         case Column():
-            return _column(field, regions, arenas)
+            from overlord.service.arrow_columns import unpack_column
+
+            try:
+                return unpack_column(field, _array(field.stream, regions, arenas))
+            except ValueError as error:
+                raise DamagedStepError(str(error)) from None
         case Shapes():
             return {name: _shapes(field, name, shapes) for name, shapes in field.shapes.items()}
         case Derived():
@@ -297,35 +210,3 @@ def _array(array: Array, regions: Sequence[Region], arenas: Arenas) -> NDArray[A
         raise DamagedStepError(f"field {array.name!r} has shape {array.shape}: {error}") from None
     joined.setflags(write=False)
     return joined
-
-
-def _column(column: Column, regions: Sequence[Region], arenas: Arenas) -> ArrowColumn:
-    values = _read_stream(column, pa.py_buffer(_array(column.stream, regions, arenas).data))
-    if column.is_view:
-        # `compact` wrote views as large binary or string.
-        if not (pa.types.is_large_binary(values.type) or pa.types.is_large_string(values.type)):
-            raise DamagedStepError(f"field {column.name!r} is a column of views that came as {values.type}")
-        values = values.cast(pa.binary_view() if pa.types.is_large_binary(values.type) else pa.string_view())
-    if column.is_chunked:
-        return values
-    if values.num_chunks > 1:
-        raise DamagedStepError(f"field {column.name!r} is one array that came in {values.num_chunks} pieces")
-    return values.chunk(0) if values.num_chunks else pa.array([], values.type)
-
-
-def _read_stream(column: Column, stream: pa.Buffer) -> Chunked:
-    """Read the one column of a complete Arrow stream. It is validated, so that reading values stays within the buffer."""
-    source = pa.BufferReader(stream)
-    try:
-        with pa.ipc.open_stream(source) as reader:
-            table = reader.read_all()
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: the name of a column
-        raise DamagedStepError(f"field {column.name!r} came as an Arrow stream that cannot be read: {error}") from None
-    if table.num_columns != 1:
-        raise DamagedStepError(f"field {column.name!r} came as {table.num_columns} columns instead of one")
-    if source.tell() != stream.size:
-        raise DamagedStepError(
-            f"field {column.name!r} came as an Arrow stream that ends after {source.tell()} of {stream.size} bytes"
-        )
-    return table.column(0)

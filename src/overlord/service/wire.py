@@ -228,6 +228,10 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
         raise msgspec.DecodeError(f"MessagePack data is malformed: {error}") from None
 
 
+class Unreachable(Exception):
+    """The server did not answer: it is gone, hangs, or is shutting down. A retry may help."""
+
+
 class Refused(Exception):
     """A call that is not answered, with the reason."""
 
