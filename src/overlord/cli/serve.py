@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import signal
 import socket
 import sys
@@ -17,8 +19,9 @@ from overlord.cli.options import add_job_argument, at_least, positive, to_datacl
 from overlord.cli.run_options import add_run_options, read_run_options
 from overlord.errors import ServiceError, SpecError
 from overlord.runtime.liveness import RANK_SILENT
-from overlord.service.auth import Address
-from overlord.service.run import Loader, start
+from overlord.service.auth import Address, Listen, Tls
+from overlord.service.kept_run import ATTEND_S, Announcement, KeptRun, ServeRequest
+from overlord.service.run import start
 
 if TYPE_CHECKING:
     import argparse
@@ -54,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="ADDRESS",
         help="run on the Ray cluster at ADDRESS, or on a local one without it",
+    )
+    parser.add_argument(
+        "--name",
+        metavar="NAME",
+        help="call the run NAME in the Ray cluster, where it is found again if this process was killed (default: from the "
+        "path of the job file)",
     )
     parser.add_argument(
         "--processes",
@@ -102,6 +111,8 @@ class ServeOptions:
     """The path of a state, or "log" for the planner's log."""
     ray: str | None
     """The address of a Ray cluster, "" to start a local one, None to run without Ray."""
+    name: str | None
+    """What the run is called in the Ray cluster."""
     num_processes: int | None
     """Worker processes; 0 for none, None for one for each core."""
     leave_after_s: float
@@ -114,6 +125,8 @@ class ServeOptions:
             raise SpecError("--resume log resumes from the planner's log: say where it is with --log")
         if self.ray is not None and self.num_processes is not None:
             raise SpecError("--ray and --processes both say where the job runs: give one of them")
+        if self.name is not None and self.ray is None:
+            raise SpecError("--name is the name of a run in a Ray cluster: give --ray too")
 
 
 def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
@@ -121,20 +134,81 @@ def serve(path: Path, options: ServeOptions, as_json: bool) -> int:
     if options.state is not None:
         check_writable(options.state)
     token = None if options.token_file is None else read_token(options.token_file)
+    tls = None if options.tls_cert is None or options.tls_key is None else Tls(options.tls_cert, options.tls_key)
+    listen = Listen(options.address, token, tls, options.advertise)
     resume = _read_resume(options.resume)
-    _check_free(Address.parse(options.address))
-    tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
+    if options.ray is not None:
+        request = ServeRequest(
+            job=job,
+            options=options.run,
+            listen=listen,
+            leave_after_s=options.leave_after_s,
+            resume=resume,
+            digest=_digest(path, options),
+        )
+        return _serve_on_ray(options.name or _default_name(path), request, options, as_json)
+    _check_free(listen.bound)
     engine, where = _make_engine(options, job)
     with start(job, engine=engine, resume=resume, **options.run.to_arguments()) as loader:
-        stop = _install_stop_event()  # after start: Ray installs handlers of its own
+        stop = _install_stop_event()
         address = loader.serve(
-            options.address, token=token, tls=tls, advertise=options.advertise, leave_after_s=options.leave_after_s
+            options.address,
+            token=token,
+            tls=None if tls is None else (tls.certificate, tls.key),
+            advertise=options.advertise,
+            leave_after_s=options.leave_after_s,
         )
         sys.stderr.write(f"{where or engine}\n")
-        _announce(loader, address, as_json)
+        _announce(Announcement(address, loader.tree.world_size, loader.start_step), as_json)
         stop.wait()
-        _finish(loader, options)
+        _say_stopping(options)
+        drained = loader.drain(options.drain_s)
+        _finish(drained, loader.state_dict(), options)
     return 0
+
+
+def _serve_on_ray(name: str, request: ServeRequest, options: ServeOptions, as_json: bool) -> int:
+    """Keep the run in the cluster, where it outlives this process; end it when this process is told to stop."""
+    from overlord.runtime.ray.cluster import Cluster
+
+    cluster = Cluster(address=options.ray or None)
+    cluster.join()
+    try:
+        stop = _install_stop_event()  # after joining: Ray installs handlers of its own
+        driver = f"process {os.getpid()} on {socket.gethostname()}"
+        bound = request.listen.bound
+        run, was_found = KeptRun.start_or_take_back(name, request, driver, before_start=lambda: _check_free(bound))
+        try:
+            sys.stderr.write(_describe_kept(name, was_found, is_own=not options.ray))
+            _announce(run.announcement(), as_json)
+            while not stop.wait(ATTEND_S):
+                run.attend()
+            _say_stopping(options)
+            drained, state = run.drain(options.drain_s)
+            _finish(drained, state, options)
+        finally:
+            run.close()
+    finally:
+        cluster.leave()
+    return 0
+
+
+def _describe_kept(name: str, was_found: bool, is_own: bool) -> str:
+    if is_own:
+        return "on Ray, in a cluster of its own that ends with this process\n"
+    found = "taken back: it went on without a driver; it was started" if was_found else "started"
+    return f"on Ray as {name!r}, {found}: if this process is killed, the run goes on, and the same command takes it back\n"
+
+
+def _default_name(path: Path) -> str:
+    """The name of a run in its cluster: the same for the same job file."""
+    return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+
+
+def _digest(path: Path, options: ServeOptions) -> str:
+    """Differs when another job, or the same with other options, is to be served."""
+    given = (options.address, options.advertise, options.leave_after_s, options.run)
+    return hashlib.sha256(path.read_bytes() + repr(given).encode()).hexdigest()
 
 
 def _check_free(address: Address) -> None:
@@ -165,24 +239,25 @@ def _install_stop_event() -> threading.Event:
     return stop
 
 
-def _announce(loader: Loader, address: str, as_json: bool) -> None:
+def _announce(found: Announcement, as_json: bool) -> None:
     """Print the address: the only line on standard output."""
     if as_json:
-        announcement = {"address": address, "ranks": loader.tree.world_size, "step": loader.start_step}
+        announcement = {"address": found.address, "ranks": found.num_ranks, "step": found.step}
         sys.stdout.write(orjson.dumps(announcement).decode() + "\n")
     else:
-        sys.stdout.write(f"{address}\n")
+        sys.stdout.write(f"{found.address}\n")
     sys.stdout.flush()
 
 
-def _finish(loader: Loader, options: ServeOptions) -> None:
-    """Drain the ranks and save the state."""
+def _say_stopping(options: ServeOptions) -> None:
     sys.stderr.write(
         f"stopping: waits up to {options.drain_s:g} s for every rank to take the last step that one of them has; a second "
         "signal ends the process at once\n"
     )
-    drained = loader.drain(options.drain_s)
-    state = loader.state_dict()
+
+
+def _finish(drained: bool, state: State, options: ServeOptions) -> None:
+    """Save the state of a run that was drained."""
     missing = "" if drained else ", which not every rank took"
     kept = ""
     if options.state is not None:
@@ -199,10 +274,6 @@ def _read_resume(given: str | None) -> State | Literal["log"] | None:
 
 def _make_engine(options: ServeOptions, job: Job) -> tuple[Engine | None, str]:
     """The engine, and where it runs the job in words, unless it says that itself."""
-    if options.ray is not None:
-        from overlord.runtime.ray import Ray
-
-        return Ray(options.ray or None), "on Ray"
     from overlord.runtime.processes.engine import Processes, default_engine
 
     if options.num_processes == 0:

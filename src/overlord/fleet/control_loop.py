@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.fleet.autoscaler import Autoscale, Autoscaler
-from overlord.fleet.hosts import Fleet
+from overlord.fleet.hosts import Fleet, FleetState
 from overlord.fleet.shadows import ShadowChange, ShadowKeeper
 from overlord.loaders.autoscaling import Observed, ScalingDecision
 from overlord.loaders.model import Budget, Partition, Profile
@@ -86,9 +86,17 @@ class Loaders:
             )
         return self if self.autoscale is None else replace(self, autoscale=self.autoscale.for_one_process())
 
-    def start_fleet(self, engine: Engine, job: Job, units: Mapping[str, Sequence[Unit]], partition: Partition) -> Fleet:
+    def start_fleet(
+        self,
+        engine: Engine,
+        job: Job,
+        units: Mapping[str, Sequence[Unit]],
+        partition: Partition,
+        taken_over: FleetState | None = None,
+    ) -> Fleet:
+        longest_start_s = liveness.HOST_STARTING.after_s
         if self.autoscale is None:
-            return Fleet(engine, job, units, partition, longest_start_s=liveness.HOST_STARTING.after_s)
+            return Fleet(engine, job, units, partition, longest_start_s=longest_start_s, taken_over=taken_over)
         num_threads = self.autoscale.budget.workers_per_host
         own_threads = None if engine.num_hosts is None else num_threads
         return Fleet(
@@ -98,7 +106,8 @@ class Loaders:
             partition,
             num_threads=own_threads,
             num_added_threads=num_threads,
-            longest_start_s=liveness.HOST_STARTING.after_s,
+            longest_start_s=longest_start_s,
+            taken_over=taken_over,
         )
 
 

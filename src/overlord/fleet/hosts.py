@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+FLEET = "fleet"
+"""The key under which the state of the hosts is published, where roles outlive the process that started the run."""
 _START_S = 3.0  # estimated start time of a host on a cluster, until one is measured
 _ANSWER_S = liveness.HOST_LOST.after_s
 
@@ -45,6 +47,28 @@ class _Host:
 
     shares: tuple[Share, ...]
     num_threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """The hosts of a fleet, for a process that takes it over."""
+
+    partition: Partition
+    names: tuple[str, ...]
+    hosts: Mapping[str, _Host]
+    num_spawned: int
+    table: RoutingTable
+
+    def without_lost_shadows(self, running: Collection[str]) -> FleetState | None:
+        """The state of the hosts that run. None if one is lost that no other stands in for."""
+        table = self.table
+        for host, shadow in table.shadows.items():
+            if shadow not in running:
+                table = table.with_shadow(host, None)
+        if not {*filter(None, self.names), *table.hosts} <= set(running):
+            return None
+        hosts = {name: host for name, host in self.hosts.items() if name in running}
+        return replace(self, hosts=hosts, table=table)
 
 
 class Fleet:
@@ -60,18 +84,24 @@ class Fleet:
         num_threads: int | None = None,
         num_added_threads: int | None = None,
         longest_start_s: float | None = None,
+        taken_over: FleetState | None = None,
     ) -> None:
         """Each host has `num_threads` threads, each host added later `num_added_threads`; None shares the threads of the
-        process. A host that is added must start within `longest_start_s`."""
+        process. A host that is added must start within `longest_start_s`. With `taken_over` the hosts run already."""
         self._engine = engine
         self._job = job
         self._num_added_threads = num_added_threads
         self._longest_start_s = longest_start_s
         self._start_s = 0.0 if engine.num_hosts is None else _START_S
         self._lock = threading.RLock()
+        self._past_bad_rows: dict[str, frozenset[BadRowKey]] = {}
+        if taken_over is not None:
+            self._num_spawned, self._hosts = taken_over.num_spawned, dict(taken_over.hosts)
+            self._partition, self._names = taken_over.partition, list(taken_over.names)
+            self._publish(taken_over.table)
+            return
         self._num_spawned = 0
         self._hosts: dict[str, _Host] = {}
-        self._past_bad_rows: dict[str, frozenset[BadRowKey]] = {}
         publish_units(engine, units)
         self._partition = partition
         self._names: list[str] = [self._spawn_host(_Host(shares, num_threads)) for shares in partition.hosts]
@@ -121,8 +151,7 @@ class Fleet:
                 table = table.with_hosts(source, hosts_of[source], max(announced, *held) + 1)
             self._partition = to
             self._names = [name if shares else "" for name, shares in zip(names, to.hosts, strict=True)]
-            if table is not self._table:
-                self._publish(table)
+            self._publish(table)
 
     def tidy(self, cursors: Mapping[str, Cursor], active: Collection[str] | None = None) -> list[str]:
         """Stop hosts, and close sources in hosts, that no step can name any more. Also frees the buffers of sources that are
@@ -234,6 +263,9 @@ class Fleet:
             self._start_s = time.monotonic() - began
 
     def _publish(self, table: RoutingTable) -> None:
+        if self._engine.roles_live_on:  # first: whoever takes the fleet over publishes the table
+            state = FleetState(self._partition, tuple(self._names), dict(self._hosts), self._num_spawned, table)
+            self._engine.publish(FLEET, state)
         self._table = table
         self._engine.publish(TABLE, table)
 

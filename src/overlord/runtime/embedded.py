@@ -60,6 +60,7 @@ class Embedded:
     shares_memory = False
     keeps_planner = True
     log_table = None
+    roles_live_on = False
 
     @property
     def num_hosts(self) -> int | None:

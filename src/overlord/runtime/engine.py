@@ -66,6 +66,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def roles_live_on(self) -> bool:
+        """True where roles go on when the process that started the run is lost, and another one takes them over."""
+        ...
+
+    @property
     def log_table(self) -> LogTable | None:
         """Where the planner's log is kept unless the user names another place; None where the planner needs none, because it
         lives and dies with the run."""

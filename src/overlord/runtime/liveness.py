@@ -137,6 +137,22 @@ RAY_CLOSING = Detector(
     then="its process is killed",
 )
 
+DRIVER_GONE = Detector(
+    watched="the process of `overlord serve --ray`",
+    watcher="the run, which lives in the cluster",
+    sign="a call",
+    after_s=10.0,
+    checks=10,
+    then="the run goes on without it; the same command takes the run back",
+)
+RUN_FORGOTTEN = Detector(
+    watched="the users of a run without its `overlord serve --ray`",
+    watcher="the run",
+    sign="a rank reads",
+    after_s=600.0,
+    then="the run ends",
+)
+
 # Roles in processes of this machine.
 
 PROCESS_HUNG = Detector(
@@ -285,6 +301,8 @@ DETECTORS = (
     RAY_REBOUND,
     RAY_KILL,
     RAY_CLOSING,
+    DRIVER_GONE,
+    RUN_FORGOTTEN,
     PROCESS_HUNG,
     PROCESS_STARTING,
     PROCESS_GONE,

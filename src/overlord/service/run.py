@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import secrets
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ from overlord.service.constructor import ServingConstructor, make_serving_constr
 from overlord.service.resizing import freeze_at, thaw_all
 from overlord.service.run_api import MOVED, StepSource
 from overlord.service.run_options import RunOptions
+from overlord.service.takeover import RUN, LeftRun, RunRecord, find_left_run
 from overlord.service.taking import describe_stopped
 from overlord.steering.decisions import Steered
 from overlord.stream.outliers import Delay
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from overlord.loaders.model import Budget, Partition
     from overlord.roles.plan_window import Planned
     from overlord.roles.source_loader import BufferUse
+    from overlord.runtime.ray.engine import Ray
     from overlord.service.auth import Address
     from overlord.service.serving import OneServer, ServerPerGroup
     from overlord.stream.progress import Progress
@@ -138,6 +141,33 @@ def start(  # noqa: PLR0913 - all but the job by name
         raise
 
 
+def take_over(job: Job, engine: Ray, options: RunOptions) -> Loader | None:
+    """Go on with a run whose roles have outlived its process, in the namespace of the engine; None if they do not make a
+    whole run, and everything there has ended."""
+    engine.open(WorkplaceSize(job.num_workers, job.num_processes))
+    try:
+        left = find_left_run(engine)
+        if left is None:
+            engine.close()
+            return None
+        known = left.record
+        return Loader(
+            known.job,
+            engine,
+            left.units,
+            known.fingerprint,
+            known.start,
+            accept_changes=known.accept_changes,
+            era=known.era,
+            loaders=options.loaders,
+            steered=known.steered,
+            left=left,
+        )
+    except BaseException:
+        engine.close()
+        raise
+
+
 class Loader:
     """A running job, from `overlord.start`. `client(rank)` returns the iterator of a rank; `serve` lets trainers in other
     processes connect. It belongs to the process that started it. Safe to call from several threads."""
@@ -154,7 +184,9 @@ class Loader:
         era: Era | None = None,
         loaders: Loaders | None = None,
         steered: Steered | None = None,
+        left: LeftRun | None = None,
     ) -> None:
+        """`left`: the roles run already, and another process had the run."""
         self.job = job
         self.tree = ClientPlaceTree(job.mesh)
         self._group_of: dict[int, int] = {}  # rank to its data-parallel group in this mesh
@@ -167,14 +199,30 @@ class Loader:
         self._start = progress
         self._steered = steered or Steered()
         self._era = era
-        self._generation = 0
+        self._generation = 0 if left is None else left.record.generation
+        self._instance = secrets.token_hex(8) if left is None else left.record.instance
+        self._is_new = left is None
         self._move_lock = threading.Lock()  # held while the run is moved to another state or mesh; taken before _lock
         self._lock = threading.Lock()
         self._closed = False
         self._home = OneProcess("the loader", _ONE_PROCESS)
         self._clients: list[Client] = []
         self._serving: OneServer | ServerPerGroup | None = None
-        self._spawn(units, progress, (loaders or Loaders()).for_engine(engine, job))
+        loaders = (loaders or Loaders()).for_engine(engine, job)
+        if left is None:
+            self._spawn(units, progress, loaders)
+        else:
+            self._take_roles(left, loaders)
+        self._control_loop = LoaderControlLoop(
+            engine,
+            job,
+            units,
+            fleet=self._fleet,
+            loaders=loaders,
+            planner=self._planner,
+            constructors=self._constructors,
+        )
+        self._record()
         atexit.register(self.close)
         self._control_loop.start()
 
@@ -188,15 +236,39 @@ class Loader:
             self._spawn_constructor(job, group, self._generation) for group in range(job.mesh.dp)
         ]
         engine.wait_until_started()
-        self._control_loop = LoaderControlLoop(
-            engine,
-            job,
-            units,
-            fleet=self._fleet,
-            loaders=loaders,
-            planner=self._planner,
-            constructors=self._constructors,
-        )
+
+    def _take_roles(self, left: LeftRun, loaders: Loaders) -> None:
+        """Use the roles that another process has left."""
+        job, engine = self.job, self._engine
+        self._fleet = loaders.start_fleet(engine, job, left.units, left.fleet.partition, left.fleet)
+        self._routes = Routes(engine, tuple(job.sources))
+        self._planner = Handle(engine, PLANNER)
+        self._constructors = [Handle(engine, constructor_name(group)) for group in range(job.mesh.dp)]
+
+    def _record(self) -> None:
+        """Record what the run is, for a process that takes it over."""
+        if self._engine.roles_live_on:
+            record = RunRecord(
+                job=self.job,
+                fingerprint=self._fingerprint,
+                start=self._start,
+                steered=self._steered,
+                era=self._era,
+                generation=self._generation,
+                instance=self._instance,
+                accept_changes=self._accept_changes,
+            )
+            self._engine.publish(RUN, record)
+
+    @contextmanager
+    def _moving(self) -> Generator[None]:
+        """Meanwhile the run has no record: roles are between two states, and nobody could go on with them."""
+        if self._engine.roles_live_on:
+            self._engine.publish(RUN, None)
+        try:
+            yield
+        finally:
+            self._record()
 
     def _spawn_constructor(self, job: Job, group: int, generation: int) -> Handle[ServingConstructor]:
         make = partial(make_serving_constructor, job, group, self._planner, self._routes, generation=generation)
@@ -255,13 +327,24 @@ class Loader:
         listen = Listen(address, token, None if tls is None else Tls(*tls), advertise)
         job, channel = job_id(self._saved_fingerprint), LocalChannel(self, self._constructor_of)
         kind = OneServer if self._is_served_here(listen.bound) else ServerPerGroup
-        self._serving = kind(job, channel, lambda: self.tree, self._constructors, listen=listen, leave_after_s=leave_after_s)
+        self._serving = kind(
+            job,
+            channel,
+            lambda: self.tree,
+            self._constructors,
+            listen=listen,
+            leave_after_s=leave_after_s,
+            instance=self._instance,
+            is_new=self._is_new,
+        )
         return self._serving.address
 
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Stop handing out new steps to connected trainers. A step that one rank has taken is still handed to the others,
         for up to `timeout_s`; no later step is. False when some rank did not come for it."""
         timeout_s = seconds_to_wait(timeout_s, "timeout_s")
+        if self._engine.roles_live_on:
+            self._engine.publish(RUN, None)  # constructors that were told to stop are of no use to another process
         return self._serving is None or self._serving.drain(timeout_s)
 
     def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
@@ -310,6 +393,15 @@ class Loader:
                 zip(sources, samples.tokens.tolist(), numbers, groups, strict=True)
             )
         ]
+
+    @property
+    def partition(self) -> Partition:
+        """How sources are spread over loader hosts now."""
+        return self._fleet.partition
+
+    def is_read(self) -> bool:
+        """True if some rank reads this run, here or in another process."""
+        return bool(self._readers()) or (self._serving is not None and bool(self._serving.reading()))
 
     def report(self, step: int | None = None) -> Report:
         """Returns how the run stood before a step. By default that is the step of the slowest client, and the call returns
@@ -396,7 +488,9 @@ class Loader:
         unit = self.job.mix.unit
         with self._move_lock, self._lock:
             follows = generation < self._generation and to_state(progress, unit, {}) == to_state(self._start, unit, {})
-            if not follows:
+            if follows:
+                return self._generation
+            with self._moving():
                 known = self._planner.call(Planner.decisions).result()
                 self._start, self._steered = progress, steered_on_return(state, self.job, known, progress.step)
                 self._generation += 1
@@ -422,7 +516,7 @@ class Loader:
             raise SpecError(f"resize takes an overlord.Mesh, got {mesh!r}")
         timeout_s = seconds_to_wait(timeout_s, "timeout_s")
         at = None if at is None else whole(at, "at", least=None)
-        with self._move_lock, self._takes_by_message() as undecided:
+        with self._move_lock, self._moving(), self._takes_by_message() as undecided:
             if undecided:
                 raise WaitTimeoutError(f"the mesh cannot change: {describe_stopped(undecided)}")
             try:

@@ -38,16 +38,23 @@ class OneServer:
         *,
         listen: Listen,
         leave_after_s: float | None,
+        instance: str | None = None,
+        is_new: bool = True,
     ) -> None:
+        """`is_new`: ranks are expected that have not come yet. False where trainers read already, and another process served
+        them."""
+
         def check_rank(rank: int, needs_flight: bool) -> None:  # noqa: ARG001 - this server has both
             tree().coordinates(rank)  # raises for a rank that the mesh does not have
 
         self._tree = tree
         self._constructors = constructors
-        self.expect()
+        if is_new:
+            self.expect()
         self._service = Service(
             job,
             listen,
+            instance=instance,
             steps=channel,
             run=channel,
             locate=check_rank,
@@ -108,11 +115,16 @@ class ServerPerGroup:
         *,
         listen: Listen,
         leave_after_s: float | None,
+        instance: str | None = None,
+        is_new: bool = True,
     ) -> None:
+        """`is_new`: ranks are expected that have not come yet. False where trainers read already, and another process served
+        them."""
         self._tree = tree
         self._constructors = constructors
-        self.expect()
-        instance = secrets.token_hex(8)
+        instance = instance or secrets.token_hex(8)
+        if is_new:
+            self.expect()
 
         def locate(rank: int, needs_flight: bool) -> Addresses:
             # Called for every greeting: a restarted constructor has no server yet, and may be on another node.

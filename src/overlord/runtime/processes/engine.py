@@ -94,6 +94,7 @@ class Processes:
     shares_memory = True
     keeps_planner = True
     log_table = None
+    roles_live_on = False
 
     @property
     def num_hosts(self) -> int | None:

@@ -2,7 +2,8 @@
 
 What it promises: roles start in parallel, and `wait_until_started` waits for them. A call goes to the actor that the role's
 name is bound to, and is retried when the role dies or the name is bound to another actor. Actors are owned by the process
-that spawned them: Ray kills them when that process ends, even if it crashes.
+that spawned them: Ray kills them when that process ends, even if it crashes. With `keep_in` they go on, and another process
+takes them over.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class Ray:
         self._num_spawned = 0
         self._starting: dict[str, Any] = {}
         self._size: WorkplaceSize | None = None
+        self._kept_in: str | None = None
         self._names: Names
         self._calls: CallStore
         self._closed = False
@@ -148,7 +150,7 @@ class Ray:
         from overlord.runtime.ray.stored_calls import CallStore
         from overlord.runtime.ray.watch import HangWatch
 
-        self._names = Names(f"overlord-{uuid.uuid4().hex}", self._patience_s)
+        self._names = Names(self._kept_in or f"overlord-{uuid.uuid4().hex}", self._patience_s)
         self._calls = CallStore(self._names.table)
         if self._hung_after_s is not None:
             self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s)
@@ -156,6 +158,24 @@ class Ray:
     is_in_process = False
     shares_memory = False
     keeps_planner = False
+
+    @property
+    def roles_live_on(self) -> bool:
+        return self._kept_in is not None
+
+    def keep_in(self, namespace: str) -> None:
+        """Let roles outlive this process, in a namespace where another one finds them; called before `open`."""
+        self._kept_in = namespace
+
+    def take_over(self) -> list[str]:
+        """Take over the roles that a lost process has left in this engine's namespace; returns their names. A role whose
+        actor is gone is left out."""
+        from overlord.runtime.ray.detached import find_roles
+
+        with self._lock:
+            self._roles = find_roles(self._names)
+            self._num_spawned = max((int(actor.rpartition("#")[2]) for actor, _ in self._roles.values()), default=0)
+            return list(self._roles)
 
     @property
     def log_table(self) -> JobTable:
@@ -193,6 +213,7 @@ class Ray:
                     name=actor_name,
                     namespace=self._names.namespace,
                     max_restarts=-1,
+                    lifetime="detached" if self.roles_live_on else None,
                     scheduling_strategy=self._placement(name, options),
                     **options.to_ray(),
                 )

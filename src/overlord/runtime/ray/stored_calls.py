@@ -63,7 +63,8 @@ class CallStore:
     def __init__(self, table: JobTable) -> None:
         self._table = table
         self._known: dict[int, tuple[Any, _Reference | None]] = {}
-        self._num_stored = 0
+        # A process that takes a job over must not replace the calls of roles that run.
+        self._num_stored = max((int(key.rpartition("/")[2]) for key in table.keys("call/")), default=0)
 
     def store(self, make: Callable[..., Any]) -> StoredCall:
         call = make if isinstance(make, partial) else partial(make)

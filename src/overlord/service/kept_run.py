@@ -1,0 +1,236 @@
+"""A served run that outlives the process that started it: `overlord serve --ray` keeps the run in a detached actor.
+
+What it promises: the run, with its engine, its control loop over loaders and its front server, is a role of the cluster.
+When the process that started it (its *driver*) is killed, nothing happens to the run. When the role's own process is killed,
+Ray starts it again; it takes over the run's roles, which have gone on meanwhile, and serves at the same address. Where they
+do not make a whole run any more it starts them again from the plan log, and trainers reconnect. No step is lost or repeated.
+A driver that is started again under the same name takes the run back. A run that has no driver and no trainer ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from overlord.errors import OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.planlog.plan_log import ClusterLog
+from overlord.runtime import liveness
+from overlord.service.auth import Address
+from overlord.service.run import start, take_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from overlord.declare.job import Job
+    from overlord.messages import State
+    from overlord.runtime.engine import Workplace
+    from overlord.runtime.ray.detached import DetachedRole
+    from overlord.runtime.ray.engine import Ray
+    from overlord.service.auth import Listen
+    from overlord.service.run_options import RunOptions
+
+_log = logging.getLogger(__name__)
+
+ATTEND_S = liveness.DRIVER_GONE.every_s
+"""How often a driver tells its run that it lives."""
+_SERVING, _PARTITION = "serving", "partition"
+_START_S = 600.0  # sources may take long to list; errors come at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRequest:
+    """What a kept run is made from, also when it is made again."""
+
+    job: Job
+    options: RunOptions
+    listen: Listen
+    leave_after_s: float | None
+    resume: Mapping[str, Any] | str | None
+    forgotten_after_s: float = liveness.RUN_FORGOTTEN.after_s
+    """The run ends after so long without a driver and a reader."""
+    digest: str = ""
+    """Tells a driver whether a run that it finds is the one that it wants."""
+
+
+class Announcement(NamedTuple):
+    """Where a run is served."""
+
+    address: str
+    num_ranks: int
+    step: int
+
+
+class Attendance(NamedTuple):
+    """Whether somebody looks after a run."""
+
+    driver: str
+    silent_s: float
+    digest: str
+
+
+class RunKeeper:
+    """The role that has the run. See the module's docstring."""
+
+    def __init__(self, request: ServeRequest, namespace: str) -> None:
+        from overlord.runtime.ray.detached import end_roles, namespace_of_roles
+        from overlord.runtime.ray.stored_calls import JobTable
+
+        self._request = request
+        self._namespace = namespace
+        self._driver, self._attended_at = "", time.monotonic()
+        table = JobTable(namespace)
+        options, listen = request.options, request.listen
+        if options.log is None:
+            options = replace(options, log=ClusterLog(table))
+        known = table.get(_SERVING)
+        if known is not None:  # this role was lost: its trainers wait at the address that they know
+            _log.warning("the process of the run was lost: the run goes on with its roles, or from its log")
+            listen = replace(listen, address=f"{listen.bound.host}:{Address.parse(known.decode()).port}")
+            # As it was: while the CPUs of lost loaders do not count as free yet, a new partition would be smaller.
+            partition: Any = pickle.loads(table.get(_PARTITION) or pickle.dumps(None))
+            options = replace(options, partition=options.partition or partition)
+        resume = request.resume if known is None else "log"
+        roles = namespace_of_roles(namespace)
+        loader = None
+        if known is not None:
+            try:
+                loader = take_over(request.job, self._engine_in(roles), options)
+            except OverlordError as error:
+                _log.warning("the roles of the run cannot be taken over, they are started again: %s", error)
+        if loader is None:
+            end_roles(roles)
+            loader = start(request.job, engine=self._engine_in(roles), resume=resume, **options.to_arguments())
+        self._loader = loader
+        try:
+            self._address = self._loader.serve(
+                listen.address,
+                token=listen.token,
+                tls=None if listen.tls is None else (listen.tls.certificate, listen.tls.key),
+                advertise=listen.advertise,
+                leave_after_s=request.leave_after_s,
+            )
+            table.put(_PARTITION, pickle.dumps(self._loader.partition))
+            table.put(_SERVING, self._address.encode())
+        except BaseException:
+            self._loader.close()
+            raise
+        self._ending = threading.Event()
+        threading.Thread(target=self._end_when_forgotten, name="overlord-orphan", daemon=True).start()
+
+    @staticmethod
+    def _engine_in(namespace: str) -> Ray:
+        from overlord.runtime.ray.engine import Ray
+
+        engine = Ray("auto")
+        engine.keep_in(namespace)
+        return engine
+
+    def announcement(self) -> Announcement:
+        return Announcement(self._address, self._loader.tree.world_size, self._loader.start_step)
+
+    def attendance(self) -> Attendance:
+        return Attendance(self._driver, time.monotonic() - self._attended_at, self._request.digest)
+
+    def attend(self, driver: str) -> None:
+        """Note that a driver looks after the run."""
+        self._driver, self._attended_at = driver, time.monotonic()
+
+    def drain(self, timeout_s: float) -> tuple[bool, State]:
+        """Hand out no new step; returns whether every rank has the last one, and the state after it."""
+        drained = self._loader.drain(timeout_s)
+        return drained, self._loader.state_dict()
+
+    def status_lines(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        self._ending.set()
+        self._loader.close()
+
+    def _end_when_forgotten(self) -> None:
+        """End the run when it has had neither a driver nor a reader for long."""
+        from overlord.runtime.ray.detached import end_roles
+
+        used_at = time.monotonic()
+        while not self._ending.wait(ATTEND_S):
+            now, used_at = time.monotonic(), max(used_at, self._attended_at)
+            with suppress(WaitTimeoutError, WorkerDiedError):
+                used_at = now if now - used_at > ATTEND_S and self._loader.is_read() else used_at
+            if now - used_at > self._request.forgotten_after_s:
+                _log.warning("nobody has used this run for %.0f s: it ends", now - used_at)
+                self._loader.close()
+                end_roles(self._namespace)  # this process is one of them
+                return
+
+
+def make_run_keeper(request: ServeRequest, namespace: str, _workplace: Workplace) -> RunKeeper:
+    return RunKeeper(request, namespace)
+
+
+class KeptRun:
+    """A driver's view of a kept run, in the cluster that this process is connected to."""
+
+    def __init__(self, role: DetachedRole[RunKeeper], driver: str) -> None:
+        self._role = role
+        self._driver = driver
+        role.watch(liveness.RAY_HUNG.after_s)
+
+    @staticmethod
+    def start_or_take_back(
+        name: str, request: ServeRequest, driver: str, before_start: Callable[[], None]
+    ) -> tuple[KeptRun, bool]:
+        """Start a run under a name, or take back one that goes on without a driver; returns whether it was taken back.
+        `before_start` is called before one is started. SpecError if the name belongs to another run."""
+        from overlord.runtime.ray.detached import find_detached, spawn_detached
+
+        namespace = f"overlord-run-{name}"
+        role: DetachedRole[RunKeeper] | None = find_detached(namespace, liveness.RAY_GONE.after_s)
+        if role is None:
+            before_start()
+            role = spawn_detached(namespace, partial(make_run_keeper, request, namespace), liveness.RAY_GONE.after_s)
+            try:
+                role.wait_until_started(_START_S)
+            except BaseException:
+                role.stop()
+                raise
+            return KeptRun(role, driver), False
+        try:
+            found = role.call(RunKeeper.attendance)
+        except OverlordError:
+            role.stop()  # it could not be made again, and nobody has seen why
+            raise
+        if found.digest != request.digest:
+            raise SpecError(
+                f"the cluster runs another job, or the same with other options, under the name {name!r}: stop it (repeat "
+                "the command that started it, and interrupt that), or give this one another --name"
+            )
+        if found.driver and found.silent_s < liveness.DRIVER_GONE.after_s:
+            raise SpecError(
+                f"the cluster runs a job under the name {name!r} already, started by {found.driver}: stop that one, or give "
+                "this one another --name"
+            )
+        return KeptRun(role, driver), True
+
+    def announcement(self) -> Announcement:
+        self.attend()
+        return self._role.call(RunKeeper.announcement)
+
+    def attend(self) -> None:
+        """Tell the run that its driver lives. Raises what ended the run."""
+        with suppress(WaitTimeoutError):  # it is being started again
+            self._role.call(RunKeeper.attend, self._driver, timeout_s=ATTEND_S)
+
+    def drain(self, timeout_s: float) -> tuple[bool, State]:
+        return self._role.call(RunKeeper.drain, timeout_s)
+
+    def close(self) -> None:
+        """End the run."""
+        with suppress(OverlordError):
+            self._role.call(RunKeeper.close, timeout_s=liveness.ROLE_REPORT.after_s)
+        self._role.stop()
