@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
+from bench.gpu.rings import PARTS, SMALL, dynamic_rings, static_rings
 from bench.gpu.settings import ARRANGEMENTS, Setting
 from bench.gpu.work import Fit, Ranks, Work, predicted_times
+from overlord.arrange.strategies import hdp, plain
 from overlord.simulate.presets import BYTED, GITHUB
 
 LENGTHS = (128, 1024, 8192, 65_536)
@@ -49,3 +52,19 @@ def test_hdp_is_even_by_prediction():
     ranks = ARRANGEMENTS["hdp"](Setting(GITHUB, 256 << 10, 2, cp=8).graph(seed=0), FIT)
     times = predicted_times(ranks, FIT)
     assert times.max() / times.mean() < 1.05
+
+
+def test_the_rings_of_an_ablation_have_every_document_once():
+    graph = Setting(BYTED, 32 << 10, 2, cp=4).graph(seed=0)
+    rings = dynamic_rings(hdp(FIT.document_cost, capacity=8 << 10)(graph))
+    shares = sum(sum(wholes) / ranks for micros in rings for wholes, ranks, _ in micros)
+    assert shares == pytest.approx(float(graph.samples.tokens.sum()))
+    assert max(ranks for micros in rings for _, ranks, _ in micros) > 1
+    static = static_rings(plain()(graph), 4)
+    assert sum(sum(wholes) for micros in static for wholes, _, _ in micros) == 64 << 10
+
+
+@pytest.mark.parametrize("part", ["speed", "offload", "long"])
+def test_a_part_of_the_ring_benchmark_runs_on_a_cpu(part):
+    rows = PARTS[part](SMALL, torch.device("cpu"))["rows"]
+    assert all(value > 0 for row in rows for name, value in row.items() if name.endswith("_ms") or name == "ms")

@@ -10,7 +10,7 @@ A microbatch of whole documents is a ring of one rank: a single call of the kern
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,13 +66,15 @@ def ring_attention(
     refusal = chosen.refusal(q.dtype, q.shape[2])
     if refusal is not None:
         raise SpecError(f"{refusal}; leave kernel out, or pass kernel=ReferenceKernel()")
-    options = _Options(
+    options = RingOptions(
         chosen, q.shape[2] ** -0.5 if scale is None else scale, NO_WINDOW if window is None else window, deterministic
     )
     return _RingAttention.apply(q, k, v, ring, options)
 
 
-class _Options(NamedTuple):
+class RingOptions(NamedTuple):
+    """How attention is computed, the same on all ranks of a ring."""
+
     kernel: Kernel
     scale: float
     window: int
@@ -88,7 +90,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, ring, options = args
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         _check_together(ring, q, k, 0)
-        out, lse = _attend_around(q, [k, v], ring, options)
+        out, lse = attend_around(q, [k, v], ring, options)
         ctx.ring, ctx.options = ring, options
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -99,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         _check_together(ctx.ring, q, k, 1)
         grad = OutputGradient(q, grads[0].contiguous(), out, lse)
-        dq, dk, dv = _differentiate_around(grad, [k, v], ctx.ring, ctx.options)
+        dq, dk, dv = differentiate_around(grad, [k, v], ctx.ring, ctx.options)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -108,27 +110,32 @@ def _check_together(ring: Ring, q: Tensor, k: Tensor, direction: int) -> None:
         ring.messages.check(ring, (ring.number, direction, q.shape[1], k.shape[1], q.shape[2], q.element_size()))
 
 
-def _attend_around(q: Tensor, held: list[Tensor], ring: Ring, options: _Options) -> tuple[Tensor, Tensor]:
-    """The output over all keys of the ring, in the dtype of `q`, and its log-sum-exp."""
+def attend_around(q: Tensor, held: list[Tensor], ring: Ring, options: RingOptions) -> tuple[Tensor, Tensor]:
+    """The output over all keys of the ring, in the dtype of `q`, and its log-sum-exp. `held` are this rank's keys and
+    values."""
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))  # of a rank without tokens
     for turn in range(ring.size):
         part = (ring.index - turn) % ring.size
         is_last = turn + 1 == ring.size
         pending = None if is_last else ring.messages.exchange(ring, held, ring.num_tokens((part - 1) % ring.size))
-        for number, (call, bounds) in enumerate(_bound_calls(ring, part, options.window, q.device)):
-            keys, values = (_take(tensor, call.keys) for tensor in held)
-            found, found_lse = options.kernel.forward(_take(q, call.queries), keys, values, bounds, options.mask(call))
+        for number, each in enumerate(_device_calls(ring, part, options.window, q.device)):
+            keys, values = (each.keys.take(tensor) for tensor in held)
+            found, found_lse = options.kernel.forward(
+                each.queries.take(q), keys, values, each.bounds, options.mask(each.call)
+            )
             if turn == 0 and number == 0:  # it has all queries
                 out, lse = _for_sums(found) if ring.size > 1 or options.window != NO_WINDOW else found, found_lse
                 continue
-            for span, at in _placed(call.queries):
-                merge(out[_slice(span)], lse[:, _slice(span)], found[_slice(at)], found_lse[:, _slice(at)])
+            own, own_lse = each.queries.take(out), each.queries.take(lse, 1)
+            merge(own, own_lse, found, found_lse)
+            each.queries.put_back(out, own)
+            each.queries.put_back(lse, own_lse, 1)
         held = held if pending is None else pending.wait()
     return out.to(q.dtype), lse
 
 
-def _differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, options: _Options) -> list[Tensor]:
-    """The gradients of this rank's queries, keys and values."""
+def differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, options: RingOptions) -> list[Tensor]:
+    """The gradients of this rank's queries, keys and values. `held` are this rank's keys and values."""
     dq = grad.q.new_empty(grad.q.shape)
     sums: list[Tensor] = [torch.zeros_like(tensor) for tensor in held]  # of a rank without tokens
     arriving = None
@@ -137,25 +144,23 @@ def _differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, 
         is_last = turn + 1 == ring.size
         before = ring.num_tokens((part - 1) % ring.size)
         pending = None if is_last else ring.messages.exchange(ring, held, before)
-        added: list[tuple[KernelCall, list[Tensor]]] = []
-        for number, (call, bounds) in enumerate(_bound_calls(ring, part, options.window, grad.q.device)):
-            keys, values = (_take(tensor, call.keys) for tensor in held)
-            q, dout, out = (_take(tensor, call.queries) for tensor in grad[:3])
-            own = OutputGradient(q, dout, out, _take_lse(grad.lse, call.queries))
-            found = options.kernel.backward(own, keys, values, bounds, options.mask(call))
+        added: list[tuple[_DeviceCall, list[Tensor]]] = []
+        for number, each in enumerate(_device_calls(ring, part, options.window, grad.q.device)):
+            keys, values = (each.keys.take(tensor) for tensor in held)
+            q, dout, out = (each.queries.take(tensor) for tensor in grad[:3])
+            own = OutputGradient(q, dout, out, each.queries.take(grad.lse, 1).contiguous())
+            found = options.kernel.backward(own, keys, values, each.bounds, options.mask(each.call))
             if turn == 0 and number == 0:
                 if ring.size == 1 and options.window == NO_WINDOW:
                     return found
-                dq, sums = _for_sums(found[0]), [_for_sums(each) for each in found[1:]]
+                dq, sums = _for_sums(found[0]), [_for_sums(gradient) for gradient in found[1:]]
                 continue
-            for span, at in _placed(call.queries):
-                dq[_slice(span)].add_(found[0][_slice(at)])
-            added.append((call, found[1:]))
+            each.queries.add(dq, found[0])
+            added.append((each, found[1:]))
         sums = sums if arriving is None else arriving.wait()
-        for call, gradients in added:
-            for span, at in _placed(call.keys):
-                for total, gradient in zip(sums, gradients, strict=True):
-                    total[_slice(span)].add_(gradient[_slice(at)])
+        for each, gradients in added:
+            for total, gradient in zip(sums, gradients, strict=True):
+                each.keys.add(total, gradient)
         if ring.size > 1:
             # What is sent on now arrives during the next turn of the next rank, or at last at the rank that it belongs to.
             arriving = ring.messages.exchange(ring, sums, before)
@@ -168,42 +173,53 @@ def _for_sums(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _bound_calls(ring: Ring, part: int, window: int, device: torch.device) -> list[tuple[KernelCall, Bounds]]:
+class _Selection(NamedTuple):
+    """Some tokens of a rank: a slice where they follow each other, otherwise their places."""
+
+    begin: int
+    end: int
+    places: Tensor | None
+
+    @staticmethod
+    def of(spans: tuple[TokenSpan, ...], device: torch.device) -> _Selection:
+        if all(left.end == right.begin for left, right in pairwise(spans)):
+            return _Selection(spans[0].begin, spans[-1].end, None)
+        places = torch.cat([torch.arange(span.begin, span.end) for span in spans])
+        return _Selection(spans[0].begin, spans[-1].end, places.to(device, non_blocking=True))
+
+    def take(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """The tokens, packed: a view where they follow each other, otherwise a copy."""
+        if self.places is None:
+            return tensor.narrow(dim, self.begin, self.end - self.begin)
+        return tensor.index_select(dim, self.places)
+
+    def put_back(self, tensor: Tensor, taken: Tensor, dim: int = 0) -> None:
+        """Write what `take` returned to where it was; a view is there already."""
+        if self.places is not None:
+            tensor.index_copy_(dim, self.places, taken)
+
+    def add(self, tensor: Tensor, packed: Tensor) -> None:
+        """Add packed tokens to where they belong."""
+        taken = self.take(tensor)
+        taken.add_(packed)
+        self.put_back(tensor, taken)
+
+
+class _DeviceCall(NamedTuple):
+    """A call with what the device needs for it."""
+
+    call: KernelCall
+    bounds: Bounds
+    queries: _Selection
+    keys: _Selection
+
+
+def _device_calls(ring: Ring, part: int, window: int, device: torch.device) -> list[_DeviceCall]:
     key = part, window, device
     found = ring.cache.get(key)
     if found is None:
-        found = ring.cache[key] = [(call, Bounds.of(call, device)) for call in calls_of(ring, part, window)]
-    return found
-
-
-def _slice(span: TokenSpan) -> slice:
-    return slice(span.begin, span.end)
-
-
-def _is_one(spans: tuple[TokenSpan, ...]) -> bool:
-    """Whether spans follow each other without a gap."""
-    return all(left.end == right.begin for left, right in itertools.pairwise(spans))
-
-
-def _take(tensor: Tensor, spans: tuple[TokenSpan, ...]) -> Tensor:
-    """The tokens of spans, packed: a view where they follow each other."""
-    if _is_one(spans):
-        return tensor[spans[0].begin : spans[-1].end]
-    return torch.cat([tensor[_slice(span)] for span in spans])
-
-
-def _take_lse(lse: Tensor, spans: tuple[TokenSpan, ...]) -> Tensor:
-    if _is_one(spans):
-        return lse[:, spans[0].begin : spans[-1].end].contiguous()
-    return torch.cat([lse[:, _slice(span)] for span in spans], dim=1)
-
-
-def _placed(spans: tuple[TokenSpan, ...]) -> list[tuple[TokenSpan, TokenSpan]]:
-    """Spans, and where each of them is among packed tokens; a single one where they follow each other."""
-    if _is_one(spans):
-        return [(TokenSpan(spans[0].begin, spans[-1].end), TokenSpan(0, spans[-1].end - spans[0].begin))]
-    found, at = [], 0
-    for span in spans:
-        found.append((span, TokenSpan(at, at + span.end - span.begin)))
-        at = found[-1][1].end
+        found = ring.cache[key] = [
+            _DeviceCall(call, Bounds.of(call, device), _Selection.of(call.queries, device), _Selection.of(call.keys, device))
+            for call in calls_of(ring, part, window)
+        ]
     return found

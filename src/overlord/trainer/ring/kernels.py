@@ -175,7 +175,7 @@ class _Determinism:
     def __enter__(self) -> None:
         self._before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         if self._wanted:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True)  # with warn_only, flash attention stays as it is
 
     def __exit__(self, *args: object) -> None:
         torch.use_deterministic_algorithms(self._before[0], warn_only=self._before[1])

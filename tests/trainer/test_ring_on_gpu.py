@@ -1,0 +1,24 @@
+"""Rings on fused kernels; needs a GPU. Without one, the same comparison runs on the reference kernel."""
+
+import pytest
+import torch
+
+from tests.trainer.gpu_rings import errors_on
+
+
+def _check(device: str, cases: int) -> None:
+    found = errors_on(device, cases)
+    for name, error in found["relative_error"]["ring"].items():
+        assert error < 1e-2, f"{name} is off by {error}"
+        assert error < 2 * found["relative_error"]["one rank"][name] + 1e-4
+    assert found["deterministic_repeats"]
+    assert found["through_autograd"] < 1e-2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rings_on_a_gpu_are_as_exact_as_one_rank():
+    _check("cuda", 24)
+
+
+def test_rings_whose_passes_are_called_as_functions_are_as_exact_as_one_rank():
+    _check("cpu", 2)
