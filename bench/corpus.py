@@ -58,11 +58,13 @@ class TextCorpus:
     @property
     def paths(self) -> list[str]:
         """All files, those of a source after each other."""
-        return [str(self.folder / f"source_{i:03d}.parquet") for i in range(self.sources * self.files)]
+        folder = self.folder
+        return [str(folder / f"source_{i:03d}.parquet") for i in range(self.sources * self.files)]
 
     @property
     def paths_by_source(self) -> list[list[str]]:
-        return [self.paths[i : i + self.files] for i in range(0, self.sources * self.files, self.files)]
+        paths = self.paths
+        return [paths[i : i + self.files] for i in range(0, len(paths), self.files)]
 
     @property
     def tokens(self) -> int:

@@ -8,10 +8,6 @@ from itertools import cycle
 from typing import Any
 
 import overlord as ol
-from bench import corpus
-from bench.peers.documents import mixing_weights
-from bench.peers.packing import BATCH_TOKENS, ROW_TOKENS
-from bench.peers.pictures import BATCH, SIZE
 from bench.run_one import Work
 
 MIB = 1 << 20
@@ -20,6 +16,11 @@ MIB = 1 << 20
 def job_of(work: Work) -> ol.Job:
     """Settings: `workers`, threads of the job; `buffer`, the MiB a source may keep decoded; `engine` of the tokeniser. All
     else, and what is not set, is left to Overlord."""
+    # Here and not above: a trainer that connects to a service imports neither Arrow nor Pillow, and nor do users'.
+    from bench import corpus
+    from bench.peers.documents import mixing_weights
+    from bench.peers.packing import BATCH_TOKENS, ROW_TOKENS
+
     if work.benchmark == "images":
         return _images_job(work)
     options = {"buffer_bytes": work.settings["buffer"] * MIB} if "buffer" in work.settings else {}
@@ -45,6 +46,10 @@ def job_of(work: Work) -> ol.Job:
 
 
 def _images_job(work: Work) -> ol.Job:
+    from bench import corpus
+    from bench.peers.packing import ROW_TOKENS
+    from bench.peers.pictures import BATCH, SIZE
+
     decode = ol.vision.DecodeImage(column="jpg", size=(SIZE, SIZE))
     return ol.Job(
         sources={"pairs": ol.WebDataset(corpus.IMAGES.paths, tokens=None, decode=decode)},

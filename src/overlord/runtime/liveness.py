@@ -252,7 +252,7 @@ SERVER_CONTROL = Detector(
     watcher="`overlord mix ADDRESS`",
     sign="it answers the call, after the planner has finished drawing the current step",
     after_s=60.0,
-    then="the call is repeated every 0.2 s, until the command's own timeout",
+    then="the call is repeated every 0.1 s, until the command's own timeout",
 )
 STRANGER = Detector(
     watched="a connection to a service that has a token",

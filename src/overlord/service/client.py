@@ -80,10 +80,8 @@ class Client:
         self._closed = threading.Event()
         self._at_close: list[Callable[[], None]] = []
         self._always_ahead = fetch_ahead is not None  # else only where that is useful
-        num_ahead = _FETCH_AHEAD if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
-        self._ahead = StepsAhead(channel, rank, num_ahead) if num_ahead else None
-        if self._ahead is not None:
-            weakref.finalize(self, self._ahead.stop).atexit = False  # daemons need not be told of the end of the program
+        self._num_ahead = _FETCH_AHEAD if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
+        self._ahead: StepsAhead | None = None  # made when it is first useful
 
     def __iter__(self) -> Client:
         self._home.check()
@@ -122,9 +120,16 @@ class Client:
         if self._placer is None:
             self._placer = self._destination.open()
         step = self._step(delivery.loss_tokens, self._placer.place(delivery.microbatches))
-        if ahead is not None and (self._always_ahead or self._destination.copies or self._channel.is_ahead_useful):
-            ahead.follow(self._next, self._placer)
+        if self._num_ahead and (self._always_ahead or self._destination.copies or self._channel.is_ahead_useful):
+            (ahead or self._make_ahead()).follow(self._next, self._placer)
         return step
+
+    def _make_ahead(self) -> StepsAhead:
+        self._ahead = ahead = StepsAhead(self._channel, self.rank, self._num_ahead)
+        weakref.finalize(self, ahead.stop).atexit = False  # daemons need not be told of the end of the program
+        if self._closed.is_set():  # by another thread, which has not seen it
+            ahead.stop()
+        return ahead
 
     def _step(self, loss_tokens: int | float, placed: Placed) -> Step:
         microbatches = cast("tuple[MicrobatchWithColumns, ...]", placed.use())

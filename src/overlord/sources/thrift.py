@@ -21,11 +21,11 @@ class Encoded(NamedTuple):
 
 
 def i32(number: int) -> Encoded:
-    return Encoded(_I32, _zigzag(number))
+    return Encoded(_I32, varint(_zigzag(number)))
 
 
 def i64(number: int) -> Encoded:
-    return Encoded(_I64, _zigzag(number))
+    return Encoded(_I64, varint(_zigzag(number)))
 
 
 def boolean(value: bool) -> Encoded:
@@ -137,8 +137,8 @@ def _read_sequence(data: Sequence[int], at: int) -> tuple[list[Any], int]:
     return items, at
 
 
-def _zigzag(number: int) -> bytes:
-    return varint(number << 1 if number >= 0 else ~number << 1 | 1)
+def _zigzag(number: int) -> int:
+    return number << 1 if number >= 0 else ~number << 1 | 1
 
 
 def _read_zigzag(data: Sequence[int], at: int) -> tuple[int, int]:
