@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from overlord.errors import OverlordError, WaitTimeoutError, WorkerDiedError
+from overlord.errors import ClosedError, OverlordError, WaitTimeoutError, WorkerDiedError
 from overlord.loaders.routing import RoutingTable
 from overlord.roles.assembly import make_loader_host, publish_units
 from overlord.roles.loader_host import HostStatus, LoaderHost
@@ -24,7 +25,7 @@ from overlord.runtime import liveness
 from overlord.runtime.engine import Engine, Handle, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from overlord.chunks.bad_rows import BadRowKey
     from overlord.declare.job import Job
@@ -221,15 +222,14 @@ class Fleet:
 
     def statuses(self) -> dict[str, HostStatus]:
         """Return the status of each host that answers in time."""
-        return _collect_in_time({host.name: host.call(LoaderHost.status) for host in self.hosts})
+        return _collect_in_time(_call_each(self.hosts, lambda host: host.call(LoaderHost.status)))
 
     def buffer_use(self) -> dict[str, BufferUse]:
         """Return the buffers of each source over all its loaders, without shadows and without hosts that do not answer."""
         found: dict[str, BufferUse] = {}
         table = self._table
-        replies = {
-            h: Handle[LoaderHost](self._engine, h).call(LoaderHost.buffer_use, table.sources_of(h)) for h in table.hosts
-        }
+        hosts = [Handle[LoaderHost](self._engine, name) for name in table.hosts]
+        replies = _call_each(hosts, lambda host: host.call(LoaderHost.buffer_use, table.sources_of(host.name)))
         for uses in _collect_in_time(replies).values():
             for name, use in uses.items():
                 found[name] = found[name].plus(use) if name in found else use
@@ -238,7 +238,8 @@ class Fleet:
     def num_bad_rows(self) -> dict[str, int]:
         """Return how many rows of each source were dropped. A row that several hosts dropped counts once."""
         found = {name: set(self._past_bad_rows.get(name, ())) for name in self._job.sources}
-        for dropped in _collect_in_time({host.name: host.call(LoaderHost.bad_rows) for host in self.hosts}).values():
+        replies = _call_each(self.hosts, lambda host: host.call(LoaderHost.bad_rows))
+        for dropped in _collect_in_time(replies).values():
             for name, rows in dropped.items():
                 found[name] |= rows
         return {name: len(rows) for name, rows in found.items()}
@@ -277,6 +278,15 @@ class Fleet:
         self._engine.stop(name)
 
 
+def _call_each(hosts: Sequence[Handle[LoaderHost]], call: Callable[[Handle[LoaderHost]], Reply[T]]) -> dict[str, Reply[T]]:
+    """Call hosts side by side, without one that is stopped meanwhile by the control loop."""
+    replies: dict[str, Reply[T]] = {}
+    for host in hosts:
+        with suppress(ClosedError):
+            replies[host.name] = call(host)
+    return replies
+
+
 def _collect_in_time(replies: Mapping[str, Reply[T]]) -> dict[str, T]:
     """Return the results that arrive before one deadline for all of them."""
     deadline = time.monotonic() + _ANSWER_S
@@ -284,6 +294,6 @@ def _collect_in_time(replies: Mapping[str, Reply[T]]) -> dict[str, T]:
     for name, reply in replies.items():
         try:
             found[name] = reply.result(max(deadline - time.monotonic(), 0.0))
-        except (WaitTimeoutError, WorkerDiedError):
+        except (ClosedError, WaitTimeoutError, WorkerDiedError):
             continue
     return found

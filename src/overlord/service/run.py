@@ -45,7 +45,7 @@ from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor, make_serving_constructor
 from overlord.service.resizing import freeze_at, thaw_all
 from overlord.service.run_api import MOVED, StepSource
-from overlord.service.run_options import RunOptions
+from overlord.service.run_options import RunOptions, warn_of_small_store
 from overlord.service.takeover import RUN, LeftRun, RunRecord, find_left_run
 from overlord.service.taking import describe_stopped
 from overlord.steering.decisions import Steered
@@ -120,6 +120,7 @@ def start(  # noqa: PLR0913 - all but the job by name
     options.place(engine)
     engine.open(WorkplaceSize(job.num_workers, job.num_processes))  # first: its processes start while files are listed
     try:
+        warn_of_small_store(engine, job)
         units = list_units(job.sources)
         log = options.log_on(engine)
         job = with_windows(job, units, saved_windows(resume, log, job.sources))

@@ -5,6 +5,7 @@ None of them changes the contents of a step. An engine refuses what it cannot do
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from overlord.declare.job import Job
     from overlord.fleet.autoscaler import Autoscale
     from overlord.loaders.model import Budget, Partition
     from overlord.runtime.engine import Engine
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +67,23 @@ class RunOptions:
     def to_arguments(self) -> dict[str, Any]:
         """The same options as arguments of `overlord.start`."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def warn_of_small_store(engine: Engine, job: Job) -> None:
+    """Say so before the first step if the cluster's object store cannot hold the steps that are kept ready: Ray then writes
+    to disk what does not fit, which is slower."""
+    use, batch = engine.store_use(), job.batch
+    tokens = batch.tokens or (batch.samples or 0) * (batch.sequence_length or 0)
+    needed = _TOKEN_BYTES * tokens * (job.prefetch + 1)
+    if use is not None and use.limit_bytes is not None and needed > use.limit_bytes:
+        _log.warning(
+            "the object store of the cluster has %s bytes, and the tokens of the %d steps that are kept ready take %s: Ray "
+            "writes what does not fit to disk, which is slower; give it more (Ray(object_store_bytes=), or `ray start "
+            "--object-store-memory`), or lower Job(prefetch=)",
+            f"{use.limit_bytes:,}",
+            job.prefetch + 1,
+            f"{needed:,}",
+        )
+
+
+_TOKEN_BYTES = 4

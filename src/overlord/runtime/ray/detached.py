@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
 from overlord.runtime.engine import Workplace, WorkplaceSize
 from overlord.runtime.ray.names import Names
-from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor
+from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release
 from overlord.runtime.ray.stored_calls import CallStore, JobTable
 from overlord.runtime.ray.watch import HangWatch
 
@@ -114,7 +114,7 @@ def spawn_detached(namespace: str, make: Callable[[Workplace], R], patience_s: f
         actor = (
             remote(concurrency_groups={HEALTH_CHECKS: 1})(RoleActor)
             .options(name=_ACTOR, namespace=namespace, lifetime="detached", scheduling_strategy=here, **options)
-            .remote(_ROLE, CallStore(names.table).store(make), WorkplaceSize())
+            .remote(_ROLE, CallStore(names.table).store(make), WorkplaceSize(), own_release())
         )
     except ValueError as error:  # another process was faster
         raise SpecError(f"the cluster runs {namespace!r} already: {error}") from error

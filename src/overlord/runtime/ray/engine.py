@@ -196,7 +196,7 @@ class Ray:
     def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
         import ray
 
-        from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor
+        from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release
 
         with self._lock:
             if self._closed:
@@ -217,7 +217,7 @@ class Ray:
                     scheduling_strategy=self._placement(name, options),
                     **options.to_ray(),
                 )
-                .remote(name, self._calls.store(make), self._size)
+                .remote(name, self._calls.store(make), self._size, own_release())
             )
             self._roles[name] = actor_name, actor
             self._starting[name] = actor.wait_until_made.remote()

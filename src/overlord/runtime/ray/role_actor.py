@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from overlord.errors import SpecError
 from overlord.runtime.engine import Workplace, WorkplaceSize
 from overlord.runtime.transport import ErrorEnvelope
 
@@ -38,8 +41,10 @@ class RoleActor:
     look hung.
     """
 
-    def __init__(self, name: str, stored: StoredCall, size: WorkplaceSize) -> None:
+    def __init__(self, name: str, stored: StoredCall, size: WorkplaceSize, release: str) -> None:
+        """`release` is the one of Overlord in the process that spawned the role."""
         self._name = name
+        self._release = release
         self._failed: ErrorEnvelope | None = None
         self._role: Any = None
         self._workplace: Workplace | None = None
@@ -79,6 +84,7 @@ class RoleActor:
 
     def _make(self, stored: StoredCall, size: WorkplaceSize) -> None:
         try:
+            check_release(self._release, f"role {self._name!r}")
             make: Callable[[Workplace], Any] = stored.load()
             self._workplace = Workplace(size)
             self._role = make(self._workplace)
@@ -86,6 +92,24 @@ class RoleActor:
             self._failed = ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
         finally:
             self._made.set()
+
+
+def own_release() -> str:
+    """The release of Overlord that this process runs."""
+    try:
+        return version("overlord-dataloader")
+    except PackageNotFoundError:
+        return "one that is not installed as a package"
+
+
+def check_release(expected: str, what: str) -> None:
+    """SpecError if this process runs another release than the one that spawned it: what they send each other may differ."""
+    own = own_release()
+    if own != expected:
+        raise SpecError(
+            f"{what} is on node {socket.gethostname()}, which has overlord {own}, and the run was started with {expected}: "
+            "install the same release on every node of the cluster"
+        )
 
 
 def process_start_time(process: int) -> str:
