@@ -100,10 +100,12 @@ def find(peer: str, benchmark: str) -> Build:
             from bench.peers import grain_loader as module
         case "webdataset":
             from bench.peers import webdataset_loader as module
+        case "ray_data":
+            from bench.peers import ray_data_loader as module
         case "overlord":
             from bench.peers import overlord_loader as module
         case _:
-            raise SystemExit(f"no peer is called {peer!r}: bare, torch, spdl, grain, webdataset or overlord")
+            raise SystemExit(f"no peer is called {peer!r}: bare, torch, spdl, grain, webdataset, ray_data or overlord")
     build = getattr(module, benchmark if benchmark in ("images", "bpe") else "text", None)
     if build is None:
         raise SystemExit(f"{peer} takes no part in the {benchmark} benchmark")

@@ -105,16 +105,32 @@ class Trainers:
 
     def start(self) -> float:
         """Starts all processes; returns when that was."""
+        if "ray" in self._work.settings:
+            self._work = replace(self._work, settings={**self._work.settings, "cluster": self._start_cluster()})
         begun = time.monotonic()
         work = self._work
+        if self._peer == "ray_data":
+            self._run("the dataset", [sys.executable, "-W", "ignore", "-m", "bench.peers.ray_data_loader", _to_json(work)])
         if self._peer == "overlord" and not work.settings.get("in_process"):
             work = replace(work, settings={**work.settings, "address": self._serve()})
         for rank in range(work.ranks):
             command = [sys.executable, "-W", "ignore", "-m", "bench.trainer_process", self._peer, str(rank)]
-            part = self._run(f"trainer {rank}", [*command, json.dumps(asdict(work))])
+            part = self._run(f"trainer {rank}", [*command, _to_json(work)])
             self._trainers.append(part)
             self._selector.register(cast(Any, part.process.stdout), selectors.EVENT_READ, part)
         return begun
+
+    def _start_cluster(self) -> str:
+        """Starts a Ray cluster with the options of the setting `ray`; returns its address when it is warm."""
+        # Of all that connects to it: without these Ray looks for a loopback cluster on another interface.
+        os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        part = self._run("the cluster", [sys.executable, "-m", "bench.ray_cluster", *self._work.settings["ray"]])
+        assert part.process.stdout is not None
+        address = part.process.stdout.readline().decode().strip()
+        if not address:
+            part.process.wait(_GRACE)
+            raise SystemExit(part.why())
+        return address
 
     def _serve(self) -> str:
         # The port is known beforehand, so that trainers start together with the service, as a launcher starts them.
@@ -124,6 +140,8 @@ class Trainers:
         file = self._folder / "job.py"
         file.write_text(_JOB.format(work=asdict(self._work)))
         options = self._work.settings.get("serve", [])
+        if "cluster" in self._work.settings:
+            options = ["--ray", self._work.settings["cluster"], *options]
         command = [sys.executable, "-W", "ignore", "-m", "overlord", "serve", str(file), "--address", address, *options]
         self._run("overlord serve", command)
         return f"grpc://{address}"
@@ -182,10 +200,14 @@ class Trainers:
             return end_below(os.getpid(), _GRACE)
         _await_end(self._trainers)
         others = [part for part in self._parts if part not in self._trainers]
-        for part in others:
+        for part in others[::-1]:  # the cluster last
             part.process.terminate()
-        _await_end(others)
+            _await_end([part])
         return end_below(os.getpid(), _GRACE)
+
+
+def _to_json(work: Work) -> str:
+    return json.dumps(asdict(work))
 
 
 def _await_end(parts: Sequence[Part]) -> None:

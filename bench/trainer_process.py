@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import select
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -141,9 +140,16 @@ def steps_of(peer: str, work: Work, rank: int) -> Iterator[Any]:
     return stream if work.micros > 1 else ((batch,) for batch in stream)
 
 
-def _tell(kind: str, said: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"kind": kind, **said}) + "\n")
-    sys.stdout.flush()
+def _keep_stdout() -> Callable[[str, dict[str, Any]], None]:
+    """Keeps standard output for this program's own lines: what libraries print goes to standard error."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(kind: str, said: dict[str, Any]) -> None:
+        out.write(json.dumps({"kind": kind, **said}) + "\n")
+        out.flush()
+
+    return tell
 
 
 def main() -> None:
@@ -153,13 +159,14 @@ def main() -> None:
     parser.add_argument("work", type=json.loads)
     given = parser.parse_args()
     die_with_parent()
+    tell = _keep_stdout()
     work = Work(**given.work)
     steps = steps_of(given.peer, work, given.rank)
-    train(Taking(steps, work.kind), work.warmup, _tell)
+    train(Taking(steps, work.kind), work.warmup, tell)
     close = getattr(steps, "close", None)
     if close is not None:
         close()
-    _tell("left", {})
+    tell("left", {})
 
 
 if __name__ == "__main__":

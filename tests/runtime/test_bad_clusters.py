@@ -47,11 +47,12 @@ class Slow(Numbered):
 
 @pytest.mark.second_try(reason="Ray must start loader hosts within 60 s")
 def test_the_autoscaler_adds_loaders_on_ray_and_the_stream_stays_the_same():
-    job = job_of({"slow": Slow(rows=4000, unit_rows=4, first=1, buffer_bytes=1 << 30)}, num_workers=1)
+    job = job_of({"slow": Slow(rows=4000, unit_rows=4, first=1, buffer_bytes=64 << 20)}, num_workers=1)
     with ol.start(job_of({"slow": Numbered(rows=4000, unit_rows=4, first=1)}, num_workers=1)) as loader:
         client = loader.client(0, timeout_s=60)
         expected = [content(next(client)) for _ in range(150)]
-    budget = ol.scaling.Budget(cpus=4, memory_bytes=8 << 30, workers_per_host=1, host_bytes=1 << 20)
+    # Room for a few hosts: a trainer that does nothing but take steps could use any number.
+    budget = ol.scaling.Budget(cpus=4, memory_bytes=8 << 30, workers_per_host=1, host_bytes=2 << 30)
     scale = ol.scaling.Autoscale(budget=budget, every_s=0.2)
     engine = ol.Ray("auto", loader_hosts=1, loaders=ANYWHERE)
     with ol.start(job, engine=engine, autoscale=scale) as loader:

@@ -21,6 +21,7 @@ import pytest
 import overlord as ol
 from overlord.runtime.engine import WorkplaceSize
 from overlord.service.client import Client
+from overlord.service.constructor import ServingConstructor
 from tests.commands import python
 from tests.faults.disturbance import send
 from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
@@ -167,21 +168,33 @@ def test_many_small_sources_share_a_few_loader_hosts(ray_cluster: None):
         assert list(loader.report().buffers) == list(sources)
 
 
-def test_what_is_in_the_object_store_stays_bounded_however_long_a_run_is(ray_cluster: None):
+def shared_bytes(process: int) -> int:
+    """The bytes of memory shared with other processes of the run that a process maps."""
+    lines = [line.split() for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "memfd:overlord" in line]
+    ends = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+    return sum(end - begin for begin, end in ends)
+
+
+def test_memory_that_roles_share_stays_bounded_however_long_a_run_is(ray_cluster: None):
     source = Numbered(rows=64, unit_rows=64, first=1, longest=900)
     batch = ol.Batch(tokens=131_072, sequence_length=65_536, micro_tokens=131_072)
     with ol.start(job_of({"a": source}, batch), engine=ol.Ray("auto", loader_hosts=1)) as loader:
         client = loader.client(0, timeout_s=60)
         step_bytes = sum(field.nbytes for micro in next(client) for field in micro.values() if isinstance(field, np.ndarray))
         assert step_bytes > 1 << 20
-        most = 0
+        builder, _ = loader._constructors[0].call(ServingConstructor.shared_bytes).result()
+        here, there, stored = [], [], []
         for _ in range(40):
             step = next(client)  # held while it is looked at
             use = loader.report().store
             assert use is not None
-            most = max(most, use.num_bytes)
+            stored.append(use.num_bytes)
+            here.append(shared_bytes(os.getpid()))
+            there.append(shared_bytes(builder))
             del step
-    assert 0 < most < 8 * step_bytes
+    assert max(stored) < 8 * step_bytes
+    assert step_bytes <= max(here) < 8 * step_bytes
+    assert 0 < max(there) < 16 * step_bytes
 
 
 @pytest.mark.parametrize(

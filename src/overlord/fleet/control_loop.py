@@ -72,7 +72,7 @@ class Loaders:
         """A copy of the options for this engine; SpecError for an option that it does not support."""
         if (self.autoscale or self.shadows) and job.num_workers == 0:
             raise SpecError("num_workers=0 makes every chunk when it is requested; autoscale and shadows need threads")
-        if self.shadows is not None and engine.shares_memory:
+        if self.shadows is not None and engine.is_one_machine and engine.num_hosts is not None:
             raise SpecError(
                 "shadows take over from loaders that a cluster takes long to replace; a process of this machine is replaced "
                 "in about a second: leave shadows out, or run the job with engine=ol.Ray()"

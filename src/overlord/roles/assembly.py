@@ -115,7 +115,7 @@ def make_partition(
     if num_hosts is None:
         return by_share(num_shares)
     loads = {name: _expected_load(job, name, units[name]) for name in job.sources}
-    if engine.shares_memory:
+    if engine.is_one_machine:
         num_shares = shares_by_load(num_shares, loads, num_hosts)
     return evenly(num_shares, loads, num_hosts)
 

@@ -4,7 +4,8 @@ out of them.
 What it promises: `fetch_each` returns the payload that loader hosts would return for the same samples, whatever happens to
 hosts meanwhile. A chunk is requested once for all constructors of the process, with others of its host, and before it is
 needed if the plan is known early enough. It is returned when the planner says that no step needs it any more. A chunk that
-is needed after that is requested again. Chunks that are not in shared memory are read through their host.
+is needed after that is requested again. Chunks that are not in shared memory, or whose host is on another machine, gone or
+silent, are read through `Routes`, which waits for the host or takes its shadow.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from overlord.batches.lending import Borrower
 from overlord.batches.payload import Payload
 from overlord.chunks.shared_rows import RowsInMemory
-from overlord.errors import ClosedError
+from overlord.errors import ClosedError, WaitTimeoutError
 from overlord.roles.chunk_loans import MOST_TOGETHER, LentChunk, LoanAnswer, LoanRequest
 from overlord.roles.chunk_rows import RowTaker
 from overlord.roles.loader_host import LoaderHost
@@ -103,6 +104,8 @@ class BorrowedChunks:
         except ClosedError:
             return
         for host, keys in by_host.items():
+            if not self._routes.is_near(host):
+                continue
             link = self._link(host)
             if link.lock.acquire(blocking=False):
                 try:
@@ -113,21 +116,18 @@ class BorrowedChunks:
                 finally:
                     link.lock.release()
 
-    def require(self, keys: Collection[Key]) -> None:
-        """Wait until these chunks are borrowed, or known as chunks that are not shared."""
+    def require(self, keys: Collection[Key]) -> set[Key]:
+        """Wait until these chunks are borrowed. Returns those that cannot be: they are not in shared memory, or their host
+        is on another machine, gone, or silent while its shadow can answer."""
+        absent = {key for key in keys if key in self._unshared}
         missing = self._missing(keys)
-        tries = 0
         while missing:
-            try:
-                self._borrow(self._routes.hosts_of(missing))
-            except ClosedError:
-                if not self._routes.look_again(tries):
-                    raise
-                tries += 1
-            missing = self._missing(missing)
-
-    def is_shared(self, source: int, number: int) -> bool:
-        return (source, number) not in self._unshared
+            by_host = self._routes.hosts_of(missing)
+            near = {host: keys for host, keys in by_host.items() if self._routes.is_near(host)}
+            absent.update(key for host, keys in by_host.items() if host not in near for key in keys)
+            absent |= self._borrow(near)
+            missing = [key for key in self._missing(missing) if key not in absent]
+        return absent | {key for key in keys if key in self._unshared}
 
     def release_before(self, first: Ints) -> None:
         """Return the chunks of each source before its `first`: no step needs them any more."""
@@ -176,26 +176,36 @@ class BorrowedChunks:
         with self._lock:
             link = self._links.get(host)
             if link is None:
-                link = self._links[host] = _Link(self._names, lambda *args: self._routes.call_host(host, *args), self._keep)
+                link = self._links[host] = _Link(self._names, lambda *args: self._routes.call_near(host, *args), self._keep)
             return link
 
-    def _borrow(self, by_host: Mapping[str, Sequence[Key]]) -> None:
-        """Borrow chunks of several hosts, all requested before any is waited for. Raises the error of one that cannot be
-        made."""
+    def _borrow(self, by_host: Mapping[str, Sequence[Key]]) -> set[Key]:
+        """Borrow chunks of several hosts, all requested before any is waited for. Returns the chunks of hosts that are gone
+        or silent. Raises the error of one that cannot be made."""
+        out_of_reach: set[Key] = set()
+        errors: list[ErrorEnvelope] = []
         with ExitStack() as locks:
-            links = [(self._link(host), keys) for host, keys in sorted(by_host.items())]  # one order, so no deadlock
-            for link, _ in links:
+            links = [(host, self._link(host), keys) for host, keys in sorted(by_host.items())]  # one order, so no deadlock
+            for _, link, _ in links:
                 locks.enter_context(link.lock)
-            waiting: list[_Link] = []
-            for link, keys in links:
-                link.receive()  # of a request that was sent ahead
-                missing = self._missing(keys)
-                if missing:
-                    link.send(missing[:MOST_TOGETHER], self._needed_from(missing))
-                    waiting.append(link)
-            errors = [error for link in waiting for error in link.receive()]
+            waiting: list[tuple[str, _Link, Sequence[Key]]] = []
+            for host, link, keys in links:
+                try:
+                    link.receive(self._routes.patience_with(host))  # of a request that was sent ahead
+                    missing = self._missing(keys)
+                    if missing:
+                        link.send(missing[:MOST_TOGETHER], self._needed_from(missing))
+                        waiting.append((host, link, keys))
+                except (ClosedError, WaitTimeoutError):
+                    out_of_reach.update(keys)
+            for host, link, keys in waiting:
+                try:
+                    errors += link.receive(self._routes.patience_with(host))
+                except (ClosedError, WaitTimeoutError):
+                    out_of_reach.update(keys)
         if errors:
             raise errors[0].open()
+        return out_of_reach
 
     def _keep(self, key: Key, chunk: BorrowedChunk | None) -> None:
         if chunk is not None:
@@ -227,6 +237,7 @@ class _Link:
         self._lender: str = ""
         self._borrower = Borrower()
         self._sent: tuple[Sequence[Key], Reply[LoanAnswer]] | None = None
+        self._is_silent = False
 
     @property
     def is_waiting(self) -> bool:
@@ -244,16 +255,22 @@ class _Link:
             self._start_again()
             raise
 
-    def receive(self) -> list[ErrorEnvelope]:
-        """Take the answer of the request that is under way, if one is; returns why chunks could not be made."""
+    def receive(self, timeout_s: float | None = None) -> list[ErrorEnvelope]:
+        """Take the answer of the request that is under way, if one is; returns why chunks could not be made. After
+        `timeout_s` WaitTimeoutError; once that was raised, there is no waiting until the answer has come."""
         if self._sent is None:
             return []
-        (keys, reply), self._sent = self._sent, None
+        keys, reply = self._sent
         try:
-            answer = reply.result()
+            answer = reply.result(0.0 if self._is_silent else timeout_s)
+        except WaitTimeoutError:
+            self._is_silent = True
+            raise
         except BaseException:
+            self._sent, self._is_silent = None, False
             self._start_again()
             raise
+        self._sent, self._is_silent = None, False
         self._was.clear()
         if answer.lender != self._lender:  # the first answer, or the host was made again
             self._lender, self._borrower = answer.lender, Borrower()
@@ -316,19 +333,18 @@ class BorrowedRows:
 
     def _take(self, samples: Samples) -> Payload:
         while True:
-            keys = _keys_of(samples)
-            self._chunks.require(keys)
-            if all(self._chunks.is_shared(*key) for key in keys):
-                try:
-                    return self._rows.take(samples)
-                except _NotShared:
-                    continue
-            return self._take_mixed(samples)
+            absent = self._chunks.require(_keys_of(samples))
+            if absent:
+                return self._take_mixed(samples, absent)
+            try:
+                return self._rows.take(samples)
+            except _NotShared:
+                continue
 
-    def _take_mixed(self, samples: Samples) -> Payload:
-        """The payload of samples of which some are not in shared memory."""
+    def _take_mixed(self, samples: Samples, absent: Collection[Key]) -> Payload:
+        """The payload of samples of which some are in chunks that cannot be borrowed."""
         pairs = zip(samples.source.tolist(), samples.chunk.tolist(), strict=True)
-        is_shared = np.array([self._chunks.is_shared(*key) for key in pairs], bool)
+        is_shared = np.array([key not in absent for key in pairs], bool)
         places = [np.flatnonzero(is_shared), np.flatnonzero(~is_shared)]
         if not len(places[0]):
             return self._routes.fetch(samples)

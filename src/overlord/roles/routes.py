@@ -118,9 +118,17 @@ class Routes:
             found.setdefault(lookup.host(source, number), []).append((source, number))
         return found
 
-    def call_host(self, host: str, method: Callable[..., Any], *args: Any) -> Reply[Any]:
-        """Call one host, without its shadow. Raises ClosedError, now or with the result, if it is gone."""
-        return self._engine.call(host, method, *args)
+    def call_near(self, host: str, method: Callable[..., Any], *args: Any) -> Reply[Any]:
+        """Call one host of this machine, without its shadow. Raises ClosedError, now or with the result, if it is gone."""
+        return self._engine.call_near(host, method, *args)
+
+    def is_near(self, host: str) -> bool:
+        """True if a host is on this machine, and can lend its chunks."""
+        return self._engine.shares_memory_with(host)
+
+    def patience_with(self, host: str) -> float | None:
+        """How long to wait for one host alone: not for ever where its shadow can answer instead."""
+        return _SILENT_S if host in self._lookup().table.shadows else None
 
     def note_bad_decode(self, source: int, chunk: int, table_row: int, error: str) -> None:
         """Report a row whose images cannot be decoded. Raises where the source's policy does not allow it."""

@@ -58,6 +58,7 @@ class Embedded:
 
     is_in_process = True
     shares_memory = False
+    is_one_machine = True
     keeps_planner = True
     log_table = None
     roles_live_on = False
@@ -91,6 +92,12 @@ class Embedded:
         if role is None:
             raise ClosedError(f"no role named {name!r} is running; the loader was closed")
         return Immediate(getattr(role, method.__name__)(*args, **kwargs))
+
+    def call_near(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate[Any]:
+        return self.call(name, method, *args, **kwargs)
+
+    def shares_memory_with(self, name: str) -> bool:  # noqa: ARG002 - all roles are in this process
+        return self.shares_memory
 
     def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         with suppress(ClosedError):

@@ -57,7 +57,12 @@ class Engine(Protocol):
 
     @property
     def shares_memory(self) -> bool:
-        """True where roles are in several processes of one machine, which can share memory."""
+        """True where roles are in several processes, and those of one machine share memory: see `shares_memory_with`."""
+        ...
+
+    @property
+    def is_one_machine(self) -> bool:
+        """True where all roles run on this machine."""
         ...
 
     @property
@@ -101,6 +106,15 @@ class Engine(Protocol):
 
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reply[Any]:
         """Call a method of the role bound to a name. Use `Handle.call`, which is typed."""
+        ...
+
+    def call_near(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reply[Any]:
+        """Call a role with which this process shares memory, so that the answer may lie there. Raises ClosedError, now or
+        with the result, if the role is on another machine or was lost during the call."""
+        ...
+
+    def shares_memory_with(self, name: str) -> bool:
+        """True if a role is in another process of this machine, as far as is known, and shares memory with this one."""
         ...
 
     def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:

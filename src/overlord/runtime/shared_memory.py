@@ -121,6 +121,12 @@ class SharedObject:
     places: tuple[ByteRange, ...]
     """Where the pickle and each of its buffers lie in the segment."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if getattr(_message, "outgoing", None) is not None:
+            return SharedObject, (self.segment, self.places)
+        # To another machine: the bytes travel.
+        return _copy_received, (pickle.PickleBuffer(self.segment.memory.data), self.places)
+
     @staticmethod
     def of(value: Any) -> SharedObject:
         """Copy an object into shared memory. Raises OSError where the system has none left."""
@@ -135,6 +141,26 @@ class SharedObject:
         """Return the object. Its arrays are read-only views of the shared memory, and keep it mapped."""
         memory = self.segment.memory.data.toreadonly()
         head, *buffers = (memory[begin:end] for begin, end in self.places)
+        return pickle.loads(head, buffers=buffers)
+
+
+def _copy_received(received: Any, places: tuple[ByteRange, ...]) -> ReceivedObject:
+    return ReceivedObject(memoryview(received).toreadonly(), places)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedObject:
+    """A `SharedObject` of another machine."""
+
+    memory: memoryview
+    places: tuple[ByteRange, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.memory)
+
+    def open(self) -> Any:
+        head, *buffers = (self.memory[begin:end] for begin, end in self.places)
         return pickle.loads(head, buffers=buffers)
 
 

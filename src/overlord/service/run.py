@@ -604,7 +604,7 @@ class Loader:
         """True if one server in this process serves all ranks. Also for worker processes of this machine where other
         machines are told a port: only that one may be open to them."""
         is_one_port = address.port != 0 and not address.is_loopback
-        return self._engine.num_hosts is None or (self._engine.shares_memory and is_one_port)
+        return self._engine.num_hosts is None or (self._engine.is_one_machine and is_one_port)
 
     def _slowest(self) -> int:
         reading, last = ({}, {}) if self._serving is None else (self._serving.reading(), self._serving.last())

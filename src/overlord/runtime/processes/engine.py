@@ -21,7 +21,7 @@ from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.processes.directory import Directory
 from overlord.runtime.processes.host_process import HostProcess, ProcessSettings
 from overlord.runtime.processes.node import DIRECTORY, Location, Node
-from overlord.runtime.processes.roles import RoleTable, accept_calls
+from overlord.runtime.role_table import RoleTable, accept_calls
 from overlord.runtime.shared_memory import Listener, why_unavailable
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class Processes:
 
     is_in_process = False
     shares_memory = True
+    is_one_machine = True
     keeps_planner = True
     log_table = None
     roles_live_on = False
@@ -183,6 +184,11 @@ class Processes:
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NodeReply[Any]:
         return self._node.call(name, method, *args, **kwargs)
 
+    call_near = call
+
+    def shares_memory_with(self, name: str) -> bool:  # noqa: ARG002 - all processes are on this machine
+        return True
+
     def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self._node.tell(name, method, *args, **kwargs)
 
@@ -228,7 +234,7 @@ class Processes:
             process.finish_closing(max(deadline - time.monotonic(), 0.0))
         self._workplace.close()
         self._listener.close()
-        self._node.close_connections()
+        self._node.peers.close()
 
     def _make_here(self, number: int, name: str, make: Callable[[Workplace], Any]) -> None:
         assert self._workplace is not None  # start opens an engine before it spawns

@@ -13,20 +13,20 @@ import logging
 import pickle
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from overlord.errors import ClosedError, OverlordError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
-from overlord.runtime.exclusive import OneProcess
-from overlord.runtime.processes.roles import NOT_HERE, RAISED, VALUE, RoleNotHere, RoleTable
+from overlord.runtime.peers import Peers
 from overlord.runtime.retry import Backoff
-from overlord.runtime.shared_memory import Connection, connect_to
+from overlord.runtime.role_table import NOT_HERE, RAISED, VALUE, RoleNotHere, RoleTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from overlord.runtime.shared_memory import Connection
 
 T = TypeVar("T")
 
@@ -34,7 +34,6 @@ DIRECTORY = 0
 """The number of the directory among the roles of the process that started the run."""
 _CHECK_S = liveness.PROCESS_REBOUND.after_s
 _BACKOFF = Backoff(first_s=0.02, longest_s=0.5)
-_ONE_PROCESS = "Its connections belong to the process that started the run; start another run in this one"
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +74,7 @@ class Node:
 
     is_in_process = False
     shares_memory = True
+    is_one_machine = True
 
     def __init__(self, run: str, address: str, table: RoleTable, locator: Locator | None, patience_s: float) -> None:
         """`locator` None: the directory is in the process that listens at the address `run`."""
@@ -86,9 +86,7 @@ class Node:
         self._locator: Locator = _Asking(self) if locator is None else locator
         self._is_caching = locator is None
         self._locations: dict[str, Location] = {}
-        self._idle: dict[str, deque[Connection]] = {}
-        self._one_way: dict[str, _OneWay] = {}
-        self._home = OneProcess("the engine of a run", _ONE_PROCESS)
+        self.peers = Peers()
         _nodes[run] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,9 +102,14 @@ class Node:
             if location.address == self.address:
                 self.run_here(location.number, call)
             else:
-                self._one_way.setdefault(location.address, _OneWay(location.address)).send(location.number, call)
+                self.peers.tell(location.address, location.number, call)
         except Exception as error:  # noqa: BLE001 - nobody waits for it: whoever needs a result calls, and gets the error
             _log.debug("%r was told to %s in vain: %s", name, method.__name__, error)
+
+    def shares_memory_with(self, name: str) -> bool:  # noqa: ARG002 - all processes are on this machine
+        return True
+
+    call_near = call
 
     def look_up(self, key: str) -> Any:
         if self.closed.is_set():
@@ -126,70 +129,10 @@ class Node:
         """Run a call to a role of this process."""
         return self._table.call(number, *call)
 
-    def send(self, address: str, request: Any) -> Connection:
-        """Send a request over an idle connection, or a new one, which the caller has until it gives it back."""
-        self._home.check()
-        idle = self._idle.setdefault(address, deque())
-        while True:
-            try:
-                connection, is_new = idle.pop(), False
-            except IndexError:
-                connection, is_new = connect_to(address), True
-            try:
-                connection.send(request)
-            except (ConnectionError, EOFError):
-                connection.close()  # it was of a process that has been replaced since
-                if is_new:
-                    raise
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                return connection
-
-    def give_back(self, address: str, connection: Connection) -> None:
-        """Keep a connection, whose request was answered, for the next request."""
-        if self.closed.is_set():
-            connection.close()
-        else:
-            self._idle[address].append(connection)
-
     def close(self) -> None:
         """Make every caller of this process raise ClosedError, at the latest when the process that it waits for is gone."""
         self.closed.set()
-
-    def close_connections(self) -> None:
-        """Close the connections that no call uses."""
-        for idle in self._idle.values():
-            while idle:
-                idle.pop().close()
-        for one_way in self._one_way.values():
-            one_way.close()
-
-
-class _OneWay:
-    """The connection for calls to a process that nobody waits for: they are run there one after the other."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
-
-    def send(self, number: int, call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
-        """Send a call. BlockingIOError if the process does not keep up, ConnectionError if it is gone."""
-        with self._lock:
-            if self._connection is not None:
-                try:
-                    return self._connection.send((False, number, *call), waits=False)
-                except ConnectionError:
-                    self._connection.close()
-            self._connection = connect_to(self._address)
-            self._connection.send((False, number, *call), waits=False)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
+        self.peers.begin_closing()
 
 
 class _Asking:
@@ -207,11 +150,11 @@ class _Asking:
     def _ask(self, method: str, key: str) -> Any:
         node = self._node
         try:
-            connection = node.send(node.run, (True, DIRECTORY, method, (key,), {}))
+            connection = node.peers.send(node.run, (True, DIRECTORY, method, (key,), {}))
             kind, value = connection.receive()
         except (ConnectionError, EOFError):
             raise ClosedError("the process that started this run is gone") from None
-        node.give_back(node.run, connection)
+        node.peers.give_back(node.run, connection)
         if kind == VALUE:
             return value
         raise value.open() if kind == RAISED else ClosedError("the engine of this run is closed; call overlord.start again")
@@ -274,7 +217,7 @@ class NodeReply(Generic[T]):
             self._drop_connection()
             raise
         connection, self._connection = self._connection, None
-        self._node.give_back(self._location.address, connection)
+        self._node.peers.give_back(self._location.address, connection)
         if outcome[0] == NOT_HERE:
             raise RoleNotHere
         self._outcome = outcome
@@ -300,7 +243,7 @@ class NodeReply(Generic[T]):
         if self._is_here:
             return
         try:
-            self._connection = self._node.send(self._location.address, (True, self._location.number, *self._call))
+            self._connection = self._node.peers.send(self._location.address, (True, self._location.number, *self._call))
         except (ConnectionError, EOFError, BlockingIOError):
             self._connection = None  # `result` tries again
 

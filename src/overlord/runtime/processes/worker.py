@@ -29,7 +29,7 @@ from overlord.runtime.processes.control import (
     Setup,
 )
 from overlord.runtime.processes.node import Node
-from overlord.runtime.processes.roles import RoleTable, accept_calls
+from overlord.runtime.role_table import RoleTable, accept_calls
 from overlord.runtime.shared_memory import Connection, Listener
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ over.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
@@ -15,8 +16,9 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from overlord.errors import ClosedError, SpecError, WaitTimeoutError
+from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.engine import Workplace, WorkplaceSize
-from overlord.runtime.ray.names import Names
+from overlord.runtime.ray.names import Binding, HostedRole, Names, find_names
 from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release
 from overlord.runtime.ray.stored_calls import CallStore, JobTable
 from overlord.runtime.ray.watch import HangWatch
@@ -28,18 +30,21 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _ROLE = "run"
-_ACTOR = "run#1"  # the name of its actor
+_NUMBER = 1
+_ACTOR = f"{_ROLE}#{_NUMBER}"  # the name of its actor
 _CONCURRENCY = 64
 
 
-def find_roles(names: Names) -> dict[str, tuple[str, Any]]:
-    """Every role of a namespace whose actor there is, in the order of spawning: its actor's name and handle."""
-    found: dict[str, tuple[str, Any]] = {}
+def find_roles(names: Names) -> list[tuple[HostedRole, str, Any]]:
+    """Every role of a namespace whose actor there is, in the order of spawning, with its actor's name and handle."""
+    found: list[tuple[HostedRole, str, Any]] = []
     for key in names.table.keys("role/"):
-        role = key.removeprefix("role/")
+        name = key.removeprefix("role/")
         with suppress(ValueError, ClosedError):  # its actor is gone, or it was unbound just now
-            found[role] = names.find_actor(role, refresh=True)
-    return dict(sorted(found.items(), key=lambda item: int(item[1][0].rpartition("#")[2])))
+            bound = names.find(name, refresh=True)
+            listed = [role for role in names.listed_roles(bound.actor) if role.number == bound.number]
+            found += [(replace(role, name=name), bound.actor, names.actor(bound.actor)) for role in listed]
+    return sorted(found, key=lambda each: each[0].number)
 
 
 def end_roles(namespace: str) -> None:
@@ -62,7 +67,7 @@ class DetachedRole(Generic[R]):
 
     def wait_until_started(self, timeout_s: float) -> None:
         """Wait until the role is made; raises what making it raised."""
-        ref = self._actor.wait_until_made.remote()
+        ref = self._actor.wait_until_made.remote(_NUMBER)
         if not ray.wait([ref], timeout=timeout_s)[0]:
             raise WaitTimeoutError(f"the run did not start within {timeout_s:.0f} s on the cluster; see Ray's logs for why")
         failed: Any = ray.get(ref)
@@ -97,16 +102,17 @@ def namespace_of_roles(namespace: str) -> str:
 def find_detached(namespace: str, patience_s: float) -> DetachedRole[Any] | None:
     """The detached role of a namespace of the cluster that this process is connected to; None if there is none."""
     try:
-        return DetachedRole(Names(namespace, patience_s), ray.get_actor(_ACTOR, namespace=namespace))
+        return DetachedRole(find_names(namespace, patience_s), ray.get_actor(_ACTOR, namespace=namespace))
     except ValueError:  # there is no such actor
         return None
 
 
 def spawn_detached(namespace: str, make: Callable[[Workplace], R], patience_s: float) -> DetachedRole[R]:
     """Start a detached role on this node. SpecError if the namespace has one already."""
-    names = Names(namespace, patience_s)
+    names = find_names(namespace, patience_s)
     end_roles(namespace_of_roles(namespace))  # what is left of a run that is gone
     names.table.clear()
+    names.list_roles(_ACTOR, (HostedRole(_NUMBER, _ROLE, CallStore(names.table).store(make)),))
     options: Any = {"num_cpus": 0, "memory": 1, "max_concurrency": _CONCURRENCY, "max_restarts": -1}
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     remote: Any = ray.remote
@@ -114,9 +120,9 @@ def spawn_detached(namespace: str, make: Callable[[Workplace], R], patience_s: f
         actor = (
             remote(concurrency_groups={HEALTH_CHECKS: 1})(RoleActor)
             .options(name=_ACTOR, namespace=namespace, lifetime="detached", scheduling_strategy=here, **options)
-            .remote(_ROLE, CallStore(names.table).store(make), WorkplaceSize(), own_release())
+            .remote(_ACTOR, namespace, patience_s, WorkplaceSize(), num_usable_cores(), release=own_release())
         )
     except ValueError as error:  # another process was faster
         raise SpecError(f"the cluster runs {namespace!r} already: {error}") from error
-    names.bind(_ROLE, _ACTOR)
+    names.bind(_ROLE, Binding(_ACTOR, _NUMBER))
     return DetachedRole(names, actor)

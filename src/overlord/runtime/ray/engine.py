@@ -1,13 +1,16 @@
-"""The Ray engine. A role is a named actor that Ray restarts when it dies; results come through the object store.
+"""The Ray engine. A role lives in a named actor that Ray restarts when it dies; the constructors of a node share one. Roles
+of one node call each other over sockets and share memory; between nodes calls are actor calls, and results come through the
+object store.
 
-What it promises: roles start in parallel, and `wait_until_started` waits for them. A call goes to the actor that the role's
-name is bound to, and is retried when the role dies or the name is bound to another actor. Actors are owned by the process
-that spawned them: Ray kills them when that process ends, even if it crashes. With `keep_in` they go on, and another process
-takes them over.
+What it promises: roles start in parallel, and `wait_until_started` waits for them. A call goes to the role that its name is
+bound to, and is retried when the role dies or the name is bound to another role. Actors are owned by the process that
+spawned them: Ray kills them when that process ends, even if it crashes. With `keep_in` they go on, and another process takes
+them over.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
 from dataclasses import dataclass, field
@@ -21,7 +24,7 @@ from overlord.runtime.ray.cluster import Cluster
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from overlord.runtime.ray.names import Names, RayReply
+    from overlord.runtime.ray.names import HostedRole, Names, RoleReply
     from overlord.runtime.ray.stored_calls import CallStore, JobTable
     from overlord.runtime.ray.watch import HangWatch
 
@@ -74,11 +77,22 @@ class ActorOptions:
 
 R = TypeVar("R")
 
+CONSTRUCTOR = "constructor"
+"""The kind of a Data Constructor's role."""
 _CLOSE_S = liveness.RAY_CLOSING.after_s
 
 LOADERS = ActorOptions(num_cpus=1, placement="spread")
 PLANNER = ActorOptions(placement="here", max_concurrency=256)
 CONSTRUCTORS = ActorOptions(placement="here")
+
+
+@dataclass(slots=True, eq=False)
+class _RoleHost:
+    """An actor, and the roles that it has."""
+
+    name: str
+    actor: Any
+    roles: dict[str, HostedRole]
 
 
 class Ray:
@@ -116,7 +130,7 @@ class Ray:
             raise SpecError(f"hung_after_s is a positive number of seconds or None, got {hung_after_s}")
         self._loader_hosts = loader_hosts
         # A role's name begins with its kind: planner, loaders/0, constructor/3, ...
-        self._options = {"loaders": loaders, "planner": planner, "constructor": constructors}
+        self._options = {"loaders": loaders, "planner": planner, CONSTRUCTOR: constructors}
         self._others = others
         self._near = tuple(near)
         self._patience_s = patience_s
@@ -126,7 +140,8 @@ class Ray:
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, runtime_env=runtime_env
         )
         self._lock = threading.Lock()
-        self._roles: dict[str, tuple[str, Any]] = {}  # name to (the actor's own name, the actor), in the order of spawning
+        self._roles: dict[str, _RoleHost] = {}  # in the order of spawning
+        self._shared: dict[str, _RoleHost] = {}  # the actor that constructors of a node share
         self._num_spawned = 0
         self._starting: dict[str, Any] = {}
         self._size: WorkplaceSize | None = None
@@ -146,17 +161,18 @@ class Ray:
             self._cluster.join()
             self._size = size
         # These modules import Ray, which must come after `join` has set its environment.
-        from overlord.runtime.ray.names import Names
+        from overlord.runtime.ray.names import find_names
         from overlord.runtime.ray.stored_calls import CallStore
         from overlord.runtime.ray.watch import HangWatch
 
-        self._names = Names(self._kept_in or f"overlord-{uuid.uuid4().hex}", self._patience_s)
+        self._names = find_names(self._kept_in or f"overlord-{uuid.uuid4().hex}", self._patience_s)
         self._calls = CallStore(self._names.table)
         if self._hung_after_s is not None:
             self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s)
 
     is_in_process = False
-    shares_memory = False
+    shares_memory = True
+    is_one_machine = False
     keeps_planner = False
 
     @property
@@ -173,8 +189,12 @@ class Ray:
         from overlord.runtime.ray.detached import find_roles
 
         with self._lock:
-            self._roles = find_roles(self._names)
-            self._num_spawned = max((int(actor.rpartition("#")[2]) for actor, _ in self._roles.values()), default=0)
+            hosts: dict[str, _RoleHost] = {}
+            for role, actor_name, actor in find_roles(self._names):
+                host = hosts.setdefault(actor_name, _RoleHost(actor_name, actor, {}))
+                host.roles[role.name] = role
+                self._roles[role.name] = host
+                self._num_spawned = max(self._num_spawned, role.number)
             return list(self._roles)
 
     @property
@@ -194,9 +214,7 @@ class Ray:
         return max(int(ray.available_resources().get("CPU", 1) / each), 1)
 
     def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
-        import ray
-
-        from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release
+        from overlord.runtime.ray.names import Binding, HostedRole
 
         with self._lock:
             if self._closed:
@@ -204,25 +222,47 @@ class Ray:
             if name in self._roles:
                 raise OverlordError(f"a role named {name!r} is already running")
             self._num_spawned += 1
-            actor_name = f"{name}#{self._num_spawned}"
-            options = self._options_of(name)
-            remote: Any = ray.remote
-            actor = (
-                remote(concurrency_groups={HEALTH_CHECKS: 1})(RoleActor)
-                .options(
-                    name=actor_name,
-                    namespace=self._names.namespace,
-                    max_restarts=-1,
-                    lifetime="detached" if self.roles_live_on else None,
-                    scheduling_strategy=self._placement(name, options),
-                    **options.to_ray(),
-                )
-                .remote(name, self._calls.store(make), self._size, own_release())
-            )
-            self._roles[name] = actor_name, actor
-            self._starting[name] = actor.wait_until_made.remote()
-            self._names.bind(name, actor_name)
+            role = HostedRole(self._num_spawned, name, self._calls.store(make))
+            home = self._shared_home(name)
+            host = None if home is None else self._shared.get(home)
+            if host is None:
+                host = self._start_actor(role)
+                self._starting[name] = host.actor.wait_until_made.remote(role.number)
+                if home is not None:
+                    self._shared[home] = host
+            else:
+                host.roles[name] = role
+                self._names.list_roles(host.name, tuple(host.roles.values()))
+                self._starting[name] = host.actor.add_role.remote(role)
+            self._roles[name] = host
+            self._names.bind(name, Binding(host.name, role.number))
         return Handle(self, name)
+
+    def _start_actor(self, role: HostedRole) -> _RoleHost:
+        import ray
+
+        from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release
+
+        assert self._size is not None  # start opens an engine before it spawns
+        host_name, options = f"{role.name}#{role.number}", self._options_of(role.name)
+        self._names.list_roles(host_name, (role,))
+        num_cores = max(math.ceil(options.num_cpus), 1)
+        num_workers = num_cores if self._size.num_workers is None else self._size.num_workers
+        size = WorkplaceSize(num_workers, self._size.num_processes or num_cores)
+        remote: Any = ray.remote
+        actor = (
+            remote(concurrency_groups={HEALTH_CHECKS: 1})(RoleActor)
+            .options(
+                name=host_name,
+                namespace=self._names.namespace,
+                max_restarts=-1,
+                lifetime="detached" if self.roles_live_on else None,
+                scheduling_strategy=self._placement(role.name, options),
+                **options.to_ray(),
+            )
+            .remote(host_name, self._names.namespace, self._patience_s, size, num_cores, release=own_release())
+        )
+        return _RoleHost(host_name, actor, {role.name: role})
 
     def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         import ray
@@ -247,26 +287,54 @@ class Ray:
             if failed is not None:
                 raise failed.open()
 
-    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RayReply:
+    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RoleReply[Any]:
         return self._names.call(name, method, *args, **kwargs)
+
+    def call_near(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RoleReply[Any]:
+        return self._names.call_near(name, method, *args, **kwargs)
+
+    def shares_memory_with(self, name: str) -> bool:
+        return self._names.shares_memory_with(name)
 
     def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self._names.tell(name, method, *args, **kwargs)
 
     def rebind(self, name: str, to: str) -> None:
+        from overlord.runtime.ray.names import Binding
+
         with self._lock:
             old, self._roles[name] = self._roles[name], self._roles.pop(to)
-            self._names.bind(name, self._roles[name][0])
+            role = self._roles[name].roles[to]
+            self._names.bind(name, Binding(self._roles[name].name, role.number))
             self._names.unbind(to)
-        _kill([old[1]])
+            dropped = old.roles.pop(name)
+            self._roles[name].roles[name] = self._roles[name].roles.pop(to)
+        self._drop(old, dropped, is_killed=True)
 
     def stop(self, name: str) -> None:
         with self._lock:
-            role = self._roles.pop(name, None)
+            host = self._roles.pop(name, None)
             self._starting.pop(name, None)
             self._names.unbind(name)
-        if role is not None:
-            _close([role[1]])
+            dropped = None if host is None else host.roles.pop(name)
+        if host is not None and dropped is not None:
+            self._drop(host, dropped, is_killed=False)
+
+    def _drop(self, host: _RoleHost, role: HostedRole, *, is_killed: bool) -> None:
+        """Stop a role that no name is bound to any more, and its actor if it has no other."""
+        import ray
+
+        with self._lock:
+            is_last = not host.roles
+            if is_last:
+                self._shared = {home: other for home, other in self._shared.items() if other is not host}
+            self._names.list_roles(host.name, tuple(host.roles.values()))
+        if not is_last:
+            ray.wait([host.actor.drop_role.remote(role.number)], timeout=_CLOSE_S)
+        elif is_killed:
+            _kill([host.actor])
+        else:
+            _close([host.actor])
 
     def publish(self, key: str, value: object) -> None:
         self._names.publish(key, value)
@@ -285,7 +353,8 @@ class Ray:
             if self._closed:
                 return
             self._closed = True
-            roles, self._roles = self._roles, {}
+            hosts = dict.fromkeys(self._roles.values())  # each once, in the order of spawning
+            self._roles = {}
         if self._size is None:
             return
         if self._watch is not None:
@@ -293,30 +362,42 @@ class Ray:
         self._names.closed.set()
         self._names.table.clear()
         # Last spawned, first stopped: a role is closed before those it calls.
-        _close([actor for _, actor in roles.values()][::-1])
+        _close([host.actor for host in hosts][::-1])
         self._names.close(_CLOSE_S)
         self._names.table.clear()  # of what roles wrote while they were closed
         self._cluster.leave()
 
     def _running_roles(self) -> dict[str, tuple[str, Any]]:
+        """Every role, with the name and the handle of its actor."""
         with self._lock:
-            return dict(self._roles)
+            return {name: (host.name, host.actor) for name, host in self._roles.items()}
 
     def _options_of(self, name: str) -> ActorOptions:
         return self._options.get(name.partition("/")[0], self._others)
 
     def _placement(self, name: str, options: ActorOptions) -> Any:
-        import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        node = self._node_of(name, options)
+        if node is not None:
+            return NodeAffinitySchedulingStrategy(node, soft=True)
+        return "SPREAD" if options.placement == "spread" else "DEFAULT"
+
+    def _node_of(self, name: str, options: ActorOptions) -> str | None:
+        """The node that a role prefers; None where the choice is Ray's."""
+        import ray
+
         kind, _, index = name.partition("/")
-        if kind == "constructor" and self._near:
+        if kind == CONSTRUCTOR and self._near:
             if int(index) >= len(self._near):
                 raise SpecError(f"near names the nodes of {len(self._near)} data-parallel groups, but the mesh has more")
-            return NodeAffinitySchedulingStrategy(_node_id(self._near[int(index)]), soft=True)
-        if options.placement == "here":
-            return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        return "SPREAD" if options.placement == "spread" else "DEFAULT"
+            return _node_id(self._near[int(index)])
+        return ray.get_runtime_context().get_node_id() if options.placement == "here" else None
+
+    def _shared_home(self, name: str) -> str | None:
+        """The node on whose actor a role joins others of its kind: constructors of a node share one process, where a row is
+        looked for once and a chunk is mapped once for all of them. None for a role with an actor of its own."""
+        return self._node_of(name, self._options_of(name)) if name.partition("/")[0] == CONSTRUCTOR else None
 
 
 def _node_id(node: str) -> str:

@@ -1,31 +1,38 @@
-"""The Ray actor that hosts one role, and its answer to health checks."""
+"""The Ray actor that hosts roles, and its answer to health checks."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from overlord.errors import SpecError
 from overlord.runtime.engine import Workplace, WorkplaceSize
-from overlord.runtime.transport import ErrorEnvelope
+from overlord.runtime.ray.names import HostedRole, find_names
+from overlord.runtime.role_table import RoleTable, accept_calls, run_call
+from overlord.runtime.shared_memory import Listener, why_unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from overlord.runtime.ray.stored_calls import StoredCall
+    from overlord.runtime.peers import RoleCall
+    from overlord.runtime.transport import ErrorEnvelope
 
-_RAISED_IN = "raised in role"
 HEALTH_CHECKS = "health_checks"
 """The concurrency group of health checks, which are answered while all other threads of the actor are busy."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """The answer to a health check: the process, its node, and the status of its role."""
+    """The answer to a health check: the process, its node, and the status of its roles."""
 
     process: int
     started_at: str
@@ -35,63 +42,98 @@ class HealthReport:
 
 
 class RoleActor:
-    """Creates its role whenever the actor starts, and forwards calls to it.
+    """Makes its roles whenever the actor starts, and runs calls to them: actor calls, and those of processes of its node,
+    which come over sockets.
 
-    The role is created in its own thread, so that health checks are answered meanwhile: a role that starts slowly must not
+    Roles are made in threads of their own, so that health checks are answered meanwhile: a role that starts slowly must not
     look hung.
     """
 
-    def __init__(self, name: str, stored: StoredCall, size: WorkplaceSize, release: str) -> None:
-        """`release` is the one of Overlord in the process that spawned the role."""
-        self._name = name
+    def __init__(
+        self, actor: str, namespace: str, patience_s: float, size: WorkplaceSize, num_cores: int, *, release: str
+    ) -> None:
+        """`release` is the one of Overlord in the process that spawned the actor."""
         self._release = release
-        self._failed: ErrorEnvelope | None = None
-        self._role: Any = None
-        self._workplace: Workplace | None = None
-        self._made = threading.Event()
-        threading.Thread(target=self._make, args=(stored, size), name="overlord-making", daemon=True).start()
+        pa.set_cpu_count(num_cores)
+        self._names = find_names(namespace, patience_s)  # kept, because handles find it by the namespace
+        self._workplace = Workplace(size)
+        self._table = RoleTable()
+        roles = self._names.listed_roles(actor)
+        for role in roles:
+            self._table.announce(role.number, role.name)
+        self._names.host(actor, self._table, self._listen())
+        for role in roles:
+            self._start_thread(self._make, role)
 
-    def call(self, method: str, args: tuple, kwargs: dict) -> Any:
-        self._made.wait()
-        if self._failed is not None:
-            return self._failed
-        try:
-            return getattr(self._role, method)(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - raised again in the caller
-            return ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
+    def add_role(self, role: HostedRole) -> ErrorEnvelope | None:
+        """Make another role, unless it was made when the actor was started again, and wait for it. Returns the error that
+        making it raised, if any."""
+        if not self._table.name_of(role.number):
+            self._table.announce(role.number, role.name)
+            self._start_thread(self._make, role)
+        return self._table.wait_until_made(role.number)
 
-    def wait_until_made(self) -> ErrorEnvelope | None:
-        """Wait until the role is created. Returns the error that creating it raised, if any."""
-        self._made.wait()
-        return self._failed
+    def drop_role(self, number: int) -> None:
+        """Forget a role and close it."""
+        self._table.forget(number)()
+
+    def call(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
+        """Run a call to a role; returns what kind of answer it is, and the answer."""
+        return run_call(self._table, number, method, args, kwargs)
+
+    def run_told(self, calls: Sequence[tuple[int, RoleCall]]) -> None:
+        """Run calls that nobody waits for, one after the other."""
+        for number, call in calls:
+            run_call(self._table, number, *call)
+
+    def wait_until_made(self, number: int) -> ErrorEnvelope | None:
+        """Wait until a role is made. Returns the error that making it raised, if any."""
+        return self._table.wait_until_made(number)
 
     def check_health(self) -> HealthReport:
-        """Return the report, even while the role is busy. `status_lines` takes the role's own locks, so that a deadlocked
-        role does not answer."""
+        """Return the report, even while roles are busy. `status_lines` takes the roles' own locks, so that an actor with a
+        deadlocked role does not answer."""
         import ray
 
-        status_lines = getattr(self._role, "status_lines", None)
-        busy = () if status_lines is None else tuple(status_lines())
+        busy = tuple(self._table.status_lines())
         return HealthReport(os.getpid(), process_start_time(os.getpid()), ray.get_runtime_context().get_node_id(), busy)
 
     def close(self) -> None:
-        """Close the role. The engine kills the process afterwards."""
-        close = getattr(self._role, "close", None)
-        if close is not None:
-            close()
-        if self._workplace is not None:
-            self._workplace.close()
+        """Close the roles. The engine kills the process afterwards."""
+        self._table.close()
+        self._workplace.close()
 
-    def _make(self, stored: StoredCall, size: WorkplaceSize) -> None:
+    def _listen(self) -> str | None:
+        """Run the calls of processes of this node; returns the address for them, None where there is no shared memory."""
+        reason = why_unavailable()
+        if reason is not None:
+            _log.warning("roles of this node call each other through Ray: %s", reason)
+            return None
+        _allow_many_files()
+        listener = Listener()
+        self._start_thread(accept_calls, listener, self._table)
+        return listener.address
+
+    def _make(self, role: HostedRole) -> None:
         try:
-            check_release(self._release, f"role {self._name!r}")
-            make: Callable[[Workplace], Any] = stored.load()
-            self._workplace = Workplace(size)
-            self._role = make(self._workplace)
-        except Exception as error:  # noqa: BLE001 - raised in every caller; if the actor exited, the cause would be lost
-            self._failed = ErrorEnvelope.pickling(error, _RAISED_IN, self._name)
-        finally:
-            self._made.set()
+            check_release(self._release, f"role {role.name!r}")
+            make = role.make.load()
+        except Exception as error:  # noqa: BLE001 - loading imports the user's own modules; raised in every caller
+            self._table.fail(role.number, error)
+        else:
+            self._table.make(role.number, make, self._workplace)
+
+    def _start_thread(self, call: Any, *args: Any) -> None:
+        threading.Thread(target=call, args=args, name=f"overlord-{call.__name__}", daemon=True).start()
+
+
+def _allow_many_files() -> None:
+    """Raise the limit on open files: every connection and every piece of shared memory on its way here is one."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def own_release() -> str:

@@ -73,7 +73,7 @@ class HangWatch:
                 return
             now = time.monotonic()
             awake_s, checked_at = min(now - checked_at, 2 * self._period_s), now
-            for name, (actor, _) in roles.items():
+            for name, actor in _by_actor(roles).items():
                 self._evaluate(name, self._probes[actor], awake_s)
 
     def _evaluate(self, name: str, probe: _Probe, awake_s: float) -> None:
@@ -113,6 +113,12 @@ class HangWatch:
         )
         if not _kill(last):
             ray.kill(probe.actor, no_restart=False)  # slower: this can take a few seconds
+
+
+def _by_actor(roles: Mapping[str, tuple[str, Any]]) -> dict[str, str]:
+    """One of the roles of each actor, with the actor's name."""
+    names = {actor: name for name, (actor, _) in reversed(list(roles.items()))}
+    return {name: actor for actor, name in names.items()}
 
 
 def _report_by_ray(actor: Any) -> HealthReport | None:

@@ -1,6 +1,6 @@
-"""The roles of one process, and the threads that run calls to them: one for each connection of a caller.
+"""The roles of one process, and the threads that run calls of other processes to them: one for each connection of a caller.
 
-A role has a number, which no other role of the run ever has. Names are bound to numbers by the directory.
+A role has a number, which no other role of the run ever has. The engine binds names to numbers.
 """
 
 from __future__ import annotations
@@ -61,6 +61,14 @@ class RoleTable:
         held.made.set()
         if number not in self._held:
             _close(held)
+        return held.error
+
+    def wait_until_made(self, number: int) -> ErrorEnvelope | None:
+        """Wait until a role is made; returns the error that making it raised, if any."""
+        held = self._held.get(number)
+        if held is None:
+            return None  # stopped meanwhile
+        held.made.wait()
         return held.error
 
     def fail(self, number: int, error: Exception) -> ErrorEnvelope:
@@ -139,7 +147,7 @@ def _answer(connection: Connection, table: RoleTable) -> None:
             except Exception as error:  # noqa: BLE001 - unpickling imports the caller's own modules
                 connection.send((RAISED, ErrorEnvelope.pickling(error, _RAISED_IN)))
                 continue
-            kind, value = _run(table, number, method, args, kwargs)
+            kind, value = run_call(table, number, method, args, kwargs)
             args = kwargs = None  # not kept while the thread waits for the next call
             if is_wanted:
                 _send(connection, kind, value, table.name_of(number))
@@ -149,7 +157,8 @@ def _answer(connection: Connection, table: RoleTable) -> None:
     connection.close()
 
 
-def _run(table: RoleTable, number: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, Any]:
+def run_call(table: RoleTable, number: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, Any]:
+    """Run a call of another process; returns its answer."""
     try:
         return VALUE, table.call(number, method, args, kwargs)
     except RoleNotHere:

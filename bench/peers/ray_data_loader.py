@@ -1,0 +1,125 @@
+"""Ray Data: one dataset for all trainers, split as it streams, as Ray Train does it; packed in the trainer.
+
+The dataset lives in a process of its own, which a benchmark starts beside the trainers; they find their parts of it by name.
+Sources are read one after the other, since Ray Data knows no mixture by weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice, pairwise
+from typing import Any, cast
+
+import numpy as np
+
+from bench import corpus
+from bench.peers.packing import batches
+from bench.peers.pictures import BATCH, SIZE
+from bench.run_one import Work
+
+SHELF = "bench-ray-data"
+_REPEATS = 20
+"""Of all files: more than a benchmark takes."""
+_BLOCK = 64
+_LOOK_EVERY_S = 0.1
+
+
+def text(work: Work, rank: int) -> Iterator[Any]:
+    packed = batches(_documents(_part(work, rank)))
+    return packed if work.micros == 1 else iter(lambda: tuple(islice(packed, work.micros)), ())
+
+
+def images(work: Work, rank: int) -> Iterator[Mapping[str, Any]]:
+    for batch in _part(work, rank).iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2):
+        yield {"images": batch["images"], "captions": batch["txt"]}
+
+
+def _part(work: Work, rank: int) -> Any:
+    ray = _connect(work.settings["cluster"])
+    while True:
+        try:
+            return ray.get(ray.get_actor(SHELF, namespace=SHELF).part.remote(rank))
+        except ValueError:  # the dataset is not there yet
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _documents(part: Any) -> Iterator[np.ndarray[Any, Any]]:
+    for table in part.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+        for column in table.column("tokens").chunks:
+            values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
+            for begin, end in pairwise(offsets):
+                yield values[begin:end]
+
+
+def _connect(address: str) -> Any:
+    os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    import ray
+
+    paths = [os.path.abspath(path) for path in sys.path]
+    ray.init(
+        address=address,
+        namespace=SHELF,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
+    )
+    return ray
+
+
+class Shelf:
+    """Keeps the parts of a dataset for the trainers."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self._parts = parts
+
+    def part(self, rank: int) -> Any:
+        return self._parts[rank]
+
+
+def decoded(batch: dict[str, Any]) -> dict[str, Any]:
+    import io
+
+    from PIL import Image
+
+    pictures = []
+    for encoded in batch["jpg"]:
+        picture = Image.open(io.BytesIO(encoded))
+        picture.draft("RGB", (SIZE, SIZE))  # decodes at a reduced scale, as Overlord does
+        pictures.append(np.asarray(picture.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR)))
+    return {"images": np.stack(pictures), "txt": batch["txt"]}
+
+
+def main() -> None:
+    """Make the dataset, and keep it until standard input closes."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("work", type=json.loads)
+    work = Work(**parser.parse_args().work)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    ray = _connect(work.settings["cluster"])
+    from ray import data
+
+    data.DataContext.get_current().enable_progress_bars = False
+    if work.benchmark == "images":
+        paths = corpus.IMAGES.paths * _REPEATS
+        dataset = data.read_webdataset(paths, decoder=False, suffixes=["jpg", "txt"])
+        dataset = dataset.map_batches(cast(Any, decoded), batch_size=_BLOCK, batch_format="numpy")
+    else:
+        paths = corpus.text_of(work.benchmark, work.sources, work.files).paths * _REPEATS
+        dataset = data.read_parquet(paths).select_columns(["tokens"])
+    parts = dataset.streaming_split(work.ranks, equal=False)
+    shelf = ray.remote(num_cpus=0)(Shelf).options(name=SHELF, namespace=SHELF, max_concurrency=8).remote(parts)
+    ray.get(shelf.part.remote(0))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
