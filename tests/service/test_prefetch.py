@@ -21,12 +21,29 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.messages import Delivery
+from overlord.service import client as client_module
 from overlord.service.channel import FlightChannel
 from overlord.service.client import Client
+from overlord.service.local_link import StepPipeline
+from overlord.service.prefetch import RequestedSteps, StepsAhead
 from tests.service.served import content, served, two_sources, undisturbed
 from tests.service.test_client import Gated
 from tests.service.test_reconnect import free_port
 from tests.small_sources import Numbered, job_of
+
+REQUESTED = "requested"
+"""A way to read: over the wire, with default settings, which need no thread."""
+
+
+MOST_UNPACKED = client_module._MOST_UNPACKED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_for_small_steps() -> Iterator[None]:
+    """Steps here have up to four microbatches, and take no time to unpack."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_module, "_MOST_UNPACKED", 4)
+        yield
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -38,22 +55,25 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def fetch_ahead(client: ol.Client, num_steps: int) -> None:
-    """Wait until a client has fetched that many steps ahead."""
-    wait_until(lambda: client._ahead is not None and len(client._ahead._ready) == num_steps)
+    """Wait until a client has fetched that many steps ahead, or requested them."""
+    if isinstance(client._ahead, RequestedSteps):
+        assert len(client._ahead._requested) == num_steps
+        return
+    wait_until(lambda: isinstance(client._ahead, StepsAhead) and len(client._ahead._ready) == num_steps)
 
 
 def thread_of(client: ol.Client) -> threading.Thread:
-    assert client._ahead is not None
+    assert isinstance(client._ahead, StepsAhead)
     assert client._ahead._thread is not None
     assert client._ahead._thread.is_alive()
     return client._ahead._thread
 
 
 @contextmanager
-def readers(job: ol.Job, over_the_wire: bool, **options: Any) -> Iterator[tuple[ol.Loader, list[ol.Client]]]:
+def readers(job: ol.Job, over_the_wire: bool | str, **options: Any) -> Iterator[tuple[ol.Loader, list[ol.Client]]]:
     """A client for each rank, that fetches ahead."""
     with ol.start(job) as loader:
-        options = {"fetch_ahead": 2, **options}
+        options = {"fetch_ahead": None if over_the_wire == REQUESTED else 2, **options}
         if over_the_wire:
             address = loader.serve()
             yield loader, [ol.connect(address, rank=r, timeout_s=30, **options) for r in range(job.mesh.world_size)]
@@ -62,6 +82,7 @@ def readers(job: ol.Job, over_the_wire: bool, **options: Any) -> Iterator[tuple[
 
 
 BOTH = pytest.mark.parametrize("over_the_wire", [False, True], ids=["in process", "connected"])
+ALL = pytest.mark.parametrize("over_the_wire", [False, True, REQUESTED], ids=["in process", "connected", "no thread"])
 MESHES = [ol.Mesh(dp=2), ol.Mesh(tp=2), ol.Mesh(dp=1), ol.Mesh(dp=2, cp=2)]
 LAST = 60
 
@@ -97,7 +118,7 @@ EVENTS = st.one_of(
 class Training:
     """The trainers of a run, and what happens to them. Everything they see is compared with a run without prefetch."""
 
-    def __init__(self, job: dict[str, Any], mesh: int, depths: list[int], address: str | None) -> None:
+    def __init__(self, job: dict[str, Any], mesh: int, depths: list[int | None], address: str | None) -> None:
         self._fields = job
         self._depths = depths
         self._address = address
@@ -221,7 +242,7 @@ class Training:
 @given(
     st.lists(EVENTS, min_size=1, max_size=8),
     st.integers(0, len(MESHES) - 1),
-    st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    st.lists(st.none() | st.integers(0, 4), min_size=1, max_size=3),
     st.integers(0, 3),
     st.integers(0, 2),
     st.lists(st.sampled_from([0.0, 0.001, 0.02]), min_size=1, max_size=3),
@@ -247,7 +268,7 @@ def test_trainers_see_the_same_steps_whatever_is_fetched_ahead_and_whatever_happ
 # What was fetched ahead is not taken
 
 
-@BOTH
+@ALL
 def test_a_mesh_changes_at_the_first_step_that_no_trainer_has_taken_whatever_was_fetched(over_the_wire):
     job = two_sources(mesh=ol.Mesh(dp=2))
     with readers(job, over_the_wire) as (loader, clients):
@@ -283,7 +304,7 @@ def test_a_rank_may_finish_the_step_that_another_has_while_the_mesh_waits_for_it
                 next(client)
 
 
-@BOTH
+@ALL
 def test_a_state_is_that_before_the_next_step_of_the_trainer(over_the_wire):
     with readers(two_sources(), over_the_wire) as (loader, (client,)):
         assert [next(client).number for _ in range(2)] == [0, 1]
@@ -348,7 +369,7 @@ class Failing(Numbered):
 
 @BOTH
 def test_an_error_is_raised_by_the_next_of_its_step_and_that_step_can_be_had_later(over_the_wire):
-    def read(depth: int) -> list[Any]:
+    def read(depth: int | None) -> list[Any]:
         source = Failing(rows=40, first=1, shuffle=False)
         found: list[Any] = []
         with readers(job_of({"a": source}), over_the_wire, fetch_ahead=depth) as (_, (client,)):
@@ -369,15 +390,17 @@ def test_an_error_is_raised_by_the_next_of_its_step_and_that_step_can_be_had_lat
     assert "unit 7 is broken" in str(without)
     assert read(2) == without
     assert read(3) == without
+    assert read(None) == without
 
 
-@BOTH
+@ALL
 def test_a_wait_ends_after_its_timeout_and_says_what_it_waited_for(over_the_wire):
     source = Gated(rows=40, first=1)
     job = job_of({"a": Numbered(first=100), "slow": source}, mixture=ol.Mixture({0: {"a": 1}, 3: {"a": 1, "slow": 1}}))
     with ol.start(job) as loader:
         if over_the_wire:
-            client = ol.connect(loader.serve(), rank=0, timeout_s=1.0, fetch_ahead=2)
+            depth = None if over_the_wire == REQUESTED else 2
+            client = ol.connect(loader.serve(), rank=0, timeout_s=1.0, fetch_ahead=depth)
         else:
             client = loader.client(0, timeout_s=1.0, fetch_ahead=2)
         with pytest.raises(ol.errors.WaitTimeoutError, match=r"(?s)rank 0 waited .* s for step \d+: .*'slow'"):
@@ -402,7 +425,7 @@ def test_a_long_wait_is_told_of(caplog):
         assert taken == [0, 1]
 
 
-@BOTH
+@ALL
 def test_a_finite_run_ends_at_its_end_and_can_be_read_again(over_the_wire):
     job = job_of({"a": Numbered(rows=12, first=1, repeat=False)}, mesh=ol.Mesh(dp=2))
     with readers(job, over_the_wire) as (loader, clients):
@@ -429,7 +452,7 @@ def test_a_client_has_a_thread_only_if_that_saves_the_trainer_time_or_it_was_ask
 
         def has_thread(client: ol.Client) -> bool:
             assert [next(client).number for _ in range(3)] == [0, 1, 2]
-            is_there = client._ahead is not None and client._ahead._thread is not None
+            is_there = isinstance(client._ahead, StepsAhead) and client._ahead._thread is not None
             client.close()
             return is_there
 
@@ -438,7 +461,8 @@ def test_a_client_has_a_thread_only_if_that_saves_the_trainer_time_or_it_was_ask
         assert has_thread(loader.client(0, torch=True, device="meta"))
         assert not has_thread(loader.client(0, torch=True, device="meta", fetch_ahead=0))
         assert has_thread(loader.client(0, fetch_ahead=1))
-        assert has_thread(ol.connect(address, rank=0, timeout_s=30))
+        assert not has_thread(ol.connect(address, rank=0, timeout_s=30)), "it is enough to request steps early"
+        assert has_thread(ol.connect(address, rank=0, timeout_s=30, fetch_ahead=1))
         assert not has_thread(ol.connect(address, rank=0, timeout_s=30, fetch_ahead=0))
         assert has_thread(ol.connect(address, rank=0, timeout_s=30, torch=True, device="meta"))
         assert has_thread(Client(0, FlightChannel(address, 0, timeout_s=30, local=False)))
@@ -446,6 +470,93 @@ def test_a_client_has_a_thread_only_if_that_saves_the_trainer_time_or_it_was_ask
         for make in (lambda: loader.client(0, fetch_ahead=-1), lambda: ol.connect(address, rank=0, fetch_ahead=-1)):
             with pytest.raises(ol.errors.SpecError, match="fetch_ahead"):
                 make()
+
+
+def test_steps_of_many_microbatches_are_unpacked_by_a_thread(monkeypatch):
+    monkeypatch.setattr(client_module, "_MOST_UNPACKED", MOST_UNPACKED)
+    with served(two_sources()) as (_, address), ol.connect(address, rank=0, timeout_s=30) as client:
+        assert len(next(client)) > MOST_UNPACKED
+        assert isinstance(client._ahead, StepsAhead)
+
+
+def test_a_trainer_that_works_long_on_its_steps_gets_a_thread():
+    now = [0.0]
+    with served(two_sources()) as (_, address):
+        client = Client(0, FlightChannel(address, 0, timeout_s=30), timeout_s=30, clock=lambda: now[0])
+        found = [content(next(client)) for _ in range(6)]
+        assert isinstance(client._ahead, RequestedSteps)
+        for _ in range(4):
+            now[0] += 0.1
+            found.append(content(next(client)))
+        assert isinstance(client._ahead, StepsAhead)
+        found += [content(next(client)) for _ in range(4)]
+        assert found == expected(2)[0][:14]
+        client.close()
+
+
+# Without a thread
+
+
+def test_an_interrupted_wait_loses_no_step(monkeypatch):
+    with served(two_sources()) as (_, address), ol.connect(address, rank=0, timeout_s=30) as client:
+        found = [content(next(client)) for _ in range(3)]
+        receive = StepPipeline.receive
+
+        def interrupted(pipeline: StepPipeline, timeout_s: float) -> Any:
+            receive(pipeline, timeout_s)  # the answer is lost
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(StepPipeline, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(client)
+        monkeypatch.undo()
+        found += [content(next(client)) for _ in range(4)]
+    assert found == expected(2)[0][:7]
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "forget"])
+def test_the_connection_of_early_requests_ends_with_its_client(how):
+    with served(two_sources()) as (_, address):
+        client: ol.Client | None = ol.connect(address, rank=0, timeout_s=30)
+        assert [next(client).number for _ in range(2)] == [0, 1]
+        ahead = client._ahead
+        assert isinstance(ahead, RequestedSteps)
+        assert ahead._pipeline is not None
+        if how == "close":
+            client.close()
+        elif how == "drop":
+            client = None
+            gc.collect()
+        else:
+            client.rewind()
+            assert ahead._pipeline is None
+            assert [next(client).number for _ in range(3)] == [0, 1, 2]
+            client.close()
+        assert ahead._pipeline is None
+
+
+def test_closing_a_client_ends_its_wait_for_an_early_request():
+    source = Gated(rows=40, first=1)
+    job = job_of({"a": Numbered(first=100), "slow": source}, mixture=ol.Mixture({0: {"a": 1}, 3: {"a": 1, "slow": 1}}))
+    with served(job) as (_, address):
+        client = ol.connect(address, rank=0, timeout_s=None)
+        ends: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                while True:
+                    next(client)
+            except (ol.errors.ClosedError, ol.errors.ServiceError) as error:
+                ends.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        wait_until(lambda: client.step > 0 and client._turn.lock.locked())
+        client.abandon()
+        reader.join(30)
+        assert not reader.is_alive()
+        assert len(ends) == 1
+        source.gate.set()
 
 
 @BOTH

@@ -35,7 +35,7 @@ from overlord.runtime.retry import FailedAttempt, retry
 from overlord.service import wire
 from overlord.service.auth import Address, check_token, read_pem, service_address
 from overlord.service.client import Client
-from overlord.service.local_link import LocalLink, NotOnThisHostError
+from overlord.service.local_link import LocalLink, NotOnThisHostError, StepPipeline
 from overlord.service.run_api import CALLS, MOVED, LoadStateRequest, remote_run
 from overlord.service.steps import DamagedStepError
 from overlord.service.wire import Unreachable
@@ -148,6 +148,23 @@ class FlightChannel:
                 raise answer.error()
             case _:
                 return self._follow_refusal(answer, ticket)
+
+    @property
+    def has_pipeline(self) -> bool:
+        return isinstance(self._steps, LocalLink)
+
+    def open_pipeline(self, rank: int) -> RequestsAhead | None:
+        link = self._steps
+        if not isinstance(link, LocalLink):
+            return None
+        try:
+            pipeline = link.open_pipeline(self._arenas)
+        except Unreachable as error:
+            _log.debug("rank %d requests its steps one by one: %s", rank, error)
+            return None
+        known, generation = self._welcome, self._generations[-1]
+        ticket = wire.Ticket(known.job, rank, 0, self._wait_s, self._session, known.instance, generation, True)
+        return RequestsAhead(pipeline, ticket)
 
     def take(
         self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None, origin: str | None = None
@@ -397,6 +414,26 @@ class FlightChannel:
         return Link(address, self._token, self._root)
 
 
+class RequestsAhead:
+    """Requests for steps of one origin, sent before their answers are needed."""
+
+    def __init__(self, pipeline: StepPipeline, ticket: wire.Ticket) -> None:
+        self._pipeline = pipeline
+        self._ticket = ticket
+        self.stop_receiving = pipeline.stop_receiving
+        self.close = pipeline.close
+
+    def request(self, step: int) -> None:
+        self._pipeline.request(msgspec.structs.replace(self._ticket, step=step))
+
+    def receive(self, timeout_s: float | None) -> Delivery | None:
+        """The answer to the first request that was not answered yet; None where it is no step. Raises what a connection
+        raises, which is of no use then."""
+        most_s = self._ticket.wait_s + _GRACE_S
+        answer = self._pipeline.receive(most_s if timeout_s is None else min(timeout_s, most_s))
+        return answer if isinstance(answer, Delivery) else None
+
+
 def _origin(welcome: wire.Welcome, generation: int) -> str:
     return f"{welcome.instance}/{generation}"
 
@@ -434,7 +471,8 @@ def connect(  # noqa: PLR0913 - all but the address by name
     root certificate to trust; without it the system's root certificates are trusted.
 
     With `torch`, arrays are tensors; with `pin_memory` in page-locked memory, with `device` on that device. A thread of the
-    client fetches up to `fetch_ahead` steps, by default 2, and copies them, before the trainer takes them.
+    client fetches up to `fetch_ahead` steps and copies them before the trainer takes them. By default two steps are fetched
+    ahead; by a thread only where that saves time, not where a step is mapped from shared memory.
     """
     rank = whole(rank, "rank")
     timeout_s = seconds_or_none(timeout_s, "timeout_s")

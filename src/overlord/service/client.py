@@ -17,7 +17,7 @@ from overlord.errors import ClosedError, SpecError, WaitTimeoutError
 from overlord.messages import Delivery, Later, State, Step, StepReport
 from overlord.runtime.exclusive import OneProcess, OneThread
 from overlord.runtime.long_waits import FIRST_S, warn_if_long
-from overlord.service.prefetch import StepsAhead
+from overlord.service.prefetch import RequestedSteps, StepsAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from overlord.service.run_api import Channel
 
 _FETCH_AHEAD = 2  # steps, where that saves the trainer a wait
+_MOST_UNPACKED = 2  # microbatches that `next` unpacks in less time than a thread takes to hand them over
+_SLOW_S = 0.005  # of work on a step, for a trainer that had better have a thread
+_MANY_SLOW = 3
 
 _WAIT_S = 0.25  # how long one fetch waits before the client checks its own deadline
 _PAUSE_S = 0.01  # between fetches while another rank is behind
@@ -81,7 +84,9 @@ class Client:
         self._at_close: list[Callable[[], None]] = []
         self._always_ahead = fetch_ahead is not None  # else only where that is useful
         self._num_ahead = _FETCH_AHEAD if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
-        self._ahead: StepsAhead | None = None  # made when it is first useful
+        self._ahead: StepsAhead | RequestedSteps | None = None  # made when it is first useful
+        self._returned_at = clock()  # when the trainer got its last step
+        self._num_slow = 0  # how many steps in a row it worked on for long
 
     def __iter__(self) -> Client:
         self._home.check()
@@ -97,9 +102,11 @@ class Client:
         if not self._turn.lock.acquire(blocking=False):
             raise self._turn.error()
         self._turn.user = threading.get_ident()
+        self._num_slow = self._num_slow + 1 if self._clock() - self._returned_at > _SLOW_S else 0
         try:
             return self._take_step()
         finally:
+            self._returned_at = self._clock()
             self._turn.lock.release()
 
     def _take_step(self) -> Step:
@@ -110,22 +117,41 @@ class Client:
             ahead = self._ahead
             if ahead is not None and not ahead.is_paused and (found := self._take_ahead(ahead, began)) is not None:
                 step = self._step(found.loss_tokens, found.placed)
-                ahead.advance(self._next)  # last: from here on the thread contends for the GIL
+                if isinstance(ahead, RequestedSteps) and self._needs_thread(len(step)):
+                    self._fetch_ahead(len(step)).follow(self._next, self._open_placer())
+                else:
+                    ahead.advance(self._next)  # last: from here on the thread contends for the GIL
                 return step
             delivery = self._fetch_next(began)
         if delivery is None:
             self._ended = True
             self._channel.leave(self.rank)
             raise StopIteration
-        if self._placer is None:
-            self._placer = self._destination.open()
-        step = self._step(delivery.loss_tokens, self._placer.place(delivery.microbatches))
+        placer = self._open_placer()
+        step = self._step(delivery.loss_tokens, placer.place(delivery.microbatches))
         if self._num_ahead and (self._always_ahead or self._destination.copies or self._channel.is_ahead_useful):
-            (ahead or self._make_ahead()).follow(self._next, self._placer)
+            self._fetch_ahead(len(step)).follow(self._next, placer)
         return step
 
-    def _make_ahead(self) -> StepsAhead:
-        self._ahead = ahead = StepsAhead(self._channel, self.rank, self._num_ahead)
+    def _open_placer(self) -> Placer:
+        if self._placer is None:
+            self._placer = self._destination.open()
+        return self._placer
+
+    def _needs_thread(self, num_microbatches: int) -> bool:
+        """Whether a thread should have the next steps ready: where much has to be done for one, where it was asked for, or
+        where the trainer takes few steps a second, so that what `next` takes counts for more than processor time."""
+        is_much = self._destination.copies or num_microbatches > _MOST_UNPACKED
+        return self._always_ahead or is_much or self._num_slow >= _MANY_SLOW or not self._channel.has_pipeline
+
+    def _fetch_ahead(self, num_microbatches: int) -> StepsAhead | RequestedSteps:
+        """What fetches the next steps."""
+        kind = StepsAhead if self._needs_thread(num_microbatches) else RequestedSteps
+        if isinstance(self._ahead, kind):
+            return self._ahead
+        if self._ahead is not None:
+            self._ahead.stop()
+        self._ahead = ahead = kind(self._channel, self.rank, self._num_ahead)
         weakref.finalize(self, ahead.stop).atexit = False  # daemons need not be told of the end of the program
         if self._closed.is_set():  # by another thread, which has not seen it
             ahead.stop()
@@ -247,7 +273,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take_ahead(self, ahead: StepsAhead, began: float) -> FetchedStep | None:
+    def _take_ahead(self, ahead: StepsAhead | RequestedSteps, began: float) -> FetchedStep | None:
         """Take the next step if it was fetched ahead, or is being fetched. None if it must be requested by this thread."""
         found = ahead.pop(self._next, self._timeout_s)
         if found is None:

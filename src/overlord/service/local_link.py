@@ -25,6 +25,7 @@ from overlord.service.local_steps import (
     Fetch,
     Greeting,
     NotLocal,
+    Returned,
     ShareTakes,
     StepBorrower,
     read_long,
@@ -102,6 +103,36 @@ class TakePage:
         self._connection.close()
 
 
+class StepPipeline:
+    """A connection on which steps are requested before they are needed. The answers come in the order of requests, and wait
+    in the connection. One thread at a time may use it, but for `stop_receiving`."""
+
+    def __init__(self, peer: _Peer, arenas: Arenas) -> None:
+        self._peer = peer
+        self._arenas = arenas
+
+    def request(self, ticket: wire.Ticket) -> None:
+        self._peer.connection.send_raw(wire.pack(Fetch(ticket, self._peer.borrower.take_returned())))
+
+    def receive(self, timeout_s: float) -> Delivery | wire.NoStep | NotLocal:
+        """Returns the next answer. After an error the connection is of no use: an answer may still come."""
+        answer = None
+        while answer is None:
+            data, descriptors = self._peer.connection.receive_raw(timeout_s)
+            answer = self._peer.borrower.receive(data, descriptors, self._arenas)
+        return answer
+
+    def stop_receiving(self) -> None:
+        """Let a `receive` in another thread fail."""
+        self._peer.connection.stop_receiving()
+
+    def close(self) -> None:
+        with suppress(OSError):  # the service is gone
+            returned = self._peer.borrower.take_returned()
+            self._peer.connection.send_raw(wire.pack(Returned(returned.free, returned.kept, is_last=True)), waits=False)
+        self._peer.connection.close()
+
+
 class LocalLink:
     """A connection to the server of a rank on this host; several, while calls overlap. Safe to call from several threads.
 
@@ -149,6 +180,15 @@ class LocalLink:
         if isinstance(answer, NotLocal):
             raise NotOnThisHostError(answer.reason)
         return answer
+
+    def open_pipeline(self, arenas: Arenas) -> StepPipeline:
+        """A connection of its own for a client that requests steps early. Raises Unreachable."""
+        with self._lock:
+            idle = None if self._is_closed or not self._idle[True] else self._idle[True].pop()  # it has segments mapped
+        try:
+            return StepPipeline(idle or _Peer(self.address, self._token), arenas)
+        except (OSError, EOFError, OverlordError, msgspec.DecodeError) as error:
+            raise Unreachable(f"{self.address}: {error}") from None
 
     def share_takes(self, rank: int, session: str) -> bool:
         """Share a page with the service on which a client takes steps; returns whether there is one. Tried once. For the

@@ -150,6 +150,8 @@ class _TrainerSession:
                 self._share_takes(connection, request)
             else:
                 self._lender.take_back(request)
+                if request.is_last:
+                    self._last = None
 
     def close(self, was_expected: bool) -> None:
         if self._lender is not None:

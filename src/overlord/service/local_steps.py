@@ -74,6 +74,8 @@ class Returned(Struct, frozen=True, forbid_unknown_fields=True, tag="returned"):
 
     free: list[Count]
     kept: list[Count]
+    is_last: bool = False
+    """The client closes the connection, and goes on with others."""
 
 
 class Fetch(Struct, frozen=True, forbid_unknown_fields=True, tag="fetch"):

@@ -689,7 +689,10 @@ class LocalChannel:
         self.run = run
         self._constructor_of = constructor_of
 
-    is_ahead_useful = False
+    is_ahead_useful = has_pipeline = False
+
+    def open_pipeline(self, rank: int) -> None:  # noqa: ARG002 - part of the protocol
+        return None
 
     def start(self) -> int:
         return self.run.start_step

@@ -94,6 +94,22 @@ class StepSource(Protocol):
         ...
 
 
+class StepRequests(Protocol):
+    """Steps of one rank and origin that are requested ahead. Answers come in the order of requests."""
+
+    def request(self, step: int) -> None: ...
+
+    def receive(self, timeout_s: float | None) -> Delivery | None:
+        """Waits for the next answer; None where it is no step. After an error the pipeline is of no use."""
+        ...
+
+    def stop_receiving(self) -> None:
+        """Let a `receive` in another thread fail."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Channel(StepSource, Protocol):
     """How a client reaches its run: in this process, or over the network. Every call may be repeated."""
 
@@ -111,6 +127,15 @@ class Channel(StepSource, Protocol):
 
     def origin(self) -> str:
         """Names what steps come from now: another name after the run was moved, or its service restarted."""
+        ...
+
+    @property
+    def has_pipeline(self) -> bool:
+        """True if steps can be requested before they are needed, without a thread."""
+        ...
+
+    def open_pipeline(self, rank: int) -> StepRequests | None:
+        """A way to do so; None where it cannot be opened now."""
         ...
 
     def take(
