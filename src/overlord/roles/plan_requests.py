@@ -85,8 +85,8 @@ class PlanRequests:
         return plans[0]
 
     def _is_due(self, oldest: int) -> bool:
-        """Whether to tell the planner that the group is at another step. A group that takes many steps a second tells it some
-        only: a message costs the planner as much as planning a step."""
+        """Whether to tell the planner that the group is at another step. A group that takes many steps a second tells only
+        some: a message costs the planner as much as planning a step."""
         is_late = time.monotonic() - self._told_at >= _TOLD_EVERY_S
         return oldest > self._told and (is_late or oldest - self._told >= _TOLD_EVERY)
 
