@@ -64,7 +64,9 @@ class Prebuilt:
     ) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._micro),))
 
-    is_ahead_useful = False
+    is_ahead_useful = has_pipeline = False
+
+    def open_pipeline(self, rank: int) -> None: ...
 
     def origin(self) -> str:
         return ""

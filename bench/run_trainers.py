@@ -86,9 +86,9 @@ class Part:
     """By kind, the last that it said."""
 
     def why(self) -> str:
-        """The last line that it wrote to standard error."""
+        """The last lines that it wrote to standard error."""
         lines = self.errors.read_text(errors="replace").strip().splitlines()
-        return f"{self.name} ended with status {self.process.poll()}: {lines[-1] if lines else 'without a word'}"
+        return f"{self.name} ended with status {self.process.poll()}: {' | '.join(lines[-3:]) or 'without a word'}"
 
 
 class Trainers:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import pytest
 import overlord as ol
 from overlord.batches.buffers import Arenas
 from overlord.runtime.shared_memory import Connection, Listener, connect_to
-from overlord.service import wire
+from overlord.service import serving, wire
 from overlord.service.auth import Address, Listen
 from overlord.service.channel import FlightChannel
 from overlord.service.client import Client
@@ -28,6 +29,7 @@ from overlord.service.serving import ServerPerGroup
 from tests.commands import environment, python
 from tests.faults.trainers import wait_until
 from tests.service.served import content, served, streams, two_sources, undisturbed
+from tests.service.test_reconnect import free_port
 from tests.small_sources import Numbered, job_of
 
 if TYPE_CHECKING:
@@ -505,3 +507,26 @@ def test_the_door_hands_out_no_steps_and_takes_only_a_client_with_the_token():
         link.close()
         with pytest.raises(NotOnThisHostError, match="carried a wrong token"):
             LocalLink(name, "another", for_steps=False)
+
+
+def test_a_trainer_that_greets_the_moment_a_service_listens_gets_its_steps(monkeypatch):
+    """Constructors learn where to listen a moment after the front server does."""
+    found: list[int] = []
+    job, address = two_sources(), f"127.0.0.1:{free_port()}"
+
+    def listen_later(*args: Any) -> Any:
+        time.sleep(0.5)
+        return listen_behind(*args)
+
+    def read() -> None:
+        with ol.connect(address, rank=0, timeout_s=60) as client:
+            found.extend(next(client).number for _ in range(3))
+
+    listen_behind = serving._listen_behind
+    monkeypatch.setattr(serving, "_listen_behind", listen_later)
+    with ol.start(job, engine=ol.Processes(1)) as loader:
+        reader = threading.Thread(target=read)
+        reader.start()
+        loader.serve(address)
+        reader.join(60)
+    assert found == [0, 1, 2]

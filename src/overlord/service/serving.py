@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -126,6 +126,8 @@ class ServerPerGroup:
         if is_new:
             self.expect()
 
+        behind: Future[Listen] = Future()  # known once the front server listens: the first trainers may greet before
+
         def locate(rank: int, needs_flight: bool) -> Addresses:
             # Called for every greeting: a restarted constructor has no server yet, and may be on another node.
             while True:
@@ -133,14 +135,16 @@ class ServerPerGroup:
                 identity = ServerIdentity(job, instance, channel.generation())
                 constructor = constructors[tree().coordinates(rank).dp]
                 try:
-                    return constructor.call(ServingConstructor.serve, identity, behind, leave_after_s, needs_flight).result()
+                    listen_there = behind.result(_WAIT_S)
+                    call = constructor.call(ServingConstructor.serve, identity, listen_there, leave_after_s, needs_flight)
+                    return call.result()
                 except ClosedError:
                     if channel.generation() == identity.generation:
                         raise
 
         self._front = Service(job, listen, instance=instance, run=channel, locate=locate, leave_after_s=leave_after_s)
         self.address = self._front.address
-        behind = _listen_behind(listen, Address.parse(self.address))
+        behind.set_result(_listen_behind(listen, Address.parse(self.address)))
 
     def expect(self) -> None:
         _expect(self._tree(), self._constructors)
