@@ -314,3 +314,13 @@ def test_how_a_run_stands_is_told_while_a_source_hangs_and_a_client_says_what_it
         (tmp_path / "gate").touch()
         reader.join(60)
         assert client.step == 1
+
+
+def test_a_role_whose_name_means_another_answers_no_more_also_where_callers_remember_it(engine: ol.Ray):
+    counter = engine.spawn("counter", partial(make_counter, 0))
+    asker = engine.spawn("asker", partial(make_asker, counter))
+    for number in range(1, 6):
+        assert asker.call(Asker.add, 1).result(60) == 1000 * (number - 1) + 1
+        engine.spawn("counter/new", partial(make_counter, 1000 * number))
+        engine.wait_until_started()
+        engine.rebind("counter", "counter/new")

@@ -324,6 +324,8 @@ class Ray:
         """Stop a role that no name is bound to any more, and its actor if it has no other."""
         import ray
 
+        from overlord.runtime.ray.role_actor import HEALTH_CHECKS
+
         with self._lock:
             is_last = not host.roles
             if is_last:
@@ -332,6 +334,10 @@ class Ray:
         if not is_last:
             ray.wait([host.actor.drop_role.remote(role.number)], timeout=_CLOSE_S)
         elif is_killed:
+            # First, because a killed actor may answer for some milliseconds more, and its name means another role by now. An
+            # actor that hangs answers nobody.
+            forgetting = host.actor.forget_role.options(concurrency_group=HEALTH_CHECKS).remote(role.number)
+            ray.wait([forgetting], timeout=_CLOSE_S)
             _kill([host.actor])
         else:
             _close([host.actor])

@@ -77,6 +77,10 @@ class RoleActor:
         """Forget a role and close it."""
         self._table.forget(number)()
 
+    def forget_role(self, number: int) -> None:
+        """Send the callers of a role to the job's table, without closing it: its actor is about to be killed."""
+        self._table.forget(number)
+
     def call(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
         """Run a call to a role; returns what kind of answer it is, and the answer."""
         return run_call(self._table, number, method, args, kwargs)
