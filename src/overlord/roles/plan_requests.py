@@ -92,11 +92,15 @@ class PlanRequests:
 
     def receive(self, found: SharedPlans) -> None:
         """Keep plans that the planner sent by itself, unless they are of a planner whose plans were never requested: that of
-        another state."""
+        another state. And tell it what it has not been told: it sends plans again when others wait for this group."""
         with self._lock:
             if self._listener is None or found.planner != self._sender:
                 return
             num_resets, first = self._num_resets, self._cut_to + 1
+            untold = self._noted if self._noted > self._told else None
+            self._told = self._noted
+        if untold is not None:
+            self._planner.tell(Planner.note_oldest, self._group, untold)
         plans = self._cut(found, first)
         with self._lock:
             plans = [plan for plan in plans if plan.step > self._cut_to]  # others were requested meanwhile

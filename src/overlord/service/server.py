@@ -111,12 +111,13 @@ class Service:
         self._listen = listen
         self._opening = threading.Lock()
         self._flight: FlightServer | None = None
-        self._door: LocalServer | None = None
-        if on_network:
-            self.open_network()
         self._local: LocalServer | None = None
+        self._door: LocalServer | None = None
+        # Before the network: a trainer may greet at once, and is told of it.
         if steps is not None and arenas is not None and arenas.share():
             self._local = LocalServer(self, arenas, listen.token)
+        if on_network:
+            self.open_network()
         if leave_after_s is not None and steps is not None:
             threading.Thread(target=self._watch, args=(leave_after_s,), name="overlord-ranks", daemon=True).start()
 
