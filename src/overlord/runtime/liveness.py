@@ -138,7 +138,7 @@ RAY_CLOSING = Detector(
 )
 
 DRIVER_GONE = Detector(
-    watched="the process of `overlord serve --ray`",
+    watched="the process of `overlord serve job.py --ray`",
     watcher="the run, which lives in the cluster",
     sign="a call",
     after_s=10.0,
@@ -146,7 +146,7 @@ DRIVER_GONE = Detector(
     then="the run goes on without it; the same command takes the run back",
 )
 RUN_FORGOTTEN = Detector(
-    watched="the users of a run without its `overlord serve --ray`",
+    watched="the users of a run without its `overlord serve job.py --ray`",
     watcher="the run",
     sign="a rank reads",
     after_s=600.0,

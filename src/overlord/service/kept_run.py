@@ -10,7 +10,6 @@ A driver that is started again under the same name takes the run back. A run tha
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from contextlib import suppress
@@ -18,7 +17,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from overlord.errors import OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.loaders.model import Partition
 from overlord.planlog.plan_log import ClusterLog
 from overlord.runtime import liveness
 from overlord.service.auth import Address
@@ -93,7 +95,8 @@ class RunKeeper:
             _log.warning("the process of the run was lost: the run goes on with its roles, or from its log")
             listen = replace(listen, address=f"{listen.bound.host}:{Address.parse(known.decode()).port}")
             # As it was: while the CPUs of lost loaders do not count as free yet, a new partition would be smaller.
-            partition: Any = pickle.loads(table.get(_PARTITION) or pickle.dumps(None))
+            saved = table.get(_PARTITION)
+            partition = None if saved is None else msgspec.json.decode(saved, type=Partition)
             options = replace(options, partition=options.partition or partition)
         resume = request.resume if known is None else "log"
         roles = namespace_of_roles(namespace)
@@ -115,7 +118,7 @@ class RunKeeper:
                 advertise=listen.advertise,
                 leave_after_s=request.leave_after_s,
             )
-            table.put(_PARTITION, pickle.dumps(self._loader.partition))
+            table.put(_PARTITION, msgspec.json.encode(self._loader.partition))
             table.put(_SERVING, self._address.encode())
         except BaseException:
             self._loader.close()
