@@ -15,6 +15,7 @@ import overlord as ol
 from overlord.errors import WaitTimeoutError
 from overlord.fleet.hosts import Fleet
 from overlord.loaders.model import Partition, Share
+from overlord.roles import assembly
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Cursor, Planner
 from overlord.runtime.embedded import Immediate
@@ -145,8 +146,9 @@ def test_hosts_that_nobody_needs_any_more_are_stopped_and_their_buffers_are_empt
         assert found == expected
 
 
-def test_more_loaders_make_more_chunks_side_by_side():
+def test_more_loaders_make_more_chunks_side_by_side(monkeypatch):
     """Chunks that are prepared ahead are made at the same time: each waits here until all the others have begun."""
+    monkeypatch.setattr(assembly, "_INLINE_S", 0.0)  # ahead, although they are quick at first
     barrier = threading.Barrier(4)
 
     @dataclass(frozen=True)

@@ -90,9 +90,15 @@ def test_functions_of_the_main_module_and_lambdas_travel_by_value(ends):
     assert theirs.receive(5)(2) == 3
 
 
-def test_an_object_in_shared_memory_cannot_be_pickled_elsewhere():
+def test_an_object_in_shared_memory_goes_to_another_machine_by_value():
+    shared = SharedObject.of({"numbers": np.arange(3)})
+    received = pickle.loads(pickle.dumps(shared, protocol=5))
+    np.testing.assert_array_equal(received.open()["numbers"], np.arange(3))
+
+
+def test_a_segment_goes_to_no_other_machine():
     with pytest.raises(pickle.PicklingError, match="process of this machine"):
-        pickle.dumps(SharedObject.of(np.arange(3)))
+        pickle.dumps(SharedSegment.create(4096))
 
 
 def test_the_end_of_the_other_side_is_noticed(ends):

@@ -1,13 +1,12 @@
 """Gets the plans of a group from the planner. Where processes share memory, the planner sends those of several steps before
 they are needed; otherwise, and where one is missing, they are requested.
 
-The planner learns, sooner or later, as much as from single requests: which step the group may still come back for.
+The planner learns as much as from single requests: which step the group may still come back for.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Protocol
 
 from overlord.messages import Later
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from overlord.roles.plan_window import SharedPlans
     from overlord.runtime.engine import Handle
     from overlord.stream.facts import Ints
-
-
-_TOLD_EVERY = 3  # steps, of those that planning is ahead by
-_TOLD_EVERY_S = 0.02
 
 
 class PlanListener(Protocol):
@@ -48,8 +43,7 @@ class PlanRequests:
         self._listener = listener
         self._lock = threading.Lock()
         self._kept: dict[int, GroupPlan] = {}
-        self._noted = -1  # the oldest step that the group may request again
-        self._told, self._told_at = -1, 0.0  # the one that the planner was told last, and when
+        self._noted = -1  # the oldest step that the planner was told
         self._cut_to = -1  # the newest step whose plan has arrived
         self._sender = ""  # the planner whose plans are kept
         self._num_resets = 0
@@ -60,12 +54,9 @@ class PlanRequests:
             return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
         with self._lock:
             kept, num_resets = self._kept.pop(step, None), self._num_resets
-            self._noted = max(self._noted, oldest)
-            is_due = kept is None or self._is_due(oldest)
-            if is_due:
-                self._told, self._told_at = oldest, time.monotonic()
+            is_news, self._noted = oldest > self._noted, max(self._noted, oldest)
         if kept is not None:
-            if is_due:
+            if is_news:
                 self._planner.tell(Planner.note_oldest, self._group, oldest)
             return kept
         try:
@@ -84,23 +75,13 @@ class PlanRequests:
         self._listener.note_plans(plans, found.first_chunks)
         return plans[0]
 
-    def _is_due(self, oldest: int) -> bool:
-        """Whether to tell the planner that the group is at another step. A group that takes many steps a second tells only
-        some: a message costs the planner as much as planning a step."""
-        is_late = time.monotonic() - self._told_at >= _TOLD_EVERY_S
-        return oldest > self._told and (is_late or oldest - self._told >= _TOLD_EVERY)
-
     def receive(self, found: SharedPlans) -> None:
         """Keep plans that the planner sent by itself, unless they are of a planner whose plans were never requested: that of
-        another state. And tell it what it has not been told: it sends plans again when others wait for this group."""
+        another state."""
         with self._lock:
             if self._listener is None or found.planner != self._sender:
                 return
             num_resets, first = self._num_resets, self._cut_to + 1
-            untold = self._noted if self._noted > self._told else None
-            self._told = self._noted
-        if untold is not None:
-            self._planner.tell(Planner.note_oldest, self._group, untold)
         plans = self._cut(found, first)
         with self._lock:
             plans = [plan for plan in plans if plan.step > self._cut_to]  # others were requested meanwhile
@@ -119,5 +100,5 @@ class PlanRequests:
     def reset(self) -> None:
         """Forget the plans: the run goes on from another state, or nobody reads the group."""
         with self._lock:
-            self._kept, self._noted, self._told, self._cut_to, self._sender = {}, -1, -1, -1, ""
+            self._kept, self._noted, self._cut_to, self._sender = {}, -1, -1, ""
             self._num_resets += 1

@@ -114,11 +114,6 @@ class PlanWindow:
             self._needs.pop(group, None)
             self._set_late(group, is_late)
 
-    def slowest(self) -> int | None:
-        """The group that is behind all others, as far as is known; None if nobody reads."""
-        with self._lock:
-            return min(self._needs, key=lambda group: self._needs[group], default=None)
-
     def wait_for_slowest(self, step: int) -> Later | None:
         """Why a step has to wait for a group that is behind; None when it need not."""
         with self._lock:

@@ -156,7 +156,6 @@ class Planner:
         self._window.note_request(group, step, oldest, is_late)
         later = self._window.wait_for_slowest(step)
         if later is not None:
-            self._ask_slowest()
             return later
         planned = self._window.plan(step)  # without waiting for steps that are drawn for other callers
         if planned is None:
@@ -165,12 +164,6 @@ class Planner:
             self._release_if_free()
         self._wake()
         return planned
-
-    def _ask_slowest(self) -> None:
-        """Let the slowest group tell where it is: others wait for it, and it does not tell every step."""
-        slowest, planned = self._window.slowest(), self._window.plan(self._window.reached - 1)
-        if self._send is not None and slowest is not None and planned is not None:
-            self._send(slowest, self._share(planned))
 
     def _share(self, planned: Planned) -> SharedPlans:
         shared, step = self._window.share_plans(planned), planned.step.number
