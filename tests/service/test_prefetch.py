@@ -535,30 +535,6 @@ def test_the_connection_of_early_requests_ends_with_its_client(how):
         assert ahead._pipeline is None
 
 
-def test_closing_a_client_ends_its_wait_for_an_early_request():
-    source = Gated(rows=40, first=1)
-    job = job_of({"a": Numbered(first=100), "slow": source}, mixture=ol.Mixture({0: {"a": 1}, 3: {"a": 1, "slow": 1}}))
-    with served(job) as (_, address):
-        client = ol.connect(address, rank=0, timeout_s=None)
-        ends: list[BaseException] = []
-
-        def read() -> None:
-            try:
-                while True:
-                    next(client)
-            except (ol.errors.ClosedError, ol.errors.ServiceError) as error:
-                ends.append(error)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        wait_until(lambda: client.step > 0 and client._turn.lock.locked())
-        client.abandon()
-        reader.join(30)
-        assert not reader.is_alive()
-        assert len(ends) == 1
-        source.gate.set()
-
-
 @BOTH
 def test_the_thread_ends_when_its_client_is_closed(over_the_wire):
     with readers(two_sources(mesh=ol.Mesh(dp=2)), over_the_wire) as (_, clients):
@@ -590,18 +566,18 @@ def test_the_thread_ends_when_its_client_is_dropped_or_its_loader_closed():
     assert not threads[1].is_alive()
 
 
-def test_closing_a_client_ends_its_wait_in_another_thread():
+@ALL
+def test_closing_a_client_ends_its_wait_in_another_thread(over_the_wire):
     source = Gated(rows=40, first=1)
     job = job_of({"a": Numbered(first=100), "slow": source}, mixture=ol.Mixture({0: {"a": 1}, 3: {"a": 1, "slow": 1}}))
-    with ol.start(job) as loader:
-        client = loader.client(0, fetch_ahead=2)
+    with readers(job, over_the_wire) as (_, (client,)):
         ends: list[BaseException] = []
 
         def read() -> None:
             try:
                 while True:
                     next(client)
-            except ol.errors.ClosedError as error:
+            except (ol.errors.ClosedError, ol.errors.ServiceError) as error:
                 ends.append(error)
 
         reader = threading.Thread(target=read)
