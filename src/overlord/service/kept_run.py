@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from overlord.errors import OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
+from overlord.errors import OverlordError, SpecError, WaitTimeoutError
 from overlord.loaders.model import Partition
 from overlord.planlog.plan_log import ClusterLog
 from overlord.runtime import liveness
@@ -163,12 +163,14 @@ class RunKeeper:
         used_at = time.monotonic()
         while not self._ending.wait(ATTEND_S):
             now, used_at = time.monotonic(), max(used_at, self._attended_at)
-            with suppress(WaitTimeoutError, WorkerDiedError):
+            with suppress(OverlordError):  # nobody else would end the run
                 used_at = now if now - used_at > ATTEND_S and self._loader.is_read() else used_at
             if now - used_at > self._request.forgotten_after_s:
                 _log.warning("nobody has used this run for %.0f s: it ends", now - used_at)
-                self._loader.close()
-                end_roles(self._namespace)  # this process is one of them
+                try:
+                    self._loader.close()
+                finally:
+                    end_roles(self._namespace)  # this process is one of them
                 return
 
 

@@ -50,11 +50,12 @@ def find_roles(names: Names) -> list[tuple[HostedRole, str, Any]]:
 def end_roles(namespace: str) -> None:
     """Kill every detached role of a namespace, and forget it."""
     named: Any = list_named_actors(all_namespaces=True)
+    JobTable(namespace).clear()  # first: this process may be one of those that are killed
     for entry in named:
         if entry["namespace"] == namespace:
             with suppress(ValueError):  # it has ended meanwhile
                 ray.kill(ray.get_actor(entry["name"], namespace=namespace), no_restart=True)
-    JobTable(namespace).clear()
+    JobTable(namespace).clear()  # and what they wrote until then
 
 
 class DetachedRole(Generic[R]):
