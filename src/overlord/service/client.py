@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _FETCH_AHEAD = 2  # steps, where that saves the trainer a wait
 _MOST_UNPACKED = 2  # microbatches that `next` unpacks in less time than a thread takes to hand them over
-_SLOW_S = 0.005  # of work on a step, for a trainer that had better have a thread
-_MANY_SLOW = 3
+_SLOW_S = 0.005  # of work on a step: for such a trainer the time of `next` matters more than that of its processor
+_MANY_SLOW = 3  # such steps in a row
 
 _WAIT_S = 0.25  # how long one fetch waits before the client checks its own deadline
 _PAUSE_S = 0.01  # between fetches while another rank is behind
