@@ -6,17 +6,24 @@ CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 BENCH := bench/.venv
 LOWEST := .venv-lowest
-ALL := .[torch,images,object-stores,ray,tokenizers]
+FORMATS := .venv-formats
+ALL := .[torch,images,object-stores,ray,tokenizers,metrics,page]
 # Dependency groups need pip 25.1; the environment's own pip is brought up to it.
 PIP := -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test test-lowest test-thorough chaos fuzz check docs package fix bench clean
+.PHONY: demo test test-formats test-lowest test-thorough integrations chaos fuzz check docs package fix bench clean
 
 demo: $(CORE)
 	$(BIN)/overlord demo
 
 test: $(DEV)
 	$(BIN)/pytest -n 2 -q
+
+# What needs the libraries of other formats, in an environment of its own: they bring pandas, and much else. litData asks for
+# torchvision and uses it for images alone.
+test-formats: $(FORMATS)/.made
+	$(FORMATS)/bin/pytest -q tests/sources/test_huggingface.py tests/sources/test_lake_tables.py tests/sources/test_iceberg.py \
+		tests/sources/test_litdata.py tests/sources/test_fsspec_store.py tests/jobfile/test_inspection.py
 
 # The same with the oldest releases that pyproject.toml allows.
 test-lowest: $(LOWEST)/.made
@@ -25,6 +32,11 @@ test-lowest: $(LOWEST)/.made
 # Properties on examples that nobody has seen, and no second try for anything: an hour.
 test-thorough: $(DEV)
 	HYPOTHESIS_PROFILE=thorough SECOND_TRIES=0 $(BIN)/pytest -n 2 -q --timeout 1200
+
+# Training frameworks, in an environment of their own: every example trains, stops and resumes. About half an hour.
+INTEGRATIONS := .venv-integrations
+integrations: $(INTEGRATIONS)/.made
+	OVERLORD_INTEGRATIONS=1 $(INTEGRATIONS)/bin/pytest -q tests/integrations
 
 # Hundreds of random faults, about ten minutes. `make chaos CHAOS="--seed 7"` repeats the faults of a seed.
 chaos: $(DEV)
@@ -78,6 +90,23 @@ $(LOWEST)/.made: pyproject.toml constraints/lowest.txt
 	$(LOWEST)/bin/python $(PIP) install -c constraints/lowest.txt --group dev -e '$(ALL)'
 	@touch $@
 
+$(FORMATS)/.made: pyproject.toml constraints/newest.txt
+	$(PYTHON) -m venv $(FORMATS)
+	$(FORMATS)/bin/python $(PIP) install --upgrade 'pip>=25.1'
+	$(FORMATS)/bin/python $(PIP) install -c constraints/newest.txt --group dev --group formats -e '$(ALL)' -e '.[huggingface,lance,delta,iceberg,fsspec]'
+	$(FORMATS)/bin/python $(PIP) install --no-deps litdata lightning-utilities
+	@touch $@
+
+# verl and Megatron-Core ask for GPUs, and verl for other releases of transformers and tensordict than the other frameworks;
+# what is tested of them needs none of it. triton is for torchtitan, which imports it on a CPU too.
+$(INTEGRATIONS)/.made: pyproject.toml constraints/newest.txt constraints/integrations.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python $(PIP) install --upgrade 'pip>=25.1'
+	$(INTEGRATIONS)/bin/python $(PIP) install -c constraints/newest.txt torch
+	$(INTEGRATIONS)/bin/python $(PIP) install -c constraints/newest.txt -c constraints/integrations.txt --group integrations -e .
+	$(INTEGRATIONS)/bin/python $(PIP) install -c constraints/integrations.txt --no-deps megatron-core verl
+	@touch $@
+
 # The peers that Overlord is measured against live in an environment of their own.
 $(BENCH)/.made: bench/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
@@ -86,4 +115,4 @@ $(BENCH)/.made: bench/requirements.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(BENCH) dist site bench/.data .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FORMATS) $(LOWEST) $(INTEGRATIONS) $(BENCH) dist site bench/.data .pytest_cache .ruff_cache .hypothesis .import_linter_cache

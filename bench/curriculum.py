@@ -89,7 +89,7 @@ def _phase(loader: ol.Loader, client: ol.Client, name: str, last: int) -> Phase:
         asked = time.perf_counter()
         next(client)
         waited += time.perf_counter() - asked
-        loaders = max(loaders, *(len(found[-1].hosts) for found in loader._fleet.table.stretches.values()))
+        loaders = max(loaders, *(len(found[-1].hosts) for found in loader._roles.fleet.table.stretches.values()))
         time.sleep(STEP_S)
     seconds = time.perf_counter() - began
     buffers = sum(use.num_bytes for use in loader.report().buffers.values())

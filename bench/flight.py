@@ -29,9 +29,9 @@ from bench.measure import ROOT
 from overlord.messages import Delivery, Later
 from overlord.service.auth import Listen
 from overlord.service.channel import FlightChannel
-from overlord.service.run_api import RunApi
+from overlord.service.run_api import Channel, RunApi
 from overlord.service.server import Service
-from overlord.service.serving import ServerPerGroup
+from overlord.service.serving import ServedGroups, ServerPerGroup
 from tests.small_sources import Numbered
 
 MB = 1_000_000
@@ -77,6 +77,11 @@ class Prebuilt:
 
     def leave(self, rank: int, generation: int | None = None) -> None: ...
 
+    def eval_channel(self, name: str, known: Channel | None) -> Channel:
+        raise AssertionError("only steps are read")
+
+    def close(self) -> None: ...
+
     @property
     def run(self) -> RunApi:
         raise AssertionError("only steps are read")
@@ -98,8 +103,9 @@ def serve_many(num_loaders: int) -> None:
     _raise_limit()
     with ol.start(job) as loader:
         channel = loader.client(0)._channel
-        constructors = loader._constructors
-        serving = ServerPerGroup("bench", channel, lambda: loader.tree, constructors, listen=Listen(), leave_after_s=None)
+        constructors = loader._roles.constructors
+        groups = ServedGroups(lambda: loader.tree, constructors, bring_near=lambda _rank, _names: None)
+        serving = ServerPerGroup("bench", channel, groups, listen=Listen(), leave_after_s=None)
         _serve_until_told(serving.address, lambda: {"sockets": _sockets(), "threads": threading.active_count()})
         serving.close()
 

@@ -41,6 +41,35 @@ def cpu_seconds_below(root: int) -> float:
     return (below + sum(int(ticks) for ticks in _stat(root)[13:15])) / _TICKS
 
 
+class CpuMeter:
+    """The CPU time of all processes below a root, also of those that end: their parents may not say what they took. It is
+    looked at now and then, so what a process took after the last look at it is missing."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._known: dict[tuple[int, str], tuple[float, str]] = {}  # by process id and start: seconds, and what it is
+
+    def look(self) -> None:
+        for pid in tree(self._root):
+            if pid != self._root and (stat := _stat(pid)):
+                key, spent = (pid, stat[19]), sum(map(int, stat[11:13])) / _TICKS
+                known = self._known.get(key)
+                if known is None or known[0] != spent:
+                    self._known[key] = spent, title(pid) or (known[1] if known else "")
+
+    def seconds(self) -> dict[tuple[int, str], tuple[float, str]]:
+        """Of every process that was ever seen, its time until the last look and what it called itself then."""
+        return dict(self._known)
+
+
+def title(pid: int) -> str:
+    """What a process calls itself: the program, its module and what it was called with; empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def end_below(root: int, grace_s: float) -> int:
     """Kills all that descend from the root, which is this process, and waits for it. Returns how many had to be killed.
 

@@ -124,7 +124,7 @@ def costs_of(loader: ol.Loader) -> Costs:
     planned = loader.plan(step.number)
     assert planned is not None  # the job never ends
     samples = [micro.samples for micro in planned.plan.for_group(step.number, 0).microbatches]
-    constructor, planner, host = loader._constructors[0], loader._planner, loader._fleet.hosts[0]
+    constructor, planner, host = loader._roles.constructors[0], loader._roles.planner, loader._roles.fleet.hosts[0]
 
     def fetch() -> None:
         delivered = constructor.call(StepSource.fetch, step.number, 0, 10.0).result()
@@ -134,7 +134,7 @@ def costs_of(loader: ol.Loader) -> Costs:
     return Costs(
         empty_ask=_median_ms(lambda: host.call(LoaderHost.status_lines).result()),
         plan=_median_ms(lambda: planner.call(Planner.plan, step.number, 0).result()),
-        payload=_median_ms(lambda: list(loader._routes.fetch_each(samples))),
+        payload=_median_ms(lambda: list(loader._roles.routes.fetch_each(samples))),
         ready_step=_median_ms(fetch),
         step_bytes=sum(field.nbytes for field in fields if isinstance(field, np.ndarray)),
     )

@@ -9,6 +9,7 @@ sum of the proportional set sizes, so that shared memory counts once. All that i
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import selectors
@@ -18,14 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from bench.process_tree import adopt_orphans, cpu_seconds_below, die_with_parent, end_below, pss_bytes, tree
+from bench.process_tree import CpuMeter, adopt_orphans, die_with_parent, end_below, pss_bytes, tree
 from bench.run_one import Work
 
 _PATIENCE = 240.0
@@ -33,6 +34,8 @@ _LEAD_S = 0.3
 """From saying when a measurement begins to its begin."""
 _GRACE = 5.0
 _SAMPLE_EVERY = 0.2
+_SAMPLE_SHARE = 0.05
+"""Of a core, at most, that samples of memory take while a tree starts: for each the kernel walks all pages."""
 _SHORTEST_SLEEP = 0.02
 _UNTIMED = 3
 """Steps of a paced trainer that count for nothing: the first may still be in the making."""
@@ -55,6 +58,8 @@ class TreeOutcome:
     cpu_s: float
     first_batch_s: float
     """From the start of the first process until the last trainer has a batch."""
+    first_batch_cpu_s: float
+    """CPU time of all processes until then, which a busy machine changes less; without the start of a cluster."""
     peak_pss: int
     num_processes: int
     step_s: float
@@ -66,6 +71,8 @@ class TreeOutcome:
     """By trainer, of all that it touched."""
     first_checksums: list[list[int]]
     """By trainer, of its first steps: equal for all who deliver one stream."""
+    cpu_by_process: dict[str, float]
+    """CPU time in the window, by what processes are."""
     num_killed: int
     """Processes that had not ended some seconds after they were asked to."""
 
@@ -102,12 +109,16 @@ class Trainers:
         self._trainers: list[Part] = []
         self._selector = selectors.DefaultSelector()
         self.peak_pss = 0
+        self._no_sample_before = 0.0
+        self.meter = CpuMeter(os.getpid())
+        self.cpu_before = 0.0
+        """Of the cluster, before anything else was started."""
 
     def start(self) -> float:
         """Starts all processes; returns when that was."""
         if "ray" in self._work.settings:
             self._work = replace(self._work, settings={**self._work.settings, "cluster": self._start_cluster()})
-        begun = time.monotonic()
+        begun, self.cpu_before = time.monotonic(), self.cpu_s()
         work = self._work
         if self._peer == "ray_data":
             self._run("the dataset", [sys.executable, "-W", "ignore", "-m", "bench.peers.ray_data_loader", _to_json(work)])
@@ -169,7 +180,8 @@ class Trainers:
             for key, _ in self._selector.select(_SAMPLE_EVERY):
                 self._read(key.data)
             self._check(deadline, kind)
-            if sample:
+            self.meter.look()
+            if sample and time.monotonic() > self._no_sample_before:
                 self.sample()
         return [part.said[kind] for part in self._trainers]
 
@@ -189,8 +201,16 @@ class Trainers:
         if time.monotonic() > deadline:
             raise SystemExit(f"no {kind!r} from every trainer after {_PATIENCE:.0f} s")
 
+    def cpu_s(self) -> float:
+        """CPU time of all processes so far."""
+        self.meter.look()
+        return sum(seconds for seconds, _ in self.meter.seconds().values())
+
     def sample(self) -> None:
+        begun = time.monotonic()
         self.peak_pss = max(self.peak_pss, pss_bytes(os.getpid(), {os.getpid()}))
+        now = time.monotonic()
+        self._no_sample_before = now + (now - begun) / _SAMPLE_SHARE
 
     def stop(self) -> int:
         """Asks everything to end, first the trainers; returns how many processes had to be killed."""
@@ -226,8 +246,9 @@ def run(peer: str, work: Work, pace_s: float) -> TreeOutcome:
         try:
             begun = trainers.start()
             first = max(said["at"] for said in trainers.await_all("first")) - begun
+            first_cpu_s = trainers.cpu_s() - trainers.cpu_before
             trainers.await_all("warm")
-            outcome = _measure(peer, work, trainers, first)
+            outcome = replace(_measure(peer, work, trainers, first), first_batch_cpu_s=first_cpu_s)
             if pace_s:
                 outcome = _pace(outcome, trainers, pace_s)
             else:
@@ -242,10 +263,14 @@ def _measure(peer: str, work: Work, trainers: Trainers, first: float) -> TreeOut
     end = begin + work.seconds
     trainers.tell("window", begin, end)
     _sleep_until(begin)
-    cpu = cpu_seconds_below(os.getpid())
-    begun = time.monotonic()
-    _sleep_until(end)
-    cpu = cpu_seconds_below(os.getpid()) - cpu
+    meter = trainers.meter
+    meter.look()
+    before, begun = meter.seconds(), time.monotonic()
+    while (now := time.monotonic()) < end:
+        time.sleep(min(_SAMPLE_EVERY, end - now))
+        meter.look()
+    spent = {key: (s - before.get(key, (0.0, ""))[0], called) for key, (s, called) in meter.seconds().items()}
+    cpu = sum(s for s, _ in spent.values())
     lasted = time.monotonic() - begun
     num_processes = len(tree(os.getpid())) - 1
     served = trainers.await_all("window", sample=False)
@@ -260,6 +285,7 @@ def _measure(peer: str, work: Work, trainers: Trainers, first: float) -> TreeOut
         wall_s=work.seconds,
         cpu_s=cpu * work.seconds / lasted,
         first_batch_s=first,
+        first_batch_cpu_s=0.0,
         peak_pss=trainers.peak_pss,
         num_processes=num_processes,
         step_s=work.seconds * work.ranks / max(1.0, sum(each["steps"] for each in served)),
@@ -267,8 +293,21 @@ def _measure(peer: str, work: Work, trainers: Trainers, first: float) -> TreeOut
         paced_at_s=0.0,
         checksums=[each["checksum"] for each in served],
         first_checksums=[each["first_checksums"] for each in served],
+        cpu_by_process=_by_kind(spent.values()),
         num_killed=0,
     )
+
+
+_KINDS = ("bench.trainer_process", "bench.ray_cluster", "bench.peers.ray_data_loader", "overlord serve")
+"""What marks the command of a process that this one started. Ray's own are named after their program."""
+
+
+def _by_kind(cpu_s: Iterable[tuple[float, str]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for spent, command in cpu_s:
+        kind = next((kind for kind in _KINDS if kind in command), command.partition(" ")[0].rpartition("/")[2])
+        found[kind] = found.get(kind, 0.0) + spent
+    return {kind: round(spent, 2) for kind, spent in sorted(found.items(), key=lambda each: -each[1]) if spent >= 0.01}
 
 
 def _pace(outcome: TreeOutcome, trainers: Trainers, pace_s: float) -> TreeOutcome:
@@ -283,6 +322,13 @@ def _pace(outcome: TreeOutcome, trainers: Trainers, pace_s: float) -> TreeOutcom
 
 def _sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def _compile_overlord() -> None:
+    """Compile its modules, as installing it does: where Python may not keep bytecode, every process would do it."""
+    import overlord
+
+    compileall.compile_dir(Path(cast(str, overlord.__file__)).parent, quiet=2)
 
 
 def main() -> None:
@@ -312,6 +358,7 @@ def main() -> None:
         micros=given.micros,
         files=given.files,
     )
+    _compile_overlord()
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     die_with_parent(signal.SIGTERM)  # ends what it started first

@@ -66,7 +66,9 @@ class Killed:
 
 def run(shadow: bool, kills: int, step_s: float, chunk_s: float) -> Killed:
     job = ol.Job(
-        sources={"slow": Slow(chunk_s=chunk_s)}, batch=ol.Batch(samples=SAMPLES, sequence_length=TOKENS), num_workers=2
+        sources={"slow": Slow(chunk_s=chunk_s, window=1)},
+        batch=ol.Batch(samples=SAMPLES, sequence_length=TOKENS),
+        num_workers=2,
     )
     budget = ol.scaling.Budget(cpus=2, memory_bytes=1 << 30) if shadow else None
     engine = ol.Ray(num_cpus=4, object_store_bytes=100 << 20, loader_hosts=1)
@@ -106,7 +108,7 @@ class _Trainer:
         """One step, in the middle of which a loader is killed."""
         self._take()
         time.sleep(after_s)
-        os.kill(status_of(loader, loader._fleet.names[0]).process, signal.SIGKILL)
+        os.kill(status_of(loader, loader._roles.fleet.names[0]).process, signal.SIGKILL)
         time.sleep(self._step_s - after_s)
         return Kill(self._client.step - 1, self._step_s - after_s, 0.0)
 
@@ -117,14 +119,14 @@ class _Trainer:
 
 
 def status_of(loader: ol.Loader, host: str) -> HostStatus:
-    return Handle[LoaderHost](loader._engine, host).call(LoaderHost.status).result(WARM_S)
+    return Handle[LoaderHost](loader._roles.engine, host).call(LoaderHost.status).result(WARM_S)
 
 
 def is_warm(loader: ol.Loader) -> bool:
     """Whether a shadow holds what its host holds, and makes nothing."""
     for host, shadow in loader.report().shadows.items():
         held, mirrored = (status_of(loader, name).holding.get("slow", []) for name in (host, shadow))
-        use = Handle[LoaderHost](loader._engine, shadow).call(LoaderHost.buffer_use, ("slow",)).result(WARM_S)["slow"]
+        use = Handle[LoaderHost](loader._roles.engine, shadow).call(LoaderHost.buffer_use, ("slow",)).result(WARM_S)["slow"]
         return bool(held) and set(held) <= set(mirrored) and use.num_chunks == len(mirrored)
     return False
 

@@ -88,7 +88,7 @@ class Variant:
 
 def row(model_name: str, table: LengthTable, context: int, ranks: int, steps: int) -> Row:
     shape = SHAPES[model_name]
-    model = TimeModel(cost=shape.on_h200(), shape=shape, links=Links())
+    model = TimeModel(cost=shape.on_h200(), shape=shape, links=Links(), gradient_bytes=2)
     summary, cp = _summary(shape, table, context, ranks, steps)
     return Row(
         model=model_name,
@@ -122,7 +122,7 @@ def _summary(
 ) -> tuple[Summary, int]:
     mesh = static_mesh(ranks, context=context, capacity=CAPACITY)
     batch = Batch(tokens=ranks * tokens_a_rank, sequence_length=context)
-    model = TimeModel(cost=shape.on_h200(), shape=shape, links=links or Links())
+    model = TimeModel(cost=shape.on_h200(), shape=shape, links=links or Links(), gradient_bytes=2)
     scenario = Scenario(batch=batch, mesh=mesh, strategy=(strategy or balanced)(mesh, model), model=model)
     drawer = drawer_of(table, batch, SOURCES, seed=0)
     drawn = (step for _ in range(steps) if (step := drawer.next_step()) is not None)

@@ -58,10 +58,14 @@ class Given:
         return [each for each in competitors if not self.only or each.name in self.only]
 
 
-def parser_of(description: str | None, seconds: float = 4.0, rounds: int = 3) -> argparse.ArgumentParser:
+def parser_of(
+    description: str | None, seconds: float = 4.0, rounds: int = 3, works: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """`works` are the benchmark's own; those of this module unless given."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--works", nargs="+", default=tuple(WORKS), choices=tuple(WORKS), help="all unless given")
+    works = tuple(works or WORKS)
+    parser.add_argument("--works", nargs="+", default=works, choices=works, help="all unless given")
     parser.add_argument("--trainers", type=int, nargs="+", help="numbers of trainers; 1 is one in the job's own process")
     parser.add_argument("--cores", type=int, default=cores, help=f"run everything on so many cores; {cores} unless given")
     parser.add_argument("--rounds", type=int, help=f"{rounds} unless given, 1 if quick")

@@ -2,9 +2,12 @@
 
     torchrun --nproc-per-node 4 examples/long_context_llama.py
     torchrun --nproc-per-node 4 examples/long_context_llama.py --plain    # the same documents, rows dealt to ranks
+    torchrun --nproc-per-node 4 examples/long_context_llama.py --fsdp     # weights sharded too, by FSDP2
 
-With GPUs it runs on NCCL, in bfloat16 and on flash attention; without, on gloo. Both commands print the same losses and
-gradient norms, up to rounding: a step has the same documents, and its loss is one sum over their tokens.
+With GPUs it runs on NCCL, in bfloat16 and on flash attention; without, on gloo. All three commands print the same losses and
+gradient norms, up to rounding: a step has the same documents, and its loss is one sum over their tokens. Without `--fsdp`
+ranks run different numbers of microbatches and sum gradients once per step (ZeRO-1). FSDP2 gathers weights in every
+microbatch, so there all ranks run the same number.
 """
 
 import argparse
@@ -20,7 +23,10 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import rms_norm, silu
 
 import overlord as ol
@@ -46,12 +52,17 @@ def write_corpus(folder: Path) -> None:
     pq.write_table(pa.table({"text": code}), folder / "code.parquet", row_group_size=20)
 
 
-def declare(folder: Path, plain: bool) -> ol.Job:
+def declare(folder: Path, options: argparse.Namespace) -> ol.Job:
     cost = ol.TransformerCost(per_token=1.0, per_length_squared=1e-3)
     # A document may be twice as long as a rank's memory holds if half of its activations are moved to the host.
     layer_time = ol.TransformerCost(per_token=1e-6, per_length_squared=1e-9)
     offload = ol.hdp.Offload(layers=LAYERS, time=layer_time, bytes_per_token=12 * WIDTH * 4, bytes_per_s=50e9)
-    strategy = ol.strategies.plain() if plain else ol.strategies.hdp(cost, capacity=CAPACITY, offload=offload)
+    if options.plain:
+        strategy = ol.strategies.plain()
+    elif options.fsdp:
+        strategy = ol.strategies.hdp(cost, capacity=2 * CAPACITY, equal_counts=True)
+    else:
+        strategy = ol.strategies.hdp(cost, capacity=CAPACITY, offload=offload)
     return ol.Job(
         sources={"code": ol.Parquet(f"{folder}/code.parquet", transform=ol.Tokenize("text", encoding=ol.ByteTokenizer()))},
         mixture=ol.Mixture({"code": 1}),
@@ -80,18 +91,20 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
         super().__init__()
+        self.capacity = capacity
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.rotary = Rotary(WIDTH // HEADS)
 
-    def loss(self, micro: Mapping[str, Any], ring: Ring, loss_tokens: float) -> Tensor:
+    def forward(self, micro: Mapping[str, Any], ring: Ring, loss_tokens: float) -> Tensor:
+        """The loss of a microbatch."""
         x = self.embedding(micro["tokens"])
         angles = self.rotary.angles(micro["position_ids"], x.dtype)
         if "offload_ratios" in micro:
-            layers = OffloadedLayers.of(micro, LAYERS, capacity=CAPACITY, shared=angles)
+            layers = OffloadedLayers.of(micro, LAYERS, capacity=self.capacity, shared=angles)
             layers.least_bytes = 0  # this model is small; the default leaves tensors below a megabyte where they are
         else:
             layers = OffloadedLayers(0.0, LAYERS)
@@ -100,17 +113,70 @@ class Llama(nn.Module):
         return chunked_token_loss(rms_norm(x, (WIDTH,)), self.head.weight, micro["labels"], loss_tokens)
 
 
+class Zero1:
+    """Every rank has all weights and a part of the optimizer's state. Gradients are summed once per step."""
+
+    def __init__(self, model: Llama) -> None:
+        self.model = model
+        self.optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3)
+        self.sums = GradientSums(model.parameters())
+
+    def backward(self, loss: Tensor, is_last: bool, ring: Ring) -> None:
+        self.sums.backward(loss, is_last=is_last, ring=ring)
+
+    def finish(self) -> None:
+        self.sums.finish()
+
+    def state(self) -> dict[str, Any]:
+        self.optimizer.consolidate_state_dict(to=0)
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict() if dist.get_rank() == 0 else None,
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+class Fsdp:
+    """Every rank has a part of the weights. They are gathered, and gradients summed, in every microbatch."""
+
+    def __init__(self, model: Llama) -> None:
+        for module in (*model.layers, model):
+            sharded = fully_shard(module)
+            sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is divided by the tokens of the whole step already
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def backward(self, loss: Tensor, *_: object) -> None:
+        loss.backward()
+
+    def finish(self) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = dcp.get_state_dict(self.model, self.optimizer, options=dcp.StateDictOptions(full_state_dict=True))
+        return {"model": model, "optimizer": optimizer}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        options = dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+            options=options,
+        )
+
+
 def train(job: ol.Job, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    model = Llama().to(device, dtype)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=3e-3
-    )  # each rank keeps a part of its state
-    sums = GradientSums(model.parameters())
+    model = Llama(2 * CAPACITY if options.fsdp else CAPACITY).to(device, dtype)
+    shards = Fsdp(model) if options.fsdp else Zero1(model)
     saved = torch.load(options.checkpoint) if options.checkpoint and options.checkpoint.exists() else None
     if saved is not None:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        shards.load(saved)
     lines = []
     with attach(job, resume=saved and saved["data"], device=device if device.type == "cuda" else None) as client:
         while client.step < options.steps:
@@ -118,23 +184,23 @@ def train(job: ol.Job, options: argparse.Namespace, device: torch.device, dtype:
             loss = torch.zeros((), dtype=torch.float64, device=device)
             for index, micro in enumerate(step):
                 ring = Ring.of(micro) if "hdp_ranks" in micro else Ring.alone(micro)
-                part = model.loss(micro, ring, step.loss_tokens)
-                sums.backward(part, is_last=index + 1 == len(step), ring=ring)
+                part = model(micro, ring, step.loss_tokens)
+                shards.backward(part, index + 1 == len(step), ring)
                 loss += part.detach()
-            sums.finish()
+            shards.finish()
             dist.all_reduce(loss)
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            optimizer.step()
-            optimizer.zero_grad()
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            shards.optimizer.step()
+            shards.optimizer.zero_grad()
             cut = [micro for micro in step if "hdp_ranks" in micro]
             rings = max((len(micro["hdp_ranks"]) for micro in cut), default=1)
-            moved = max((float(micro["offload_ratios"].max()) for micro in cut), default=0.0)
+            moved = max((float(micro["offload_ratios"].max()) for micro in cut if "offload_ratios" in micro), default=0.0)
             lines.append({"step": step.number, "loss": loss.item(), "gradient_norm": norm.item()})
             lines[-1] |= {"largest_ring": rings, "most_moved": moved}  # on this rank
         if options.checkpoint:
-            optimizer.consolidate_state_dict(to=0)
+            state = shards.state() | {"data": client.state_dict()}
             if dist.get_rank() == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": client.state_dict()}
                 torch.save(state, options.checkpoint)
         dist.barrier()
     return lines
@@ -143,6 +209,7 @@ def train(job: ol.Job, options: argparse.Namespace, device: torch.device, dtype:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="deal rows to ranks instead")
+    parser.add_argument("--fsdp", action="store_true", help="shard the weights by FSDP2; activations are not moved then")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--corpus", type=Path, help="write the documents here, to find them again when continuing")
     parser.add_argument("--checkpoint", type=Path, help="continue from this file if it is there, and write it at the end")
@@ -163,7 +230,7 @@ def main() -> None:
         folder = options.corpus or Path(name)
         if not (folder / "code.parquet").exists() and (options.corpus is None or dist.get_rank() == 0):
             write_corpus(folder)
-        lines = train(declare(folder, options.plain), options, device, dtype)
+        lines = train(declare(folder, options), options, device, dtype)
     if dist.get_rank() == 0:
         for line in lines:
             print(json.dumps(line))

@@ -1,8 +1,9 @@
-"""Second tries for the few tests that race real processes against a deadline, and a limit on how many a run may need.
+"""Second tries for tests that race real processes against a deadline, and a limit on how many a run may need.
 
 A machine that does ten other things may starve a process for longer than any sensible deadline. A test that starts, kills or
-waits for real processes may therefore be marked, one by one, with `@pytest.mark.second_try(reason="...")`. Properties of the
-stream, and whatever happens inside this process, have no such excuse. `SECOND_TRIES=0` switches all second tries off.
+waits for real processes may therefore be marked, one by one, with `@pytest.mark.second_try(reason="...")`; those in the
+rooms of processes, commands and browsers have a second try without it. Properties of the stream, and whatever happens inside
+this process, have no such excuse. A run names every test that needed one; `SECOND_TRIES=0` switches all second tries off.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import os
 
 import pytest
 
-MOST = 2
+MOST = 3
 """A run in which more tests needed their second try fails: that is no longer chance."""
 
 _NEVER_IN = frozenset({"contract", "stream"})
+_PROCESSES_IN = frozenset({"cli", "faults", "integrations", "runtime", "service"})
 
 
 class SecondTries:
@@ -25,9 +27,10 @@ class SecondTries:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            if (mark := item.get_closest_marker("second_try")) is None:
+            mark = item.get_closest_marker("second_try")
+            if mark is None and (_PROCESSES_IN.isdisjoint(item.path.parts) or _is_property(item)):
                 continue
-            if wrong := _objection(item, mark):
+            if mark is not None and (wrong := _objection(item, mark)):
                 raise pytest.UsageError(f"{item.nodeid}: {wrong}")
             if os.environ.get("SECOND_TRIES") != "0":
                 item.add_marker(pytest.mark.flaky(reruns=1))
@@ -42,8 +45,8 @@ class SecondTries:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if len(self._needed) > MOST:
-            terminalreporter.section("too many second tries", red=True)
+        if self._needed:
+            terminalreporter.section("second tries", red=len(self._needed) > MOST)
             terminalreporter.line(f"{len(self._needed)} second tries were needed; a run with more than {MOST} fails:")
             for nodeid in self._needed:
                 terminalreporter.line(f"  {nodeid}")
@@ -54,8 +57,12 @@ def _objection(item: pytest.Item, mark: pytest.Mark) -> str | None:
         return "second_try takes one argument, reason=, that says which process may miss which deadline"
     if not _NEVER_IN.isdisjoint(item.path.parts):
         return "a property of the stream has no second try"
-    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+    if _is_property(item):
         return "a hypothesis test has no second try"
     if item.get_closest_marker("second_try") not in item.own_markers:
         return "mark single tests, not a class or a file"
     return None
+
+
+def _is_property(item: pytest.Item) -> bool:
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)

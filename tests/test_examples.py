@@ -8,6 +8,9 @@ from tests.commands import ROOT, python
 
 EXAMPLES = ROOT / "examples"
 SHOWS = {
+    "elastic_training.py": r"on 4 (-> \d )*-> 3 (-> \d )*-> 4 ranks: (.|\n)*every step is that of the undisturbed run",
+    "find_bad_document.py": r"found row 1234 among 16 documents of step \d+, on rank \d",
+    "log_metrics.py": r"logged 20 steps to output; rank 0 waited",
     "image_text.py": r"rank 0 saw 30 of the 60 pictures in one epoch, each beside its own caption",
     "own_source.py": r"one epoch: 1000 documents in \d+ steps",
     "resume_on_new_mesh.py": r"resumed on 6 ranks: all 20 steps hold the documents of the run never stopped",
@@ -17,7 +20,7 @@ SHOWS = {
 
 
 def output_of(name: str) -> str:
-    return python("-W", "error", EXAMPLES / name).stdout
+    return python("-W", "error", EXAMPLES / name, timeout_s=300.0).stdout
 
 
 def test_every_example_is_run_here():

@@ -16,10 +16,14 @@ import overlord as ol
 
 HEAVY = ("torch", "ray", "PIL", "simplejpeg", "obstore", "tiktoken", "tokenizers", "rich", "pandas", "pyarrow.flight")
 FLAT = {
-    *("Job", "Batch", "Mixture", "Mesh", "Log"),
-    *("Source", "Unit", "Parquet", "Jsonl", "ArrowIpc", "WebDataset"),
+    *("Job", "Batch", "Mixture", "Mesh", "Log", "Skip", "Cache"),
+    *("Source", "Unit", "Parquet", "Jsonl", "ArrowIpc", "WebDataset", "Prepared", "prepare"),
+    "load_job",
+    *("Chat", "PromptCompletion", "PreferencePairs", "Split", "Eval"),
     *("Tokenize", "ByteTokenizer", "Pick", "per_row", "InProcesses", "Context"),
     *("start", "connect", "Client", "Loader", "Step", "Microbatch", "Embedded", "Processes", "Ray", "OverlordError"),
+    *("Control", "locate", "DocumentOrigin"),
+    *("join", "ElasticClient", "Seat"),
     *("DGraph", "Plan", "Samples", "Strategy", "ClientPlaceTree", "explain"),
     *("TransformerCost", "MeasuredCost", "LearnedCost", "load_cost"),
 }
@@ -30,9 +34,23 @@ NAMESPACES = {
         *("StorageError", "BufferTooSmallError", "WaitTimeoutError", "WorkerDiedError", "SharedUseError"),
         *("ServiceError", "ClosedError"),
     },
+    "formats": {
+        *("Csv", "Delta", "HuggingFace", "HuggingFaceFiles", "Iceberg", "Iterated", "Lance", "LitData", "MapDataset"),
+        *("Mds", "MegatronBin", "TextLines", "EnergonBlend", "energon", "huggingface", "megatron", "torchtitan"),
+    },
     "hdp": {"Offload", "split"},
+    "mixtures": {"Catalog", "grouped", "measure", "read_table", "temperature", "unimax"},
     "pipelines": {"Pipeline", "StageFields", "level", "order", "timing"},
-    "policies": {"BadRows", "Epochs", "Feedback", "MixtureProgress", "MultiplicativeWeights", "OutlierDelay", "Retry"},
+    "policies": {
+        "BadRows",
+        "Epochs",
+        "Feedback",
+        "MixtureProgress",
+        "MultiplicativeWeights",
+        "OutlierDelay",
+        "Retry",
+        "WarmUp",
+    },
     "scaling": {
         *("ActorOptions", "Autoscale", "Budget", "Partition", "Partitioning", "ScalingPolicy", "Share", "partition"),
     },

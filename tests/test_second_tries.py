@@ -1,4 +1,4 @@
-"""Second tries are for marked tests alone, few, with a reason; and a run that needs many of them fails."""
+"""Second tries are for tests of processes: few, named, with a reason where marked. A run that needs many of them fails."""
 
 import pytest
 
@@ -50,16 +50,16 @@ def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
-def test_two_second_tries_pass_and_a_third_fails_the_run_and_names_all(pytester: pytest.Pytester, workers: list[str]):
-    few = run_pytest(pytester, MARKED.replace("COUNT", "2"), *workers)
+def test_three_second_tries_pass_and_a_fourth_fails_the_run_and_names_all(pytester: pytest.Pytester, workers: list[str]):
+    few = run_pytest(pytester, MARKED.replace("COUNT", "3"), *workers)
     assert few.ret == pytest.ExitCode.OK
-    few.stdout.fnmatch_lines("*2 passed, 2 rerun*")
+    few.stdout.fnmatch_lines("*3 passed, 3 rerun*")
     for marker in pytester.path.glob("*.txt"):
         marker.unlink()
-    many = run_pytest(pytester, MARKED.replace("COUNT", "3"), *workers)
+    many = run_pytest(pytester, MARKED.replace("COUNT", "4"), *workers)
     assert many.ret == pytest.ExitCode.TESTS_FAILED
-    many.stdout.fnmatch_lines(["*3 second tries were needed; a run with more than 2 fails:", "*3 passed, 3 rerun*"])
-    many.stdout.fnmatch_lines_random([f"  test_it.py::test_late[[]{number}[]]" for number in range(3)])
+    many.stdout.fnmatch_lines(["*4 second tries were needed; a run with more than 3 fails:", "*4 passed, 4 rerun*"])
+    many.stdout.fnmatch_lines_random([f"  test_it.py::test_late[[]{number}[]]" for number in range(4)])
 
 
 def test_they_can_be_switched_off(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
@@ -67,8 +67,25 @@ def test_they_can_be_switched_off(pytester: pytest.Pytester, monkeypatch: pytest
     run_pytest(pytester, MARKED.replace("COUNT", "1")).assert_outcomes(failed=1)
 
 
+PLAIN_ONCE = FAILS_ONCE + "def test_plain():\n    fail_once(0)\n"
+
+
 def test_a_test_without_the_mark_has_one_try(pytester: pytest.Pytester):
-    run_pytest(pytester, FAILS_ONCE + "def test_plain():\n    fail_once(0)\n").assert_outcomes(failed=1)
+    run_pytest(pytester, PLAIN_ONCE).assert_outcomes(failed=1)
+
+
+def test_tests_of_processes_need_no_mark_and_are_named(pytester: pytest.Pytester):
+    run = run_pytest(pytester, PLAIN_ONCE, where="service/test_it.py")
+    assert run.ret == pytest.ExitCode.OK
+    run.stdout.fnmatch_lines(["*1 second tries were needed*", "  service/test_it.py::test_plain"])
+
+
+def test_a_property_has_one_try_there_too(pytester: pytest.Pytester):
+    body = (
+        FAILS_ONCE
+        + "from hypothesis import given, strategies as st\n@given(st.just(0))\ndef test_it(n):\n    fail_once(n)\n"
+    )
+    run_pytest(pytester, body, where="service/test_it.py").assert_outcomes(failed=1)
 
 
 MARK = "import pytest\nfrom hypothesis import given, strategies as st\n@pytest.mark.second_try"

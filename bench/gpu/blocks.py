@@ -122,7 +122,7 @@ class Bench:
             self._pool = torch.randn(1, dtype=self._kind)
             self._blocks = nn.ModuleList(Block(shape) for _ in range(num_blocks)).to(self._kind)
 
-    def run(self, work: Work) -> None:
+    def run(self, work: Work, backward: bool = True, between: torch.cuda.Event | None = None) -> None:
         """Forward and backward of one microbatch."""
         x = self._numbers((work.num_tokens, self._shape.hidden))
         heads = (int(work.keys.sum()), self._shape.kv_heads, self._shape.head_dim)
@@ -132,24 +132,38 @@ class Bench:
             out, own = block(out, work, remote)
             ends += own
         ends.append(out)
-        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        if between is not None:
+            between.record()
+        if backward:
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 
-    def timed(self, works: list[Work]) -> list[float]:
+    def timed(self, works: list[Work], backward: bool = True) -> list[float]:
         """Milliseconds of each, run one right after the other."""
         if self.device != "cuda":
             found = []
             for work in works:
                 begun = time.perf_counter()
-                self.run(work)
+                self.run(work, backward)
                 found.append((time.perf_counter() - begun) * 1e3)
             return found
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
         events[0].record()
         for work, event in zip(works, events[1:], strict=True):
-            self.run(work)
+            self.run(work, backward)
             event.record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+    def timed_passes(self, works: list[Work]) -> list[tuple[float, float]]:
+        """Milliseconds of the forward and of the backward pass of each, run one right after the other on a GPU."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * len(works) + 1)]
+        events[0].record()
+        for i, work in enumerate(works):
+            self.run(work, between=events[2 * i + 1])
+            events[2 * i + 2].record()
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) for a, b in pairwise(events)]
+        return list(zip(times[::2], times[1::2], strict=True))
 
     def _numbers(self, shape: tuple[int, ...]) -> Tensor:
         """Random numbers out of one pool: making them anew would be part of what is timed."""

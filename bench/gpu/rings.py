@@ -1,7 +1,8 @@
 """Ring attention, offloading and 2M tokens on one GPU, one virtual rank at a time.
 
-    python -m bench.gpu.rings [--parts speed,offload,long,ablation] [--device cpu] [--out FILE]
+    python -m bench.gpu.rings [--parts speed,turns,offload,long,ablation] [--device cpu] [--out FILE]
 
+- turns: the kernels of a ring's backward pass alone, turn by turn, and those of several turns in one call.
 - speed: one rank of a ring over a document of 128k tokens, against an N-th of flash attention over the whole document.
 - offload: time and peak memory of a stack of blocks at several offload ratios, beside what the plan's model says.
 - long: ranks of a ring of 32 over 2M tokens, a few blocks forward and backward with offloading, beside the plan's time.
@@ -37,8 +38,8 @@ from overlord.arrange.strategies import hdp, plain
 from overlord.trainer import OffloadedLayers, RecomputedLayers, Ring
 from overlord.trainer.offload import LayerRunner
 from overlord.trainer.ring.attention import RingOptions, attend_around, differentiate_around
-from overlord.trainer.ring.kernels import OutputGradient, choose_kernel
-from overlord.trainer.ring.schedule import NO_WINDOW
+from overlord.trainer.ring.kernels import Bounds, OutputGradient, choose_kernel
+from overlord.trainer.ring.schedule import NO_WINDOW, KernelCall, TokenSpan
 
 NETWORK = 50e9
 """Bytes a second that a rank receives where the network is modelled: 400 Gb/s."""
@@ -112,6 +113,44 @@ def speed(sizes: Sizes, device: torch.device) -> dict[str, Any]:
             )
             say(rows[-1])
     return {"whole_forward_ms": whole[0], "whole_backward_ms": whole[1], "rows": rows}
+
+
+def turns(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """Where the time of a ring's backward pass goes: the kernels of each turn alone, the sums, and keys of several turns in
+    one call."""
+    shape, num_ranks = sizes.shape, 8
+    kernel = choose_kernel(device, sizes.dtype, shape.head_dim)
+    options = RingOptions(kernel, shape.head_dim**-0.5, NO_WINDOW, False)
+    tokens = sizes.speed_tokens // num_ranks
+
+    def numbers(num: int, heads: int) -> Tensor:
+        return torch.randn((num, heads, shape.head_dim), device=device, dtype=sizes.dtype)
+
+    def backward_ms(num_queries: int, num_keys: int, causal: bool) -> float:
+        call = KernelCall((TokenSpan(0, num_queries),), (TokenSpan(0, num_keys),), causal)
+        bounds = Bounds.of(call, device)
+        q, k, v = numbers(num_queries, shape.heads), numbers(num_keys, shape.kv_heads), numbers(num_keys, shape.kv_heads)
+        out, lse = kernel.forward(q, k, v, bounds, options.mask(call))
+        grad = OutputGradient(q, numbers(num_queries, shape.heads), out, lse)
+        run = lambda: kernel.backward(grad, k, v, bounds, options.mask(call))  # noqa: E731
+        run()
+        return clocked(run, device, 5)
+
+    whole = backward_ms(sizes.speed_tokens, sizes.speed_tokens, True)
+    sums, part = numbers(tokens, shape.heads).float(), numbers(tokens, shape.heads)
+    sums.add_(part)
+    found = {
+        "whole_ms": whole,
+        "share_ms": whole / num_ranks,
+        "own_turn_ms": backward_ms(tokens, tokens, True),
+        "all_queries_half_keys_ms": backward_ms(tokens, tokens // 2, False),
+        "half_queries_all_keys_ms": backward_ms(tokens // 2, tokens, False),
+        "two_turns_in_one_ms": backward_ms(tokens, tokens, False),
+        "three_turns_in_one_ms": backward_ms(tokens, tokens // 2 * 3, False),
+        "sum_of_query_gradients_ms": clocked(lambda: sums.add_(part), device, 9),
+    }
+    say(found)
+    return {"rows": [found]}
 
 
 def stack(sizes: Sizes, layers: int, device: torch.device, kv_heads: int | None = None) -> nn.ModuleList:
@@ -305,6 +344,7 @@ def say(row: dict[str, Any]) -> None:
 
 PARTS: dict[str, Callable[[Sizes, torch.device], dict[str, Any]]] = {
     "speed": speed,
+    "turns": turns,
     "offload": offload,
     "long": long,
     "ablation": ablation,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
 from overlord.errors import SpecError
 from overlord.records import record
+
+if TYPE_CHECKING:
+    from overlord.declare.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,77 @@ class WeightChange:
 
 
 @dataclass(frozen=True, slots=True)
+class MeshChange:
+    """Another mesh for a run; see `Loader.resize`."""
+
+    mesh: Mesh
+    at: int | None
+    timeout_s: float
+    id: str
+    """The same when the request is repeated, so that it is applied once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkipChange:
+    """Rows of a file, a file, or a whole source to leave out from `from_step` on, or from the first possible step."""
+
+    source: str
+    file: str | None
+    rows: tuple[int, ...] | None
+    from_step: int | None
+    id: str
+    """The same when the request is repeated, so that it is applied once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChange:
+    """A source to add from `from_step` on, or from the first possible step."""
+
+    source: str
+    share: float
+    from_step: int | None
+    id: str
+    """The same when the request is repeated, so that it is applied once."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not self.source:
+            raise SpecError(f"a source's name is a non-empty string, got {self.source!r}")
+        if not (isinstance(self.share, (int, float)) and 0 < self.share < 1):
+            raise SpecError(
+                f"share is the part of the mixture that comes from source {self.source!r}, between 0 and 1, got "
+                f"{self.share!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SeatRequest:
+    """A trainer of an elastic run asks which rank it is; see `ElasticClient`."""
+
+    rank: int
+    """Its rank in the mesh that the run was served with."""
+    session: str
+    unfinished: int | None
+    """The first step that it has not finished; None where it has no model yet."""
+    after: str | None
+    """The number of the seat that is of no use any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which rank a trainer is, in the present mesh of an elastic run."""
+
+    rank: int
+    world_size: int
+    mesh: Mapping[str, int]
+    """The size of each axis, in the order of the mesh."""
+    step: int
+    """The first step of this mesh: training goes on with it."""
+    generation: int
+    number: str
+    """The same for all trainers of the mesh, and another one for every other mesh: to name a process group."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """A change that holds from a step on and cannot be derived from the job."""
 
@@ -89,6 +163,61 @@ def _number(what: str, value: object) -> float:
         return float(value)  # type: ignore[arg-type] - other types raise TypeError
     except (TypeError, ValueError) as error:
         raise SpecError(f"{what} must be a number, got {value!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentOrigin:
+    """Where a document was read."""
+
+    source: str
+    file: str
+    """The file. Where it has several units, # and the number of the unit follow."""
+    row: int
+    """The row in that unit; -1 where a transform dropped the column `__origin__`."""
+
+
+DocumentIds = Mapping[str, Any] | Iterable[Mapping[str, Any] | Sequence[int]]
+"""Documents by number: a microbatch, a step, or (source, chunk, row) of each."""
+
+_MOST_IDS = 1 << 16
+
+
+def document_ids(documents: DocumentIds) -> list[tuple[int, int, int]]:
+    """(source, chunk, row) of each document of a microbatch or step, or as given. Raises SpecError for what names none."""
+    found: list[tuple[int, int, int]] = []
+    listed: Iterable[Any] = [documents] if isinstance(documents, Mapping) else documents
+    for given in listed:
+        found += _ids_in_microbatch(given) if isinstance(given, Mapping) else [_document_id(given)]
+    if len(found) > _MOST_IDS:
+        raise SpecError(f"at most {_MOST_IDS:,} documents are located at a time, got {len(found):,}")
+    return found
+
+
+def _ids_in_microbatch(micro: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    names = "document_sources", "document_chunks", "document_rows"
+    missing = [name for name in names if name not in micro]
+    if missing:
+        raise SpecError(f"a microbatch with {', '.join(names)} is needed; this one has no {missing[0]}")
+    return list(zip(*(micro[name].tolist() for name in names), strict=True))
+
+
+def _document_id(given: Any) -> tuple[int, int, int]:
+    try:
+        source, chunk, row = map(int, given)
+    except (TypeError, ValueError):
+        raise SpecError(f"a document is (source, chunk, row), three whole numbers, got {given!r}") from None
+    if min(source, chunk, row) < 0:
+        raise SpecError(f"source, chunk and row of a document are 0 or more, got {given!r}")
+    return source, chunk, row
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTerms:
+    """When an evaluation is due, and how long it is."""
+
+    name: str
+    every: int | None
+    limit: int | None
 
 
 State = dict[str, Any]
@@ -135,6 +264,15 @@ class Microbatch(TypedDict):
     """int32 [D]."""
     document_sources: Any
     """int32 [D]: the index of each document's source in `job.sources`."""
+    document_chunks: Any
+    """int64 [D]: the number of each document's chunk in its source."""
+    document_rows: Any
+    """int32 [D]: the row of each document in its chunk. `Client.run.locate` turns these three into a file and a row."""
+    document_pairs: Any
+    """int32 [D]: the number of the preference pair that a document is a side of, from 0 in each microbatch, or -1. The
+    chosen side comes first. Only if a source has pairs."""
+    document_chosen: Any
+    """bool [D]: whether a document is the chosen side of a pair. Only if a source has pairs."""
     images: Any
     """uint8 [n, height, width, 3], or a list of images if their sizes differ."""
     image_document: Any
@@ -175,16 +313,20 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rank's part of one global step: iterate over its microbatches, each a dict of arrays.
+    """One rank's part of one global step: iterate over its microbatches, each a dict of arrays, which is the trainer's own.
 
     `loss_tokens` is the number of loss tokens of the whole step over all ranks. Divide the sum of token losses by it, and
     the gradient does not depend on how the step was arranged. If a source has loss weights, it is the sum of the weights of
     these tokens, the divisor of the weighted sum.
+
+    Where torch is used, a step is a node of torch's pytrees: functions over trees see its numbers and arrays.
     """
 
     number: int
     loss_tokens: int | float
     microbatches: tuple[MicrobatchWithColumns, ...]
+    origin: StepOrigin | None = field(default=None, repr=False, compare=False)
+    """What knows the states of its run; None in a step that no client returned."""
 
     def __iter__(self) -> Iterator[MicrobatchWithColumns]:
         return iter(self.microbatches)
@@ -200,3 +342,48 @@ class Step:
                 f"iterate over them (`for micro in step: micro[{name!r}]`)"
             )
         return self.microbatches[0][name]
+
+    def state_after(self) -> State:
+        """Returns the state that continues with the next step. Right for the last step that a model was trained on, whatever
+        was fetched since: for libraries that look a batch ahead."""
+        if self.origin is None:
+            raise SpecError(
+                f"step {self.number} did not come from a client of this process, so it knows no state; call "
+                f"client.state_dict(before={self.number + 1})"
+            )
+        return self.origin.state_before(self.number + 1)
+
+    def to(self, device: Any, non_blocking: bool = False) -> Step:
+        """Returns the step with its tensors on a torch device; everything else stays as it is."""
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), f"to({device!r})")
+
+    def pin_memory(self) -> Step:
+        """Returns the step with its tensors copied into page-locked memory."""
+        return self._with_tensors(lambda tensor: tensor.pin_memory(), "pin_memory()")
+
+    def _with_tensors(self, convert: Callable[[Any], Any], call: str) -> Step:
+        def converted(name: str, value: Any) -> Any:
+            if isinstance(value, list):
+                return [converted(name, each) for each in value]
+            if hasattr(value, "pin_memory"):
+                return convert(value)
+            if hasattr(value, "__array_interface__") and hasattr(value, "flags"):
+                raise SpecError(
+                    f"step {self.number} has numpy arrays ({name!r} is one), and {call} is for torch tensors: make the "
+                    "client with torch=True"
+                )
+            return value
+
+        micros = [{name: converted(name, value) for name, value in micro.items()} for micro in self.microbatches]
+        return replace(self, microbatches=cast("tuple[MicrobatchWithColumns, ...]", tuple(micros)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Step, (self.number, self.loss_tokens, self.microbatches)  # a client stays in its process
+
+
+class StepOrigin(Protocol):
+    """Where a step came from."""
+
+    def state_before(self, step: int) -> State:
+        """Returns the state from which the run of the step continues with another step."""
+        ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from overlord.arrange.hdp.rings import RingPart, Rings, TokenRange, chunks_of
 from overlord.arrange.hdp.splitting import split
 from overlord.arrange.hdp.spread import RankPool, Spread, spread
 from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.pipelines.simulator import Pipeline, simulate
 from overlord.arrange.plan import Plan
 from overlord.arrange.strategies import hdp
 from overlord.declare.batch import Batch
@@ -58,8 +60,37 @@ def pools(draw: st.DrawFn) -> tuple[np.ndarray, RankPool]:
     lengths = np.array(draw(st.lists(st.integers(1, longest), max_size=40)), np.int64)
     pp = draw(st.sampled_from([1, 1, 2, 4]))
     widen, communication = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5]))
-    pool = RankPool(num_ranks, capacity, "pp" if pp > 1 else "dp", pp, communication=communication, widen=widen)
-    return lengths, pool
+    factors = draw(st.none() | st.lists(st.sampled_from([0.8, 1.0, 1.2, 1.5]), min_size=num_ranks, max_size=num_ranks))
+    slowness = None if factors is None else np.array(factors)
+    options = {"communication": communication, "widen": widen, "slowness": slowness}
+    return lengths, RankPool(num_ranks, capacity, "pp" if pp > 1 else "dp", pp, **options)
+
+
+@given(pools(), st.sampled_from([1, 2, 4, 8, 16]))
+def test_aligned_rings_are_groups_of_megatron_and_hold_every_token_once(made, num_ranks):
+    lengths, pool = made
+    slowness = None if pool.slowness is None else np.resize(pool.slowness, num_ranks)
+    lengths = np.minimum(lengths, num_ranks * pool.capacity)
+    pool = replace(pool, num_ranks=num_ranks, slowness=slowness, aligned=True)
+    found = spread(lengths, _costs(lengths), pool)
+    for begin, end in zip(found.bounds, found.bounds[1:], strict=False):
+        ranks, size = found.members[begin:end].tolist(), int(end - begin)
+        assert size in (2, 4, 8, 16)
+        assert ranks == list(range(ranks[0], ranks[0] + size))
+        assert ranks[0] % size == 0
+    assert np.bincount(found.sample, found.stop - found.start, len(lengths)).tolist() == lengths.tolist()
+    held = np.bincount((np.cumsum(found.counts) - found.counts)[found.rank] + found.micro, found.stop - found.start)
+    assert (held <= pool.capacity).all()
+    for program in _programs(found, num_ranks):
+        rings = [ring for ring in program if ring >= 0]
+        assert rings == sorted(rings)  # in one order on all ranks, so none waits for ever
+
+
+def test_aligned_rings_need_a_power_of_two_of_ranks():
+    with pytest.raises(SpecError, match=r"need a power of two of ranks, and dp x cp is 6: change the mesh"):
+        RankPool(6, 100, aligned=True)
+    with pytest.raises(SpecError, match="a document of 500 tokens needs 8 ranks of 100 tokens, and dp x cp is 4"):
+        spread(np.array([500]), np.array([1.0]), RankPool(4, 100, aligned=True))
 
 
 def _costs(lengths: np.ndarray) -> np.ndarray:
@@ -128,6 +159,124 @@ def test_ranks_run_the_rings_they_share_in_one_order_and_pipelines_at_one_index(
         for ring, ranks in enumerate(members):
             assert len({programs[rank].index(ring) for rank in ranks}) == 1
     assert _all_end(programs, members, pool.pp)
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+def test_slow_ranks_get_less_so_that_all_end_together(pp):
+    lengths = np.minimum(np.random.default_rng(pp).lognormal(7, 1.3, 3000), 60_000).astype(np.int64) + 16
+    slow = np.ones(16)
+    slow[[3, 7]] = 1.25, 0.8
+    costs = COST(Samples.of_lengths(lengths))
+    ends = []
+    for slowness in (None, slow):
+        found = spread(lengths, costs, RankPool(16, 16_384, "pp" if pp > 1 else "dp", pp, slowness=slowness))
+        work = np.bincount(found.rank, found.cost, 16)
+        ends.append(_end(found, slow, pp) / (work.sum() / (1 / slow).sum()))
+        if slowness is not None:
+            assert work[3] < 0.9 * work[0] < 0.9 * 0.9 * work[7]
+    assert ends[1] < ends[0] / 1.1
+    assert ends[1] < (1.02 if pp == 1 else 1.2)
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_pipelines_of_a_pool_wait_little_more_than_alike_microbatches_would_let_them(stages, seed):
+    lengths = np.minimum(np.random.default_rng(seed).lognormal(7, 1.5, 6000), 32_768).astype(np.int64) + 16
+    batch = Batch(tokens=-(-int(lengths.sum()) // 32_768) * 32_768, sequence_length=32_768)
+    graph = DGraph(Samples.of_lengths(lengths), batch, ClientPlaceTree(Mesh(dp=8, cp=2, pp=stages)))
+    for virtual in (1, 2):
+        pipeline = Pipeline(stages, virtual)
+        plan = hdp(COST, capacity=16_384, pipeline=pipeline)(graph)
+        rings = plan.part(Rings)
+        assert rings is not None
+        assert (plan.counts % pipeline.count_multiple == 0).all()
+        timing = simulate(plan.micro_costs(rings.cost), plan.counts, pipeline, rings.of_micro)
+        busy = float(rings.cost.sum()) / 16 / stages
+        alike = 1 + (stages - 1) / virtual / float(plan.counts.mean())
+        assert timing.step_time / busy < 1.15 * alike
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_with_equal_counts_all_ranks_run_as_many_microbatches_and_without_the_plan_says_that_fsdp_cannot(pp):
+    lengths = np.array([700, 500, 90, 80, 70, 60, 50, 40, 30, 20] * 3)
+    batch = Batch(tokens=-(-int(lengths.sum()) // 1000) * 1000, sequence_length=1000)
+    graph = DGraph(Samples.of_lengths(lengths), batch, ClientPlaceTree(Mesh(dp=2, cp=4, pp=pp)))
+    plain, equal = (hdp(STEEP, capacity=256, equal_counts=each)(graph) for each in (False, True))
+    if len(set(plain.counts.tolist())) > 1:
+        with pytest.raises(SpecError, match=r"FSDP needs the same number .* equal_counts=True"):
+            plain.check_equal_counts()
+    assert pp > 1 or len(set(plain.counts.tolist())) > 1
+    equal.check_equal_counts()
+    assert equal.counts.max() >= plain.counts.max()
+    assert np.array_equal(np.sort(equal.samples.tokens), np.sort(plain.samples.tokens))
+    rings = [plan.part(Rings) for plan in (plain, equal)]
+    assert rings[0] is not None
+    assert rings[1] is not None
+    assert np.array_equal(rings[0].members, rings[1].members)
+    strategy = hdp(STEEP, capacity=256, equal_counts=True)
+    assert_strategy_conserves(strategy, lengths=lengths.tolist(), batch=batch, mesh=Mesh(dp=2, cp=4))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=60),
+    num_ranks=st.sampled_from([1, 2, 3, 8]),
+    pp=st.sampled_from([1, 2]),
+)
+def test_with_equal_counts_the_ranks_of_a_ring_run_it_at_the_same_index_and_waste_no_index_before_it(lengths, num_ranks, pp):
+    lengths = np.minimum(np.array(lengths, np.int64), num_ranks * 256)
+    mode = "dp" if pp == 1 else "pp"
+    pool = RankPool(num_ranks, 256, mode, pp, equal_counts=True)
+    found = spread(lengths, lengths**2 * 1.0, pool)
+    assert len(set(found.counts.tolist())) == 1
+    programs = found.ring_of_micro.reshape(num_ranks, -1)
+    held = np.zeros(programs.shape, bool)
+    held[found.rank, found.micro] = True
+    for number, (begin, end) in enumerate(zip(found.bounds, found.bounds[1:], strict=False)):
+        ranks, indices = np.nonzero(programs == number)
+        assert ranks.tolist() == found.members[begin:end].tolist()
+        assert len(set(indices.tolist())) == 1
+    for rank, program in enumerate(programs):
+        rings = program[program >= 0]
+        assert (np.diff(rings) > 0).all(), "rising numbers"
+        empty, whole = np.flatnonzero(~held[rank]), np.flatnonzero(held[rank] & (program < 0))
+        assert not len(empty) or not len(whole) or mode == "pp" or empty[0] > whole[-1]
+    assert held.any(axis=0).all(), "no index at which every rank runs nothing"
+    covered = np.zeros(len(lengths), np.int64)
+    np.add.at(covered, found.sample, found.stop - found.start)
+    assert np.array_equal(covered, lengths)
+
+
+def test_a_host_with_little_memory_holds_less_of_a_document():
+    layer = {"time": TransformerCost(1e-6, 1e-9), "bytes_per_token": 1e5, "bytes_per_s": 50e9, "layers": 32}
+    lengths = np.array([500_000])
+    plenty, little = Offload(**layer), Offload(**layer, host_bytes=32 * 1e5 * 16_384)
+    assert plenty.fewest_ranks(lengths, 16_384)[0] < 4
+    ranks = little.fewest_ranks(lengths, 16_384)
+    assert ranks[0] == -(-500_000 // (2 * 16_384))  # the host holds as much as the device
+    moved = little.ratios(lengths, 16_384, ranks)[0] * 30 * 1e5 * 500_000 / ranks[0]
+    assert moved <= little.host_bytes
+    with pytest.raises(SpecError, match="host_bytes"):
+        Offload(**layer, host_bytes=0.0)
+
+
+def test_a_pipeline_of_other_stages_than_the_mesh_is_refused():
+    graph = DGraph(Samples.of_lengths(np.array([5])), Batch(tokens=8, sequence_length=8), ClientPlaceTree(Mesh(dp=2, pp=2)))
+    with pytest.raises(SpecError, match="4 stages, but the mesh has pp=2"):
+        hdp(COST, capacity=8, pipeline=Pipeline(4))(graph)
+
+
+def _end(found: Spread, slow: np.ndarray, pp: int) -> float:
+    """When the last rank ends by a sum over its microbatches, rings at the pace of their slowest rank."""
+    first = np.cumsum(found.counts) - found.counts
+    micro = first[found.rank] + found.micro
+    costs = np.bincount(micro, found.cost, int(found.counts.sum()))
+    rank_of = np.repeat(np.arange(len(slow)), found.counts)
+    pace = slow[rank_of]
+    for number, (begin, end) in enumerate(zip(found.bounds, found.bounds[1:], strict=False)):
+        pace[found.ring_of_micro == number] = slow[found.members[begin:end]].max()
+    times, most = np.bincount(rank_of, costs * pace, len(slow)), np.zeros(len(slow))
+    np.maximum.at(most, rank_of, costs * pace)
+    return float((times + (pp - 1) * most).max())
 
 
 def _all_end(programs: list[list[int]], members: list[set[int]], pp: int) -> bool:

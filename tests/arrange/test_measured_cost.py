@@ -29,6 +29,19 @@ def test_documents_shorter_than_the_first_length_cost_as_much_a_token_as_it_does
     np.testing.assert_allclose(cost.of(np.array([1, 10, 100])), [0.5, 5.0, 50.0])
 
 
+@given(st.lists(st.integers(1, 1 << 17), min_size=1), st.lists(st.floats(0.5, 2), min_size=4, max_size=4))
+def test_the_cost_is_linear_in_the_table_so_that_it_can_be_learned(lengths, factors):
+    rising = np.array(LENGTHS) * np.cumsum(factors)  # the cost per token rises
+    cost = measured(EXACT).with_coefficients(tuple(rising.tolist()))
+    samples = Samples.of_lengths(np.array(lengths))
+    np.testing.assert_allclose(cost.features(samples) @ cost.coefficients, cost(samples), rtol=1e-9)
+
+
+def test_a_table_is_made_from_another_cost_and_stays_above_0_where_a_fit_found_nothing():
+    assert ol.MeasuredCost.like(EXACT, LENGTHS) == measured(EXACT)
+    assert measured(EXACT).with_coefficients((0.0, 1.0, 0.0, 5.0)).costs[0] > 0
+
+
 def test_a_bump_that_no_parabola_has_is_kept():
     cost = ol.MeasuredCost((1000, 4000, 16_000), (1000.0, 6000.0, 17_000.0))
     assert cost.of(np.array([4000]))[0] == 6000.0

@@ -16,7 +16,7 @@ from overlord.arrange.pipelines.ordering import (
     levels,
     order,
 )
-from overlord.arrange.pipelines.simulator import Pipeline, simulate, times_of
+from overlord.arrange.pipelines.simulator import Pipeline, play, simulate, times_of
 from overlord.arrange.strategies import long_short
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
@@ -72,6 +72,21 @@ def test_no_step_is_quicker_than_its_busiest_rank_or_its_longest_microbatch_and_
     hops = 2 * (blocks - 1) * pipeline.hop * (counts + pipeline.stages)
     assert (times >= np.maximum(sums / pipeline.stages, most) - 1e-9).all()
     assert (times <= sums + hops + 1e-9).all()
+
+
+@given(costs_of_groups, pipelines)
+def test_pipelines_without_a_ring_play_as_they_are_simulated_and_a_ring_makes_none_quicker(groups, pipeline):
+    costs, counts = np.concatenate([np.array(group) for group in groups]), np.array([len(group) for group in groups])
+    forward = costs / (pipeline.stages * pipeline.virtual * (1 + pipeline.backward))
+    alone = play(forward, forward * pipeline.backward, counts, pipeline, np.full(len(costs), -1))
+    simulated = simulate(costs, counts, pipeline).group_times
+    if pipeline.stages > 1:
+        assert np.allclose(alone, simulated)
+    first = np.cumsum(counts) - counts
+    rings = np.full(len(costs), -1)
+    rings[first] = 0  # all pipelines share their first microbatch
+    together = simulate(costs, counts, pipeline, rings).group_times
+    assert (together >= simulated - 1e-9).all()
 
 
 @given(costs_of_groups, pipelines)

@@ -138,6 +138,8 @@ def test_dtypes_are_what_torch_and_attention_kernels_take():
         "document_starts": "int32",
         "document_lengths": "int32",
         "document_sources": "int32",
+        "document_chunks": "int64",
+        "document_rows": "int32",
     }
     logits = torch.zeros(8, 2000)
     loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch["labels"][:8]), reduction="sum")

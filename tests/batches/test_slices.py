@@ -132,6 +132,8 @@ def test_pipeline_stages_get_only_what_they_need():
         "document_starts",
         "document_lengths",
         "document_sources",
+        "document_chunks",
+        "document_rows",
         "loss_tokens",
     }
     assert fields_for(batch, 0, 1).keys() == batch.keys()

@@ -108,7 +108,7 @@ def test_special_ids_that_are_declared_take_no_loss_and_others_are_still_bad(tmp
     source = ol.Parquet(parquet(tmp_path, tokens=lists([[5, -200, 6, 7, -200]])))
     chunk = chunk_of(source, batch)
     assert chunk.facts.loss_tokens.tolist() == [2]
-    assert chunk.count_loss(0, 0, 3).tokens == 2
+    assert chunk.count_losses(np.array([0, 0]), np.array([0, 3]), np.array([3, 5])).tokens.tolist() == [2, 0]
     other = ol.Parquet(parquet(tmp_path, tokens=lists([[5, -200, -201]])))
     with pytest.raises(ol.errors.BadRowError, match="token id -201 is below 0"):
         chunk_of(other, batch)

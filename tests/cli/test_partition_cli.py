@@ -6,7 +6,8 @@ import pytest
 
 from overlord.cli import main
 from overlord.cli.options import num_bytes
-from tests.cli.test_cli import job_file, overlord
+from tests.cli.test_cli import job_file
+from tests.commands import overlord
 
 JOB = """
 import time

@@ -85,6 +85,7 @@ def test_the_figures_have_the_shape_that_is_promised(capsys):
         "before",
         "after",
         "plan_s",
+        "load",
         "roles",
         "baseline",
         "memory_ratio",
@@ -95,6 +96,8 @@ def test_the_figures_have_the_shape_that_is_promised(capsys):
     for role in (*found["roles"], found["baseline"]):
         has(role, ROLE)
         assert role["bytes"] == pytest.approx(role["count"] * role["bytes_each"], rel=1e-6, abs=role["count"])
+    assert [load["name"] for load in found["load"]] == ["planner", "hosts of constructors"]
+    assert all(load["cpu_ms_each"] > 0 and load["messages_each"] > 0 and load["bytes_each"] > 0 for load in found["load"])
     assert [role["name"] for role in found["roles"]] == ["planner", "loader hosts", "constructors", "clients"]
     assert len(found["steps"]) == 2
     for step in found["steps"]:
@@ -181,7 +184,7 @@ def test_a_cost_file_that_is_none_is_told(capsys, tmp_path):
         ((), 2, "give a job file or --preset, and not both"),
         (("job.py", "--preset", "byted"), 2, "give a job file or --preset, and not both"),
         (("--preset", "nowhere"), 2, "invalid choice: 'nowhere'"),
-        (("--preset", "byted", "--ranks", "many"), 2, "must be a number such as 4096, 128k or 2M, got 'many'"),
+        (("--preset", "byted", "--ranks", "many"), 2, "must be a whole number of at least 1, got 'many'"),
         (("--preset", "byted", "--steps", "0"), 2, "must be at least 1, got 0"),
         (("--preset", "byted", "--offload", "-1"), 2, "must be a number above 0, got '-1'"),
         (("--preset", "byted", "--ranks", "64", "--context", "1M"), 1, "needs 128 ranks of 8,192, but"),

@@ -21,6 +21,13 @@ def start(request: pytest.FixtureRequest) -> Start:
     return on_ray
 
 
+@pytest.fixture(params=["embedded", "processes"])
+def start_on_one_machine(request: pytest.FixtureRequest) -> Start:
+    """`overlord.start` on each engine but Ray, whose actors take long to start: for errors that cross borders between
+    processes as others do that are tested there."""
+    return ol.start if request.param == "embedded" else on_processes
+
+
 def on_processes(job: ol.Job, **options: Any) -> ol.Loader:
     return ol.start(job, engine=ol.Processes(2), **options)
 

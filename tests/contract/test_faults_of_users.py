@@ -47,10 +47,11 @@ def test_an_error_in_a_transform_keeps_its_type_and_says_where_it_happened(start
     assert "data-parallel group 0 built step 0" in notes
 
 
-def test_a_missing_column_is_named(start: Start, tmp_path: Path):
+def test_a_missing_column_is_named(start_on_one_machine: Start, tmp_path: Path):
     source = ol.Parquet(text_file(tmp_path / "web.parquet", 20, 1), tokens="input_ids")
     message = r"source 'web' has no column 'input_ids'.*it has \['tokens'"
-    with start(job_of({"web": source})) as loader, pytest.raises(ol.errors.SchemaError, match=message):
+    job = job_of({"web": source})
+    with start_on_one_machine(job) as loader, pytest.raises(ol.errors.SchemaError, match=message):
         next(loader.client(0, timeout_s=60))
 
 
@@ -70,11 +71,11 @@ def test_bad_rows_are_set_aside_counted_and_listed(start: Start, tmp_path: Path)
     assert len(listing.read_text().splitlines()) == 4
 
 
-def test_a_bad_row_that_must_not_be_stops_the_run_with_file_and_row(start: Start, tmp_path: Path):
+def test_a_bad_row_that_must_not_be_stops_the_run_with_file_and_row(start_on_one_machine: Start, tmp_path: Path):
     path = tmp_path / "documents.jsonl"
     path.write_text('{"tokens": [1, 2]}\n{"tokens": [3, 4\n')
     with (
-        start(job_of({"a": ol.Jsonl(str(path))})) as loader,
+        start_on_one_machine(job_of({"a": ol.Jsonl(str(path))})) as loader,
         pytest.raises(ol.errors.BadRowError, match=r"source 'a': .*documents\.jsonl, row 1: "),
     ):
         next(loader.client(0, timeout_s=60))
@@ -110,8 +111,15 @@ class TimesOut(Numbered):
         raise TimeoutError("no answer for 60 s")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_read_that_times_out_is_an_error_and_not_taken_for_a_step_that_is_late(start: Start, num_workers: int):
+def test_a_read_that_times_out_is_an_error_and_not_taken_for_a_step_that_is_late(start: Start):
+    check_read_that_times_out(start, num_workers=1)
+
+
+def test_so_it_is_where_the_caller_reads(start_on_one_machine: Start):
+    check_read_that_times_out(start_on_one_machine, num_workers=0)
+
+
+def check_read_that_times_out(start: Start, num_workers: int) -> None:
     with start(job_of({"a": TimesOut(first=1)}, num_workers=num_workers)) as loader:
         for _ in range(2):  # asked again, it is read again
             with pytest.raises(TimeoutError, match="no answer for 60 s"):

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import overlord as ol
+from overlord.status import PlannerStatus
 from tests.contract.conftest import Start, on_processes, on_ray
 from tests.contract.streams import part, stream, text_job
 
@@ -36,7 +38,7 @@ def test_trainers_do_not_notice_that_the_planner_was_killed(ray_cluster: None, t
         found = []
         for number in range(12):
             if number % 4 == 3:
-                before = loader.status()
+                before = _status_when_logged(loader)
                 os.kill(before.process, signal.SIGKILL)
                 after = loader.status()
                 assert after.process != before.process
@@ -48,6 +50,15 @@ def test_trainers_do_not_notice_that_the_planner_was_killed(ray_cluster: None, t
         assert stream(loader, 2) == stream(other, 14)[12:]
 
 
+def _status_when_logged(loader: ol.Loader) -> PlannerStatus:
+    """The status of the planner once all that it has planned is in its log: it stops planning where trainers wait."""
+    deadline = time.monotonic() + 60
+    while (status := loader.status()).log is None or status.log.num_waiting:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.01)
+    return status
+
+
 def test_trainers_do_not_notice_that_worker_processes_were_killed(tmp_path: Path):
     job = text_job(tmp_path, loaders=2, mesh=ol.Mesh(dp=2), num_workers=1)
     with ol.start(job) as loader:
@@ -56,7 +67,7 @@ def test_trainers_do_not_notice_that_worker_processes_were_killed(tmp_path: Path
         clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = []
         for number in range(12):
-            killed = loader._engine._processes[number % 2].pid  # pyright: ignore[reportAttributeAccessIssue]
+            killed = loader._roles.engine._processes[number % 2].pid  # pyright: ignore[reportAttributeAccessIssue]
             if number % 4 == 3 and killed is not None:
                 os.kill(killed, signal.SIGKILL)
             found.append([part(next(client)) for client in clients])

@@ -33,7 +33,7 @@ from tests.faults.schedule import Fault
 from tests.faults.store import Store
 from tests.faults.trainers import Trainers
 
-_JOB = """
+JOB_FILE = """
 from tests.faults.jobs import disturbed_job
 job = disturbed_job({url!r})
 """
@@ -55,7 +55,7 @@ WEIGHTS: Mapping[str, int] = {
     "storage shut": 3,
 }
 
-WITH_PROCESSES: Mapping[str, int] = {**WEIGHTS, "host killed": 10, "host stopped": 2, "host paused": 4}
+WITH_PROCESSES: Mapping[str, int] = {**WEIGHTS, "host killed": 10, "template killed": 2, "host stopped": 2, "host paused": 4}
 """With worker processes there are more parts that can fail. One that hangs is noticed after half a minute."""
 
 
@@ -66,10 +66,10 @@ class AsService:
         self.name = "processes" if num_processes else "service"
         self._num_processes = num_processes
         self._job = folder / "job.py"
-        self._job.write_text(_JOB.format(url=store.url))
+        self._job.write_text(JOB_FILE.format(url=store.url))
         self._words = folder / "service.txt"
         self._log = folder / "log"
-        self._address = f"127.0.0.1:{_free_port()}"
+        self._address = f"127.0.0.1:{free_port()}"
         self._process = self._started()
         self.trainers = Trainers(self._address, WORLD_SIZE, folder, pace_s)
         workers = signals(self._workers, lambda: self.trainers)
@@ -79,6 +79,7 @@ class AsService:
             **{f"host {how}": cause for how, cause in hosts.items()},
             **trainer_causes(lambda: self.trainers),
             **storage_causes(store, lambda: self.trainers),
+            "template killed": signals(self._templates, lambda: self.trainers)["killed"],
             "service killed": self._killed,
             "service paused": self._paused,
             "service hung and restarted": self._hung,
@@ -94,7 +95,13 @@ class AsService:
 
     def _hosts(self) -> list[tuple[str, int]]:
         """The processes that have loader hosts and data constructors."""
-        return [("a worker process", child) for child in children(self._process.pid)] if self._num_processes else []
+        if not self._num_processes:
+            return []
+        return [("a worker process", child) for _, template in self._templates() for child in children(template)]
+
+    def _templates(self) -> list[tuple[str, int]]:
+        """The process that worker processes are forked from, and that ends with all of them."""
+        return [("the template", child) for child in children(self._process.pid)] if self._num_processes else []
 
     def _workers(self) -> list[tuple[str, int]]:
         """The processes that run transforms."""
@@ -196,7 +203,7 @@ class AsService:
         return f"room for {room} bytes, {0.3 + 1.5 * fault.amount:.1f} s"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One that no other server gets by asking for any: it stays free while the service is away."""
     for port in random.Random(os.getpid()).sample(range(20_000, 30_000), 1000):
         with closing(socket.socket()) as probe, suppress(OSError):

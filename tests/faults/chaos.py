@@ -1,11 +1,11 @@
 """Hundreds of random faults in one run, and the whole stream compared with an undisturbed one.
 
-    python -m tests.faults.chaos [--seed S] [--faults 200] [--json FILE] [--only ray|service|processes]
+    python -m tests.faults.chaos [--seed S] [--faults 200] [--json FILE] [--only ray|kept|service|processes]
 
-Half of the faults meet a run on a Ray cluster of three nodes, a quarter meet `overlord serve` in one process, and a quarter
-meet it with worker processes. Trainers are processes that read over the network or shared memory. The seed decides which
-faults happen in which order; when they hit is a matter of the machine too. Leaves with 1 when a single step of a single rank
-differs, or when a run does not come back.
+Two fifths of the faults meet a run on a Ray cluster of three nodes, and a fifth each: a run that `overlord serve --ray`
+keeps in such a cluster, with its driver; `overlord serve` in one process; and the same with worker processes. Trainers are
+processes that read over the network or shared memory. The seed decides which faults happen in which order; when they hit is
+a matter of the machine too. Leaves with 1 when a single step of a single rank differs, or when a run does not come back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.faults.store import Store
 from tests.faults.trainers import TrainerFailedError
 
 PACE_S = 0.03
-_SHARES = {"ray": 1 / 2, "service": 1 / 4, "processes": 1 / 4}
+_SHARES = {"ray": 2 / 5, "kept": 1 / 5, "service": 1 / 5, "processes": 1 / 5}
 _NUM_PROCESSES = 2
 _WIDTH = 150
 _OUT = sys.stdout
@@ -72,6 +72,24 @@ def run_on_ray(folder: Path, store: Store) -> Iterator:
 
 
 @contextmanager
+def run_kept(folder: Path, store: Store) -> Iterator:
+    from tests.faults.kept_on_ray import KeptOnRay
+    from tests.faults.nodes import Nodes
+    from tests.faults.on_ray import NUM_OTHER_NODES
+
+    with (folder / "ray.txt").open("w") as told, redirect_stdout(told), redirect_stderr(told):
+        nodes = Nodes(NUM_OTHER_NODES)
+        try:
+            run = KeptOnRay(folder, store, PACE_S)
+            try:
+                yield run
+            finally:
+                run.close()
+        finally:
+            nodes.close()
+
+
+@contextmanager
 def run_as_service(folder: Path, store: Store, num_processes: int = 0) -> Iterator[AsService]:
     run = AsService(folder, store, PACE_S, num_processes)
     try:
@@ -96,11 +114,13 @@ class Told(list[Met]):
 
 def episode(name: str, seed: int, num_faults: int) -> Episode:
     """Disturb one run, and compare what its trainers got."""
+    from tests.faults.kept_on_ray import WEIGHTS as KEPT
     from tests.faults.on_ray import WEIGHTS as ON_RAY
 
     began = time.monotonic()
-    weights = {"ray": ON_RAY, "service": ON_SERVICE, "processes": WITH_PROCESSES}[name]
-    opened = {"ray": run_on_ray, "service": run_as_service, "processes": run_in_processes}[name]
+    weights = {"ray": ON_RAY, "kept": KEPT, "service": ON_SERVICE, "processes": WITH_PROCESSES}[name]
+    ways = {"ray": run_on_ray, "kept": run_kept, "service": run_as_service, "processes": run_in_processes}
+    opened = ways[name]
     faults = drawn_faults(seed, weights, num_faults)
     failure = None
     met = Told()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,49 @@ _WORKER_TIMEOUT_S = 4.0
 
 
 def write_files(folder: Path) -> None:
-    """Parquet files of documents of 1 to 60 tokens, with a loss mask."""
+    """Documents of 1 to 60 tokens with a loss mask: Parquet files, shards of MDS for "chat", and litData's for "code"."""
     for seed, (name, rows) in enumerate(_ROWS.items()):
         rng = np.random.default_rng(seed)
         documents = [rng.integers(1, 1000, rng.integers(1, 60)).astype(np.int32) for _ in range(rows)]
         masks = [(tokens % 3 > 0).astype(np.int8) for tokens in documents]
+        if name != "web":
+            (_write_mds if name == "chat" else _write_litdata)(folder, documents, masks)
+            continue
         table = pa.table({"tokens": pa.array(documents, pa.list_(pa.int32())), "mask": pa.array(masks, pa.list_(pa.int8()))})
         pq.write_table(table, folder / f"{name}.parquet", row_group_size=30)
+
+
+def _write_mds(folder: Path, documents: list[Any], masks: list[Any]) -> None:
+    """Three shards of `tokens` and `mask`, as MDSWriter lays them out: sizes, then values, each with its shape."""
+    names = {"column_names": ["mask", "tokens"], "column_encodings": ["ndarray:int8", "ndarray:int32"]}
+    shards = []
+    for number, first in enumerate(range(0, len(documents), 60)):
+        pairs = zip(masks[first : first + 60], documents[first : first + 60], strict=True)
+        rows = [[bytes([4, len(value)]) + value.tobytes() for value in pair] for pair in pairs]
+        samples = [np.array([len(value) for value in row], "<u4").tobytes() + b"".join(row) for row in rows]
+        offsets = np.cumsum([8 + 4 * len(rows), *map(len, samples)]).astype("<u4")
+        data = np.uint32(len(rows)).tobytes() + offsets.tobytes() + b"".join(samples)
+        (folder / f"chat.{number}.mds").write_bytes(data)
+        raw = {"basename": f"chat.{number}.mds", "bytes": len(data), "hashes": {"sha1": hashlib.sha1(data).hexdigest()}}
+        fixed = {"format": "mds", "version": 2, "column_sizes": [None, None], "samples": len(rows), "zip_data": None}
+        shards.append({**names, **fixed, "raw_data": raw})
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+
+
+def _write_litdata(folder: Path, documents: list[Any], masks: list[Any]) -> None:
+    """Ten chunks of `tokens` and `mask`, as litData lays them out: sizes, then values."""
+    chunks = []
+    for number, first in enumerate(range(0, len(documents), 30)):
+        rows = zip(documents[first : first + 30], masks[first : first + 30], strict=True)
+        items = [np.array([a.nbytes, b.nbytes], "<u4").tobytes() + a.tobytes() + b.tobytes() for a, b in rows]
+        offsets = np.cumsum([8 + 4 * len(items), *map(len, items)]).astype("<u4")
+        data = np.uint32(len(items)).tobytes() + offsets.tobytes() + b"".join(items)
+        (folder / f"code.{number}.bin").write_bytes(data)
+        chunks.append({"filename": f"code.{number}.bin", "chunk_bytes": len(data), "chunk_size": len(items)})
+    leaf = {"type": None, "context": None, "children_spec": []}
+    spec = [1, {"type": "builtins.dict", "context": '["tokens", "mask"]', "children_spec": [leaf, leaf]}]
+    config = {"data_format": ["no_header_numpy:2", "no_header_numpy:0"], "data_spec": json.dumps(spec)}
+    (folder / "code.json").write_text(json.dumps({"chunks": chunks, "config": config}))
 
 
 def moved(table: pa.Table) -> pa.Table:
@@ -40,17 +78,14 @@ def moved(table: pa.Table) -> pa.Table:
 def disturbed_job(store: str) -> ol.Job:
     """`store` is the URL of the folder that the files are in."""
 
-    def source(name: str, **options: Any) -> ol.Parquet:
-        url = f"{store}/{name}.parquet"
-        # Small buffers, so that storage is asked all the time.
-        return ol.Parquet(url, loss_mask="mask", retry=_RETRY, buffer_bytes=200_000, **options)
-
+    # Small buffers, so that storage is asked all the time.
+    options: dict[str, Any] = {"loss_mask": "mask", "retry": _RETRY, "buffer_bytes": 200_000}
     worked = ol.InProcesses(moved, batch_rows=20, timeout_s=_WORKER_TIMEOUT_S)
     return ol.Job(
         sources={
-            "web": source("web", loaders=2, window=2, transform=worked),
-            "code": source("code", transform=worked),
-            "chat": source("chat"),
+            "web": ol.Parquet(f"{store}/web.parquet", loaders=2, window=2, transform=worked, **options),
+            "code": ol.formats.LitData(f"{store}/code.json", transform=worked, **options),
+            "chat": ol.formats.Mds(f"{store}/index.json", **options),
         },
         mixture=ol.Mixture({0: {"web": 5, "code": 3}, 40: {"web": 2, "code": 1, "chat": 1}}, unit="tokens"),
         batch=ol.Batch(tokens=512, sequence_length=64, micro_tokens=128),

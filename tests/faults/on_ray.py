@@ -113,7 +113,7 @@ class OnRay:
         return [(name, report.process) for name, report in health_reports(self._engine).items() if name.startswith(prefix)]
 
     def _hosts(self, are_shadows: bool) -> list[tuple[str, int]]:
-        shadows = set(self._loader._fleet.table.shadows.values())
+        shadows = set(self._loader._roles.fleet.table.shadows.values())
         return [(name, process) for name, process in self._roles("loaders/") if (name in shadows) == are_shadows]
 
     def _workers(self) -> list[tuple[str, int]]:

@@ -25,6 +25,7 @@ ON_SERVICE = (
 )
 IN_PROCESSES = ("host killed", "worker killed", "host paused", "trainer killed", "service killed", "host killed")
 ON_RAY = ("planner killed", "loader stopped", "constructor killed", "trainer killed")
+KEPT = ("driver killed", "run killed with its driver", "planner killed")
 
 
 @pytest.fixture
@@ -65,6 +66,21 @@ def test_the_stream_of_a_run_on_ray_is_the_same_whatever_happens_to_it(ray_clust
     run = OnRay(tmp_path, store, PACE_S, hung_after_s=HUNG_AFTER_S)
     try:
         disturb(run, ON_RAY)
+    finally:
+        run.close()
+    stream = compared(disturbed_job(store.url), run.trainers.lives)
+    assert stream.is_same, stream.first
+
+
+@pytest.mark.second_try(reason="each fault has a deadline by which processes must have come back")
+def test_the_stream_of_a_run_that_is_kept_in_a_cluster_is_the_same_without_its_driver(
+    ray_cluster: None, tmp_path: Path, store: Store
+):
+    from tests.faults.kept_on_ray import KeptOnRay
+
+    run = KeptOnRay(tmp_path, store, PACE_S)
+    try:
+        disturb(run, KEPT)
     finally:
         run.close()
     stream = compared(disturbed_job(store.url), run.trainers.lives)

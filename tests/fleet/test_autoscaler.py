@@ -39,7 +39,7 @@ def curriculum(**fields) -> ol.Job:
 
 
 def hosts_of(loader: ol.Loader, source: str) -> set[str]:
-    return {host for stretch in loader._fleet.table.stretches[source] for host in stretch.hosts}
+    return {host for stretch in loader._roles.fleet.table.stretches[source] for host in stretch.hosts}
 
 
 def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(caplog: pytest.LogCaptureFixture):
@@ -51,17 +51,17 @@ def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(cap
     with ol.start(curriculum(), autoscale=scale) as loader:
         client = loader.client(0, timeout_s=60)
         found = [bytes_of(step) for step in islice(client, 10)]
-        loader._control_loop.reconcile()  # no step draws from the far source yet: one chunk is made, to measure it
-        loader._fleet.hosts[0].call(LoaderHost.describe, "far", 0).result()  # waits until that is done
-        loader._control_loop.reconcile()
+        loader._roles.control_loop.reconcile()  # no step draws from the far source yet: one chunk is made, to measure it
+        loader._roles.fleet.hosts[0].call(LoaderHost.describe, "far", 0).result()  # waits until that is done
+        loader._roles.control_loop.reconcile()
         had = hosts_of(loader, "far")
         assert len(had) == loader.report().loaders["far"] > 1
         found += [bytes_of(step) for step in islice(client, 60 - len(found))]
         for _ in range(20):
             found += [bytes_of(step) for step in islice(client, 2)]
-            loader._control_loop.reconcile()
+            loader._roles.control_loop.reconcile()
         assert loader.report().loaders["far"] == 1
-        running = {host.name for host in loader._fleet.hosts}
+        running = {host.name for host in loader._roles.fleet.hosts}
         assert had & running <= hosts_of(loader, "near") | hosts_of(loader, "far"), "the others were stopped"
         assert loader.report().buffers["far"].num_bytes == 0, "nothing of a source that does not come again"
         assert found == expected
@@ -75,9 +75,9 @@ def test_a_source_gets_loaders_before_its_phase_and_gives_them_back_after_it(cap
 @pytest.mark.parametrize("options", [{"autoscale": BUDGET}, {"autoscale": BUDGET, "partition": None}])
 def test_a_budget_alone_turns_it_on(options):
     with ol.start(curriculum(), **options) as loader:
-        assert loader._control_loop._thread.is_alive()
+        assert loader._roles.control_loop._thread.is_alive()
         next(loader.client(0, timeout_s=60))
-    assert not loader._control_loop._thread.is_alive()
+    assert not loader._roles.control_loop._thread.is_alive()
 
 
 def test_what_cannot_be_is_refused():
@@ -136,7 +136,7 @@ def test_work_is_counted_where_it_is_done():
         client = loader.client(0, timeout_s=60)
         for _ in range(40):
             next(client)
-        work = loader._fleet.hosts[0].call(LoaderHost.status).result().work["far"]
+        work = loader._roles.fleet.hosts[0].call(LoaderHost.status).result().work["far"]
     assert work.num_chunks >= 3
     assert work.wait_s >= 0.02 * work.num_chunks * 0.9
     assert work.rows == 5 * work.num_chunks

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.errors import WaitTimeoutError
+from overlord.errors import ClosedError, WaitTimeoutError
 from overlord.fleet.hosts import Fleet
 from overlord.loaders.model import Partition, Share
 from overlord.roles import assembly
@@ -48,7 +48,7 @@ def expected() -> list:
 
 
 def cursors_of(loader: ol.Loader) -> dict[str, Cursor]:
-    return loader._planner.call(Planner.cursors).result()
+    return loader._roles.planner.call(Planner.cursors).result()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ EVENTS = DEALS | st.builds(To, st.sampled_from(HAPPENINGS), st.integers(0, 5)) |
 
 
 def happen(event: Deal | To | str, loader: ol.Loader, engine: Mortal) -> None:
-    fleet = loader._fleet
+    fleet = loader._roles.fleet
     if isinstance(event, Deal):
         fleet.repartition(event.to(fleet), cursors_of(loader))
     elif isinstance(event, To):
@@ -93,8 +93,8 @@ def happen(event: Deal | To | str, loader: ol.Loader, engine: Mortal) -> None:
         elif event.what == "shadow" and host not in fleet.table.shadows:
             fleet.add_shadow(host)
         elif event.what == "mirror" and host in fleet.table.shadows:
-            holding = Handle[LoaderHost](engine, host).call(LoaderHost.status).result().holding
-            Handle[LoaderHost](engine, fleet.table.shadows[host]).call(LoaderHost.mirror, holding)
+            status = Handle[LoaderHost](engine, host).call(LoaderHost.status).result()
+            Handle[LoaderHost](engine, fleet.table.shadows[host]).call(LoaderHost.mirror, host, status)
         elif event.what == "promote":
             fleet.promote(host)
         elif event.what == "exchange":
@@ -116,7 +116,7 @@ def test_the_stream_is_the_same_under_any_history_of_its_loaders(expected, event
             happen(event, loader, engine)
             if event == "read" and len(found) < STEPS:
                 found += steps_of(loader, clients, 1)
-            for host in loader._fleet.hosts:
+            for host in loader._roles.fleet.hosts:
                 sources = tuple(host.call(LoaderHost.status).result().holding)
                 for use in host.call(LoaderHost.buffer_use, sources).result().values():
                     assert use.peak_bytes <= use.limit_bytes
@@ -127,7 +127,7 @@ def test_the_stream_is_the_same_under_any_history_of_its_loaders(expected, event
 def test_hosts_that_nobody_needs_any_more_are_stopped_and_their_buffers_are_empty(expected):
     engine = Mortal()
     with ol.start(job(mesh=ol.Mesh(dp=2)), engine=engine) as loader:
-        fleet = loader._fleet
+        fleet = loader._roles.fleet
         clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = steps_of(loader, clients, 2)
         one = fleet.partition
@@ -161,11 +161,11 @@ def test_more_loaders_make_more_chunks_side_by_side(monkeypatch):
     source = Together(rows=30, first=1, shuffle=False, repeat=False)
     engine = Mortal()
     with ol.start(job_of({"a": source}, num_workers=1), engine=engine) as loader:
-        fleet = loader._fleet
+        fleet = loader._roles.fleet
         fleet._num_added_threads = 1
         shares = tuple((Share("a", index, 4),) for index in range(4))
         fleet.repartition(Partition(shares), {"a": Cursor(0, 0, None)})
-        loader._routes._look()
+        loader._roles.routes._look()
         assert sum(1 for _ in loader.client(0, timeout_s=60)) > 0, "a single loader would wait here for ever"
 
 
@@ -197,13 +197,53 @@ def test_a_host_that_does_not_answer_is_stood_in_for_by_its_shadow(expected):
     with ol.start(job(mesh=ol.Mesh(dp=2)), engine=engine) as loader:
         clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
         found = steps_of(loader, clients, 2)
-        host = loader._fleet.names[0]
-        loader._fleet.add_shadow(host)
-        loader._routes._look()
+        host = loader._roles.fleet.names[0]
+        loader._roles.fleet.add_shadow(host)
+        loader._roles.routes._look()
         found += steps_of(loader, clients, 3)  # those that were being built knew of no shadow
         engine.silent.add(host)
         found += steps_of(loader, clients, 4)
-        loader._fleet.promote(host)
+        loader._roles.fleet.promote(host)
         engine.silent.clear()
         found += steps_of(loader, clients, STEPS - 9)
         assert found == expected
+
+
+class Lost(Mortal):
+    """Hosts in `lost` have ended: a call that may not be repeated says so, one that may waits for another process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: set[str] = set()
+
+    def call_once(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate:
+        if name in self.lost:
+            raise ClosedError(f"{name} was lost")
+        return super().call_once(name, method, *args, **kwargs)
+
+    def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate:
+        return _Waiting() if name in self.lost else super().call(name, method, *args, **kwargs)
+
+
+class _Waiting(Immediate):
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def result(self, timeout: float | None = None) -> None:
+        raise AssertionError("somebody waits for a host that has ended")
+
+
+def test_a_host_that_has_ended_is_stood_in_for_without_a_wait(expected):
+    engine = Lost()
+    with ol.start(job(mesh=ol.Mesh(dp=2)), engine=engine) as loader:
+        clients = [loader.client(rank, timeout_s=60) for rank in range(2)]
+        found = steps_of(loader, clients, 2)
+        host = loader._roles.fleet.names[0]
+        loader._roles.fleet.add_shadow(host)
+        loader._roles.routes._look()
+        found += steps_of(loader, clients, 3)
+        engine.lost.add(host)
+        found += steps_of(loader, clients, 4)
+        loader._roles.fleet.promote(host)
+        engine.lost.clear()
+        assert found + steps_of(loader, clients, STEPS - 9) == expected

@@ -62,7 +62,7 @@ def _logged(name: str, every: int) -> _Log:
         with ol.start(job, log=ol.Log(f"{folder}/log", snapshot_every=every, sync_s=1000.0)) as loader:
             steer(name, loader)
             steps_of(loader, _TAKEN)
-        files = {path.name: _settled(path.read_bytes()) for path in Path(folder, "log").iterdir()}
+        files = {path.name: _settled(path.read_bytes()) for path in Path(folder, "log").glob("segment-*")}
     newest = max(files)
     return _Log(job, every, newest, files.pop(newest), files, stream)
 

@@ -14,7 +14,10 @@ from typing import Any, Protocol
 
 from tests.fuzz.mutations import Region, damaged
 
-TARGETS = ("parquet", "arrow", "jsonl", "tar", "images", "states", "wire", "plan_logs")
+TARGETS = (
+    *("parquet", "arrow", "jsonl", "tar", "images", "states", "wire", "plan_logs", "megatron", "mds", "litdata", "prepared"),
+    "text",
+)
 """Each is a module of this package that defines TARGET."""
 
 

@@ -20,6 +20,11 @@ NUM_CASES = {
     "states": 60,
     "wire": 90,
     "plan_logs": 60,
+    "megatron": 200,
+    "mds": 160,
+    "litdata": 160,
+    "prepared": 160,
+    "text": 200,
 }
 """About a second each."""
 

@@ -327,16 +327,34 @@ def _expected_fetch(said: dict[str, Any], regions: list[bytes]) -> Answer:
     raise OracleFailed(said["type"])
 
 
-def _micro(fields: list[dict[str, Any]], regions: list[bytes]) -> dict[str, Any]:
+_ATTRIBUTES = {
+    "array": ("name", "dtype", "shape", "region", "offset", "num_regions"),
+    "ragged": ("name", "arrays"),
+    "column": ("name", "stream", "is_view", "is_chunked"),
+    "shapes": ("name", "shapes", "ragged"),
+    "scalar": ("name", "value"),
+    "derived": ("name", "extra"),
+}
+"""Of each kind of field, in their order on the wire."""
+
+
+def _named(field: list[Any]) -> dict[str, Any]:
+    if not isinstance(field, list):
+        raise OracleFailed("a field is a list")
+    kind, *values = field
+    return {"type": kind, **dict(zip(_ATTRIBUTES[kind], values, strict=False))}
+
+
+def _micro(fields: list[list[Any]], regions: list[bytes]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     derived: dict[str, Any] = {}
-    for field in fields:
+    for field in map(_named, fields):
         name = field["name"]
         derived.pop(name, None)
         if field["type"] == "derived":
             extra = field.get("extra")
             found[name] = None
-            derived[name] = None if extra is None else _array(extra, regions)
+            derived[name] = None if extra is None else _array(_named(extra), regions)
         else:
             found[name] = _field(field, regions)
     return found | (_derived(found, derived) if derived else {})
@@ -389,9 +407,9 @@ def _field(field: dict[str, Any], regions: list[bytes]) -> Any:
         case "array":
             return _array(field, regions)
         case "ragged":
-            return [_array(array, regions) for array in field["arrays"]]
+            return [_array(_named(array), regions) for array in field["arrays"]]
         case "column":
-            stream = _array(field["stream"], regions)
+            stream = _array(_named(field["stream"]), regions)
             with pa.ipc.open_stream(pa.py_buffer(stream[2])) as reader:
                 table = reader.read_all()
             table.validate(full=True)

@@ -15,7 +15,7 @@ from overlord.loaders.model import (
     Share,
     evenly,
 )
-from overlord.loaders.shadowing import shadows
+from overlord.loaders.shadowing import FAR, NEAR, is_copied, shadows
 
 SPARE = Budget(cpus=8, memory_bytes=1 << 30, workers_per_host=2, host_bytes=100 * MIB)
 
@@ -58,9 +58,32 @@ def test_the_most_endangered_come_first_when_memory_or_processors_are_short():
     short = replace(SPARE, cpus=100, memory_bytes=2 * one)
     found = shadows(one_each(*profiles), profiles, per_step, spare=short, **given)
     assert found.shadowed == (1, 2)
-    assert found.hosts[0].reason.endswith("and only 0 bytes and 92.5 CPUs are left for shadows")
-    found = shadows(one_each(*profiles), profiles, per_step, spare=replace(SPARE, cpus=6.5), **given)
-    assert found.shadowed == (1, 0)  # b makes chunks for 4.5 CPUs, which leaves too little for c but not for a
+    assert found.hosts[0].reason.endswith("and only 0 bytes and 100 CPUs are left for shadows")
+    profiles["c"] = replace(profiles["c"], chunk_bytes=100 * MIB)
+    found = shadows(one_each(*profiles), profiles, per_step, spare=replace(SPARE, cpus=0.06), **given)
+    assert found.shadowed == (1, 0)  # copying b takes 0.025 CPUs, which leaves too little for c but not for a
+
+
+def test_a_shadow_that_would_copy_more_bytes_than_making_them_is_worth_makes_its_chunks():
+    profiles = {"a": Profile(source="a", cpu_s=0.03, wait_s=0.0, rows=1.0, tokens=1.0, chunk_bytes=500 * MIB)}
+    host = shadows(one_each("a"), profiles, {"a": 1.0}, step_s=0.01, prefetch=0, spare=replace(SPARE, memory_bytes=2 << 30))
+    assert host.hosts[0].cpus == pytest.approx(3.0)
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.integers(0, 1 << 30), st.sampled_from([NEAR, FAR]))
+def test_a_chunk_is_copied_exactly_where_that_costs_less(cpu_s, wait_s, num_bytes, cost):
+    copied = is_copied(cpu_s, wait_s, num_bytes, cost)
+    assert copied == (cost.of(num_bytes) < cpu_s + 0.05 * wait_s)
+    assert is_copied(cpu_s + 1, wait_s, num_bytes, cost) >= copied
+    assert is_copied(cpu_s, wait_s, num_bytes + (1 << 20), cost) <= copied
+
+
+def test_the_cost_of_copies_follows_what_is_measured():
+    cost = FAR
+    for _ in range(40):
+        cost = cost.with_measured(FAR.request_s + 0.01, 10 * MIB)
+    assert cost.of(10 * MIB) == pytest.approx(FAR.request_s + 0.01, rel=1e-3)
+    assert cost.with_measured(1.0, 100) == cost, "a few bytes say nothing about the cost of one"
 
 
 def test_a_source_is_safe_only_if_all_its_loaders_are():

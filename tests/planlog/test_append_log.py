@@ -2,7 +2,6 @@
 
 import errno
 import threading
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 
 from overlord.errors import SourceError, SpecError, StorageError
 from overlord.planlog.append_log import AppendLog, frame, read_frames
 from overlord.planlog.segments import FileSegments, Segment, segments_at
+from tests.buckets import s3_bucket
 from tests.full_disk import full_disk
 
 BODIES = st.lists(st.binary(max_size=60), min_size=1, max_size=6)
@@ -232,12 +231,8 @@ def test_a_place_where_no_log_can_be_says_so(location, message):
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[dict[str, str]]:
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")).close()
-    yield {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1", "endpoint": f"http://{host}:{port}"}
-    moto.stop()
+    with s3_bucket("runs") as options:
+        yield options
 
 
 def test_a_log_in_a_bucket_is_written_in_parts_and_pruned(bucket):

@@ -122,7 +122,7 @@ def test_a_lost_planner_goes_on_from_the_clusters_table_and_draws_no_taken_step_
         assert [decision.name for decision in loader.decisions()][-1:] == ["weights"]
         assert loader.status().process != before.process
         assert reads.stat().st_size - read_before < 60, "the chunks of the first 60 steps were not read again"
-        table = JobTable(loader._engine.log_table.namespace)  # type: ignore[union-attr] - Ray has one
+        table = JobTable(loader._roles.engine.log_table.namespace)  # type: ignore[union-attr] - Ray has one
         assert table.keys("log/")
     assert found == undisturbed(job, 80)[0]
     assert table.keys("") == [], "and nothing of it is left"

@@ -29,9 +29,9 @@ class Mortal(Embedded):
         self._makes: dict[str, Callable[[Workplace], Any]] = {}
         self._changing = threading.RLock()
 
-    def spawn(self, name: str, make: Callable[[Workplace], Any]) -> Handle[Any]:
+    def spawn(self, name: str, make: Callable[[Workplace], Any], *, apart_from: str = "") -> Handle[Any]:
         self._makes[name] = make
-        return super().spawn(name, make)
+        return super().spawn(name, make, apart_from=apart_from)
 
     def rebind(self, name: str, to: str) -> None:
         with self._changing:
@@ -71,7 +71,7 @@ def _silence(role: Any) -> None:
 
 def planner_of(loader: ol.Loader) -> Planner:
     """The planner of an embedded run."""
-    engine = loader._engine
+    engine = loader._roles.engine
     assert isinstance(engine, Embedded)
     return engine._roles["planner"]
 

@@ -51,7 +51,7 @@ class Piped(Embedded):
     shares_memory = True
 
     def call(self, name: str, method: Any, /, *args: Any, **kwargs: Any) -> Immediate[Any]:
-        if method.__name__ in ("plans", "lend", "fetch", "describe", "report_bad_decode"):
+        if method.__name__ in ("plans", "lend", "fetch", "describe", "report_bad_decode", "finished"):
             args, kwargs = sent((args, kwargs))
             return Immediate(sent(super().call(name, method, *args, **kwargs).result()))
         return super().call(name, method, *args, **kwargs)
@@ -197,8 +197,8 @@ def test_a_host_that_is_made_again_lends_anew_and_the_stream_stays(tmp_path):
         found = []
         for number in range(30):
             if number % 4 == 3:
-                name = loader._fleet.names[0]
-                host = loader._fleet._hosts[name]
+                name = loader._roles.fleet.names[0]
+                host = loader._roles.fleet._hosts[name]
                 engine.spawn(f"{name}/new", partial(make_loader_host, job, engine, host.shares, None))
                 engine.rebind(name, f"{name}/new")
             found.append([part(next(client)) for client in clients])
@@ -224,10 +224,10 @@ def test_a_host_killed_while_its_chunks_are_borrowed_changes_nothing(tmp_path):
     with ol.start(job, engine=ol.Processes(3)) as loader:
         client = loader.client(0, timeout_s=60)
         found = [[part(next(client))]]
-        builder = loader._engine._roles["constructor/0"][1].pid  # pyright: ignore[reportAttributeAccessIssue]
+        builder = loader._roles.engine._roles["constructor/0"][1].pid  # pyright: ignore[reportAttributeAccessIssue]
         for number in range(1, 40):
             if number in (5, 20):
-                hosts = [Handle[LoaderHost](loader._engine, name) for name in loader._fleet.names]
+                hosts = [Handle[LoaderHost](loader._roles.engine, name) for name in loader._roles.fleet.names]
                 processes = {host.call(LoaderHost.status).result().process for host in hosts}
                 os.kill(min(processes - {builder}), signal.SIGKILL)
             found.append([part(next(client))])

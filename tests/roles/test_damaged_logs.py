@@ -180,7 +180,7 @@ def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path, caplog):
 def test_a_decision_is_safe_or_refused(tmp_path):
     header = Header("job", 0, "samples", {})
     start = ol.start(job_of({"a": A}))
-    progress = start._planner.call(Planner.progress, 0).result()
+    progress = start._roles.planner.call(Planner.progress, 0).result()
     start.close()
     log = PlanLog(Era(log_of(tmp_path, sync_s=1000), header), progress, keep=0)
     log.decide(Decision(3, "cost", {"a": 1.5}))

@@ -12,12 +12,13 @@ import overlord as ol
 from overlord.messages import Delivery, Later
 from overlord.roles.data_constructor import PaceMeter
 from overlord.service.constructor import ServingConstructor
-from overlord.service.run import LocalChannel
+from overlord.service.local_channel import LocalChannel
+from overlord.service.run_api import StepSource
 from tests.small_sources import Numbered, job_of
 
 
 def channel_of(loader: ol.Loader) -> LocalChannel:
-    return LocalChannel(loader, loader._constructor_of)
+    return LocalChannel(loader, loader._roles)
 
 
 def fetched(loader: ol.Loader, step: int, rank: int, ahead: bool = False) -> Delivery:
@@ -33,7 +34,7 @@ def refused(answer: Delivery | Later | None) -> str:
 
 def thawed(loader: ol.Loader):
     """What the only constructor has handed out."""
-    return loader._constructors[0].call(ServingConstructor.thaw).result()
+    return loader._roles.constructors[0].call(ServingConstructor.thaw).result()
 
 
 def test_a_step_is_kept_until_the_last_rank_has_it_and_can_be_had_again():
@@ -55,7 +56,7 @@ def test_a_step_is_kept_until_the_last_rank_has_it_and_can_be_had_again():
 def test_a_rank_of_another_group_is_told_to_wait_and_holds_nobody_back():
     """As while the mesh changes: a client of the old mesh may reach a constructor of the new one."""
     with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=2))) as loader:
-        wrong = LocalChannel(loader, lambda _: loader._constructors[0]).fetch(0, 1, 20.0)
+        wrong = loader._roles.constructors[0].call(StepSource.fetch, 0, 1, 20.0, False, 0).result()
         assert isinstance(wrong, Later)
         assert "rank 1 is not in data-parallel group 0" in wrong.reason
         for step in range(8):  # more than a group may be ahead of a rank that was counted
@@ -80,7 +81,7 @@ def test_the_weights_of_a_step_that_was_fetched_ahead_do_not_change_any_more():
         fetched(loader, 0, 0)
         for step in (1, 2):
             fetched(loader, step, 0, ahead=True)
-        reached = loader._constructors[0].call(ServingConstructor.reached).result()
+        reached = loader._roles.constructors[0].call(ServingConstructor.reached).result()
         assert reached == 3
         assert loader.set_weights({"a": 1.0}) >= 3
 
@@ -112,7 +113,7 @@ def test_nothing_is_fetched_ahead_that_would_not_be_built_ahead():
 
 def test_a_rank_that_fetches_ahead_is_built_what_it_requests_and_no_more():
     with ol.start(job_of({"a": Numbered(first=1)}, prefetch=6)) as loader:
-        constructor = loader._constructors[0]
+        constructor = loader._roles.constructors[0]
         assert fetched(loader, 0, 0).step == 0
         for step in range(1, 7):  # built ahead, because this rank was not known to fetch ahead
             assert fetched(loader, step, 0, ahead=True).step == step
@@ -126,7 +127,7 @@ def test_a_rank_that_fetches_ahead_is_built_what_it_requests_and_no_more():
 
 def test_a_step_is_not_taken_while_the_mesh_changes_unless_another_rank_has_it():
     with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(tp=2))) as loader:
-        channel, constructor = channel_of(loader), loader._constructors[0]
+        channel, constructor = channel_of(loader), loader._roles.constructors[0]
         for rank in range(2):
             fetched(loader, 0, rank)
             for step in (1, 2):
@@ -181,7 +182,7 @@ def test_whatever_is_fetched_ahead_the_constructor_knows_exactly_what_was_taken(
     with ol.start(job_of(sources, num_workers=0)) as alone:
         steps = [fetched(alone, step, 0).microbatches[0]["tokens"].tobytes() for step in range(45)]
     with ol.start(job_of(sources, mesh=ol.Mesh(tp=2), prefetch=prefetch, num_workers=num_workers)) as loader:
-        channel, constructor = channel_of(loader), loader._constructors[0]
+        channel, constructor = channel_of(loader), loader._roles.constructors[0]
         next_of: dict[int, int] = {}
         ahead: dict[int, int] = {0: 0, 1: 0}
         untaken, frozen_from = 0, None

@@ -19,7 +19,7 @@ def job() -> ol.Job:
 
 
 def plans(loader: ol.Loader, send: list[tuple[int, int]], ahead: bool) -> list[Any]:
-    planner: Planner = loader._engine._roles["planner"]  # pyright: ignore[reportAttributeAccessIssue]
+    planner: Planner = loader._roles.engine._roles["planner"]  # pyright: ignore[reportAttributeAccessIssue]
     if ahead:
         planner._send = lambda group, shared: received[group].append(shared)
     received: list[list[SharedPlans]] = [[], []]
@@ -27,7 +27,7 @@ def plans(loader: ol.Loader, send: list[tuple[int, int]], ahead: bool) -> list[A
     for step in range(60):
         for source, chunk in send:
             name = tuple(loader.job.sources)[source]
-            planner.receive_facts(name, chunk, loader._routes.describe(source, chunk))
+            planner.receive_facts(name, chunk, loader._roles.routes.describe_all([(source, chunk, 0)])[0])
         for group in range(2):
             plan = planner.plan(step, group, step)
             if plan is None:

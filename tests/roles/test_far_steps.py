@@ -1,17 +1,21 @@
 """A wrong step number is refused, or drawn towards in small pieces: nobody else waits for it, and memory does not grow."""
 
 import threading
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
 
 import overlord as ol
+from overlord.roles.plan_window import PlanWindow
 from overlord.roles.planner import MOST_AHEAD, MOST_LOOKED_AHEAD
 from overlord.service import wire
 from overlord.service.run_api import StateBeforeRequest
+from overlord.stream.progress import Progress
 from tests.roles.mortal import key_of, planner_of
 from tests.service.served import Raw, streams, two_sources, undisturbed
-from tests.small_sources import Numbered, job_of
+from tests.small_sources import Numbered, job_of, tokens_of
 
 pytestmark = pytest.mark.strangers
 FAR = 10**9
@@ -139,3 +143,37 @@ def test_numpys_whole_numbers_are_steps(loader):
     client = loader.client(np.int32(0), timeout_s=20)
     client.rejoin(at=np.int64(1))
     assert next(client).number == 1
+
+
+@pytest.mark.parametrize("engine", [None, ol.Processes(1)], ids=["embedded", "processes"])
+def test_a_client_far_behind_another_of_its_rank_is_not_drawn_for_from_the_start_each_time(engine):
+    job = job_of({"a": Numbered(rows=2000, unit_rows=20, first=1)}, ol.Batch(samples=2, sequence_length=16))
+    with ol.start(job) as loader:
+        expected = [tokens_of(step).tolist() for step in islice(loader.client(0), 320)]
+    with ol.start(job) if engine is None else ol.start(job, engine=engine) as loader:
+        first = loader.client(0, timeout_s=60)
+        assert [tokens_of(next(first)).tolist() for _ in range(280)] == expected[:280]
+        second = loader.client(0, timeout_s=60)
+        assert [tokens_of(next(second)).tolist() for _ in range(200)] == expected[:200]
+        before = loader.metrics().sources["a"].num_chunks
+        for turn in range(10):
+            for client, begin in ((second, 200 + 2 * turn), (first, 280 + 2 * turn)):
+                assert [tokens_of(next(client)).tolist() for _ in range(2)] == expected[begin : begin + 2]
+        made = loader.metrics().sources["a"].num_chunks - before
+    assert made < 28, "drawing from the start in each turn would make about fifty chunks"
+
+
+def test_a_step_of_a_long_run_is_near_a_kept_one_and_few_are_kept():
+    start = Progress.start(("a",))
+    window = PlanWindow(start, ol.ClientPlaceTree(ol.Mesh()), 4, logged={})
+    for step in range(1, 50_001):
+        window.keep_progress(step, lambda step=step: replace(start, step=step))
+        if step % 100 == 0:
+            window.note_request(0, step - 1, step - 1, is_late=False)
+            window.release()
+    kept = [window.nearest(step) for step in range(0, 50_000, 77)]
+    assert max(step - near for step, near in zip(range(0, 50_000, 77), kept, strict=True)) <= 50_000 // 32
+    assert len(set(kept)) <= 64
+    assert all(
+        progress is not None and progress().step == step for step in set(kept) for progress in [window.progress(step)]
+    )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.arrange.plan import GroupPlan
 from overlord.messages import Later
-from overlord.roles.plan_requests import PlanRequests
+from overlord.roles.plan_requests import HostPlans, PlanRequests
+from overlord.roles.plan_window import OldestSteps
 from overlord.roles.planner import Planner
 from tests.small_sources import Numbered, job_of
 
@@ -23,8 +24,32 @@ class Listener:
         assert len(first_chunks)
 
 
+class Near:
+    """The planner of a run, said to share memory with whoever calls it, or not."""
+
+    def __init__(self, loader: ol.Loader, is_near: bool) -> None:
+        self.name, self.engine = "planner", self
+        self.is_near = is_near
+        self.told: list[Any] = []
+        self._planner = loader._roles.planner
+
+    def shares_memory_with(self, name: str) -> bool:
+        return self.is_near
+
+    def call(self, method: Any, *args: Any) -> Any:
+        return self._planner.call(method, *args)
+
+    def tell(self, method: Any, *args: Any) -> None:
+        self.told.append(args)
+        self._planner.tell(method, *args)
+
+
+def host_of(loader: ol.Loader, is_near: bool = False) -> HostPlans:
+    return HostPlans(Near(loader, is_near), loader.tree, Listener())  # pyright: ignore[reportArgumentType]
+
+
 def requests(loader: ol.Loader, group: int) -> PlanRequests:
-    return PlanRequests(loader._planner, group, loader.tree, Listener())
+    return host_of(loader).of_group(group)
 
 
 def finite_job(dp: int) -> ol.Job:
@@ -56,15 +81,84 @@ def read(plan: Callable[[int, int], GroupPlan | Later | None], order: list[int],
     raise AssertionError("the run does not end")
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.integers(1, 3), st.lists(st.integers(0, 2), max_size=12))
-def test_plans_of_several_steps_are_those_of_single_requests_in_any_order_of_groups(dp, order):
+@settings(max_examples=16, deadline=None)
+@given(st.integers(1, 3), st.lists(st.integers(0, 2), max_size=12), st.integers(1, 3), st.booleans())
+def test_plans_of_several_steps_are_those_of_single_requests_in_any_order_of_groups(dp, order, num_hosts, is_near):
     order = [*order, 0, 1, 2]  # every group has its turn
     with ol.start(finite_job(dp)) as loader:
-        expected = read(lambda step, group: loader._planner.call(Planner.plan, step, group, step).result(), order, dp)
+        expected = read(lambda step, group: loader._roles.planner.call(Planner.plan, step, group, step).result(), order, dp)
     with ol.start(finite_job(dp)) as loader:
-        groups = [requests(loader, group) for group in range(dp)]
+        hosts = [host_of(loader, is_near) for _ in range(num_hosts)]
+        groups = [hosts[group % num_hosts].of_group(group) for group in range(dp)]
         assert read(lambda step, group: groups[group].plan(step, step, False), order, dp) == expected
+
+
+def sending_planner(loader: ol.Loader, groups: list[PlanRequests]) -> Planner:
+    """The planner of a run, which plans ahead and sends what it has planned to the hosts of groups."""
+    planner: Planner = loader._roles.engine._roles["planner"]  # pyright: ignore[reportAttributeAccessIssue]
+    planner._send = lambda group, plans: groups[group].receive(plans)
+    return planner
+
+
+@settings(max_examples=16, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=12), st.integers(1, 3), st.booleans())
+def test_plans_that_were_sent_to_hosts_are_those_of_single_requests(dp, order, num_hosts, is_near):
+    order = [*order, 0, 1, 2, 3]
+    with ol.start(finite_job(dp)) as loader:
+        expected = read(lambda step, group: loader._roles.planner.call(Planner.plan, step, group, step).result(), order, dp)
+    with ol.start(finite_job(dp)) as loader:
+        hosts = [host_of(loader, is_near) for _ in range(num_hosts)]
+        groups = [hosts[group % num_hosts].of_group(group) for group in range(dp)]
+        sending_planner(loader, groups)
+        assert read(lambda step, group: groups[group].plan(step, step, False), order, dp) == expected
+
+
+def test_a_host_tells_the_planner_of_a_step_in_one_message_when_all_of_its_groups_have_come_to_it():
+    with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=3))) as loader:
+        host = host_of(loader)
+        planner: Near = host._planner  # pyright: ignore[reportAssignmentType]
+        groups = [host.of_group(group) for group in range(3)]
+        for group in groups:
+            assert isinstance(group.plan(0, 0, False), GroupPlan)
+        planner.told.clear()
+        for step in (1, 2, 3):
+            for group in groups:
+                assert isinstance(group.plan(step, step, False), GroupPlan)
+                oldest = loader._roles.planner.call(Planner.status).result().oldest_needed
+                assert oldest == (step if group is groups[-1] else step - 1)
+        assert len(planner.told) == 3
+
+
+def test_the_slowest_group_of_a_host_is_the_one_that_others_wait_for():
+    with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=2))) as loader:
+        host = host_of(loader)
+        fast, slow = host.of_group(0), host.of_group(1)
+        assert isinstance(slow.plan(0, 0, False), GroupPlan)
+        step = 0
+        while isinstance(found := fast.plan(step, step, False), GroupPlan):
+            step += 1
+        assert isinstance(found, Later)
+        assert "data-parallel group 1 are still at step 0" in found.reason
+
+
+def test_a_group_that_leaves_its_host_holds_the_others_of_the_host_back_no_more():
+    with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=2))) as loader:
+        host = host_of(loader)
+        stays, leaves = host.of_group(0), host.of_group(1)
+        assert isinstance(leaves.plan(0, 0, False), GroupPlan)
+        for step in (0, 1):
+            assert isinstance(stays.plan(step, step, False), GroupPlan)
+        leaves.reset()
+        loader._roles.planner.call(Planner.group_left, 1).result()
+        assert loader._roles.planner.call(Planner.status).result().oldest_needed == 1
+
+
+def test_what_a_host_tells_another_planner_counts_for_nothing():
+    with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=2))) as loader:
+        plans = requests(loader, 0)
+        plans.plan(0, 0, False)
+        loader._roles.planner.tell(Planner.note_oldest, OldestSteps({0: 5}, "another"))
+        assert loader._roles.planner.call(Planner.status).result().oldest_needed == 0
 
 
 def test_the_planner_knows_from_kept_plans_how_far_a_group_is():
@@ -72,8 +166,8 @@ def test_the_planner_knows_from_kept_plans_how_far_a_group_is():
         plans = requests(loader, 0)
         for step in range(12):
             assert isinstance(plans.plan(step, step, False), GroupPlan)
-            assert loader._planner.call(Planner.status).result().oldest_needed == step
-            assert loader._planner.call(Planner.status).result().taken_to == step
+            assert loader._roles.planner.call(Planner.status).result().oldest_needed == step
+            assert loader._roles.planner.call(Planner.status).result().taken_to == step
 
 
 def test_a_slow_group_holds_the_others_back_however_many_plans_they_request():
@@ -88,12 +182,23 @@ def test_a_slow_group_holds_the_others_back_however_many_plans_they_request():
         assert isinstance(fast.plan(reached, reached, False), GroupPlan)
 
 
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_group_may_go_back(is_near):
+    with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=2))) as loader:
+        host = host_of(loader, is_near)
+        groups = [host.of_group(group) for group in range(2)]
+        first = [[as_values(group.plan(step, step, False)) for group in groups] for step in range(20)]
+        again = [[as_values(group.plan(step, step, False)) for group in groups] for step in range(20)]
+        assert again == first
+
+
 def test_a_note_that_arrives_after_its_group_has_left_counts_for_nothing():
     with ol.start(job_of({"a": Numbered(first=1)}, mesh=ol.Mesh(dp=2))) as loader:
         gone, other = (requests(loader, group) for group in range(2))
         gone.plan(0, 0, False)
-        loader._planner.call(Planner.group_left, 0).result()
-        loader._planner.tell(Planner.note_oldest, 0, 1)
+        loader._roles.planner.call(Planner.group_left, 0).result()
+        planner: Planner = loader._roles.engine._roles["planner"]  # pyright: ignore[reportAttributeAccessIssue]
+        loader._roles.planner.tell(Planner.note_oldest, OldestSteps({0: 1}, planner._id))
         for step in range(30):
             assert isinstance(other.plan(step, step, False), GroupPlan)
 

@@ -1,7 +1,6 @@
 """A planner that is lost between any two asks is made anew from its log, and nobody can tell from the stream."""
 
 import logging
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,12 +11,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 
 import overlord as ol
 from overlord.errors import StorageError
 from overlord.planlog.append_log import read_frames
 from overlord.planlog.records import fold
+from tests.buckets import s3_bucket
 from tests.roles.mortal import Mortal, key_of, planner_of, stream_of
 from tests.roles.recovering import JOBS, STEPS, A, B, log_of, segment_of
 from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
@@ -187,12 +186,8 @@ def test_resuming_from_a_log_without_saying_where_it_is_says_so():
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[dict[str, str]]:
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")).close()
-    yield {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1", "endpoint": f"http://{host}:{port}"}
-    moto.stop()
+    with s3_bucket("runs") as options:
+        yield options
 
 
 @pytest.mark.parametrize("sync_s", [0.02, 1000.0])

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
+from tests.commands import python
 from tests.service.served import content
 from tests.small_sources import Numbered, job_of
 
@@ -65,3 +66,68 @@ def test_the_autoscaler_adds_loaders_on_ray_and_the_stream_stays_the_same():
         assert loader.report().loaders["slow"] > 1, loader.scaling()
         found += [content(next(client)) for _ in range(10)]
     assert found == expected[: len(found)]
+
+
+def test_the_autoscaler_starts_no_more_hosts_than_the_cluster_has_cpus(caplog: pytest.LogCaptureFixture):
+    job = job_of({"slow": Slow(rows=4000, unit_rows=4, first=1, buffer_bytes=64 << 20)}, num_workers=1)
+    # Loaders that ask for no CPU, and memory for any number of them: Ray itself would start them all.
+    budget = ol.scaling.Budget(cpus=1000, memory_bytes=1 << 50, workers_per_host=1)
+    scale = ol.scaling.Autoscale(budget=budget, every_s=3600)
+    caplog.set_level("INFO", "overlord.scaling")
+    with ol.start(job, engine=ol.Ray("auto", loader_hosts=1, loaders=ANYWHERE), autoscale=scale) as loader:
+        client = loader.client(0, timeout_s=60)
+        for _ in range(12):
+            next(client)
+        loader._roles.control_loop.reconcile()
+        for _ in range(12):
+            next(client)
+        loader._roles.control_loop.reconcile()
+        assert 1 < len([shares for shares in loader.partition.hosts if shares]) <= 4, loader.scaling()
+        assert any("workers, and 4 hosts have 4" in str(decision) for decision in loader.scaling())
+    assert "at most 4 loader hosts" in caplog.text
+
+
+LEAVES_FIRST = """
+import ray
+import overlord as ol
+from tests.runtime.test_bad_clusters import JOB, ANYWHERE
+
+ray.init(address={address!r}, log_to_driver=False, logging_level="ERROR")
+loader = ol.start(JOB, engine=ol.Ray("auto", loader_hosts=1, loaders=ANYWHERE))
+next(loader.client(0, timeout_s=60))
+print("started", flush=True)
+{end}
+"""
+
+
+def _tables() -> set[str]:
+    """The runs that have entries in the cluster's table."""
+    from ray.experimental import internal_kv
+
+    keys: list[bytes] = internal_kv._internal_kv_list(b"overlord-", namespace=b"overlord")
+    return {key.decode().partition("/")[0] for key in keys}
+
+
+def test_a_program_that_leaves_the_cluster_first_closes_its_loader_without_a_word():
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    done = python("-W", "error", "-c", LEAVES_FIRST.format(address=address, end="ray.shutdown()"))
+    assert "started" in done.stdout
+    assert "internal_kv" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_a_killed_program_left_in_the_clusters_table_goes_with_the_next_run():
+    import ray
+
+    address, before = ray.get_runtime_context().gcs_address, _tables()
+    end = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    python("-c", LEAVES_FIRST.format(address=address, end=end), expect=-9)
+    left = _tables() - before
+    assert len(left) == 1
+    deadline = time.monotonic() + 30
+    while left & _tables() and time.monotonic() < deadline:  # until Ray knows that the driver is dead
+        with ol.start(JOB, engine=ol.Ray("auto", loader_hosts=1, loaders=ANYWHERE)):
+            assert _tables() - before - left, "a run that lives keeps its entries"
+    assert _tables() <= before

@@ -67,6 +67,63 @@ def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Proces
         hanging.result(0.5)  # it was asked again, of the new one
 
 
+def template_of(role: Handle[Counter]) -> psutil.Process:
+    template = psutil.Process(role.call(Counter.pid).result()).parent()
+    assert template is not None
+    assert template.name() == "overlord-fork"
+    return template
+
+
+def test_a_call_that_is_not_to_be_repeated_ends_with_its_role_and_does_not_wait_for_the_next(engine: ol.Processes):
+    counter = engine.spawn("once", partial(make_counter, 5))
+    pid = counter.call(Counter.pid).result()
+    hanging = engine.call_once("once", Counter.hang)
+    assert engine.call_once("once", Counter.add, 1).result(60) == 6
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ol.errors.ClosedError, match="role 'once' was lost"):
+        hanging.result(60)
+    assert counter.call(Counter.add, 1).result() == 6, "another is made all the same"
+
+
+def test_when_the_template_is_killed_its_processes_end_and_all_are_replaced():
+    engine = open_engine()
+    try:
+        counters = [engine.spawn(f"lost/{i}", partial(make_counter, i)) for i in range(2)]
+        before = [psutil.Process(counter.call(Counter.pid).result()) for counter in counters]
+        template = template_of(counters[0])
+        template.kill()
+        assert psutil.wait_procs(before, timeout=20)[1] == []
+        assert [counter.call(Counter.add, 1).result() for counter in counters] == [1, 2]
+        assert template_of(counters[0]) == template_of(counters[1]) != template
+    finally:
+        engine.close()
+
+
+def test_the_template_has_one_thread_so_that_forking_it_is_safe(engine: ol.Processes):
+    assert template_of(engine.spawn("one-thread", partial(make_counter, 0))).num_threads() == 1
+
+
+def test_a_worker_process_starts_in_the_folder_of_the_program_and_leaves_its_siblings_alone(
+    engine: ol.Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = (engine.spawn(f"folder/{i}", partial(make_counter, i)) for i in range(2))
+    monkeypatch.chdir(tmp_path)
+    pid = first.call(Counter.pid).result()
+    os.kill(pid, signal.SIGKILL)
+    replaced = psutil.Process(first.call(Counter.pid).result())
+    assert replaced.cwd() == str(tmp_path)
+    targets = [_target(replaced.pid, each) for each in os.listdir(f"/proc/{replaced.pid}/fd")]
+    assert "anon_inode:[pidfd]" not in targets
+    assert second.call(Counter.add, 1).result() == 2
+
+
+def _target(pid: int, descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}")
+    except FileNotFoundError:  # closed meanwhile
+        return ""
+
+
 def test_roles_of_other_processes_ask_a_killed_role_again(engine: ol.Processes):
     counter = engine.spawn("asked", partial(make_counter, 5))
     asker = engine.spawn("asked-by", partial(make_asker, counter))
@@ -78,14 +135,14 @@ def test_roles_of_other_processes_ask_a_killed_role_again(engine: ol.Processes):
 
 def test_a_name_can_mean_another_role_also_for_handles_elsewhere_and_for_asks_under_way(engine: ol.Processes):
     counter = engine.spawn("bound", partial(make_counter, 0))
-    asker = engine.spawn("bound-by", partial(make_asker, counter))
+    # Not where the counter is: roles of other tests would decide that.
+    asker = engine.spawn("bound-by", partial(make_asker, counter), apart_from="bound")
     assert asker.call(Asker.add, 1).result() == 1
     stopped = counter.call(Counter.pid).result()
     os.kill(stopped, signal.SIGSTOP)
     try:
         waiting = asker.call(Asker.add, 1)
-        while engine.spawn("bound/other", partial(make_counter, 100)).call(Counter.pid).result() == stopped:
-            engine.stop("bound/other")
+        engine.spawn("bound/other", partial(make_counter, 100), apart_from="bound")
         engine.rebind("bound", "bound/other")
         assert waiting.result(20) == 101
         assert counter.call(Counter.add, 1).result(20) == 102
@@ -345,7 +402,7 @@ def test_a_forked_process_cannot_use_the_engine_of_its_parent(engine: ol.Process
             lambda: ol.start(
                 job_of({"a": Numbered()}), engine=ol.Processes(1), shadows=ol.scaling.Budget(cpus=1, memory_bytes=1 << 20)
             ),
-            "a process of this machine is replaced in about a second",
+            "a shadow and its loader must be in different processes, and this engine has one",
         ),
     ],
 )
@@ -413,7 +470,7 @@ def test_a_program_that_is_ended_leaves_no_process_behind(number: signal.Signals
         assert program.stderr is not None
         assert program.stdout.readline() == "step 0\n"
         family = psutil.Process(program.pid).children(recursive=True)
-        assert len(family) == 2
+        assert len(family) == 3, "two worker processes, and the template that they were forked from"
         if number == signal.SIGINT:
             os.killpg(program.pid, number)  # as a terminal does
         else:

@@ -59,6 +59,18 @@ def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Ray):
         hanging.result(0.5)  # it was asked again, of the new one
 
 
+@pytest.mark.second_try(reason="Ray must replace a killed actor within 20 s")
+def test_a_call_that_is_not_to_be_repeated_ends_with_its_role_and_does_not_wait_for_the_next(engine: ol.Ray):
+    counter = engine.spawn("counter", partial(make_counter, 5))
+    pid = counter.call(Counter.pid).result()
+    hanging = engine.call_once("counter", Counter.hang)
+    assert engine.call_once("counter", Counter.add, 1).result(60) == 6
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ol.errors.ClosedError, match="role 'counter' is not on this node, or was lost"):
+        hanging.result(60)
+    assert counter.call(Counter.add, 1).result() == 6, "another is made all the same"
+
+
 @pytest.mark.second_try(reason="Ray must start an actor within 20 s")
 def test_a_name_can_mean_another_role_also_for_handles_inside_actors_and_for_asks_under_way(engine: ol.Ray):
     counter = engine.spawn("counter", partial(make_counter, 0))
@@ -164,7 +176,7 @@ def test_many_small_sources_share_a_few_loader_hosts(ray_cluster: None):
     sources = {f"s{i:02}": Numbered(rows=10, first=1 + 10 * i, loaders=3 if i == 0 else 1) for i in range(20)}
     with ol.start(job_of(sources), engine=ol.Ray("auto", loader_hosts=3)) as loader:
         next(loader.client(0, timeout_s=60))
-        assert len(loader._fleet.hosts) == 3
+        assert len(loader._roles.fleet.hosts) == 3
         assert list(loader.report().buffers) == list(sources)
 
 
@@ -182,7 +194,7 @@ def test_memory_that_roles_share_stays_bounded_however_long_a_run_is(ray_cluster
         client = loader.client(0, timeout_s=60)
         step_bytes = sum(field.nbytes for micro in next(client) for field in micro.values() if isinstance(field, np.ndarray))
         assert step_bytes > 1 << 20
-        builder, _ = loader._constructors[0].call(ServingConstructor.shared_bytes).result()
+        builder, _ = loader._roles.constructors[0].call(ServingConstructor.shared_bytes).result()
         here, there, stored = [], [], []
         for _ in range(40):
             step = next(client)  # held while it is looked at

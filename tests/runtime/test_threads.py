@@ -130,6 +130,20 @@ def idents(num_calls: int, barrier: threading.Barrier) -> list:
     return [call] * num_calls
 
 
+def test_a_pool_ends_though_ctrl_c_came_while_a_thread_was_being_started(monkeypatch: pytest.MonkeyPatch):
+    threads = Threads(1, "test")
+
+    def interrupt(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            threads.submit(int)
+    threads.shutdown()
+    assert threads.join(0.0)
+
+
 def test_shared_calls_run_side_by_side_in_their_owner_and_in_idle_threads(one_thread: Threads):
     found = one_thread.share(idents(2, threading.Barrier(2)))  # a single thread would wait here for ever
     assert len(set(found)) == 2

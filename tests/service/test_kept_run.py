@@ -43,6 +43,18 @@ def keeper_of(name: str) -> int | None:
         return None
 
 
+def role_processes(name: str) -> set[int]:
+    """The processes of the roles of a run."""
+    import ray
+    from ray.util import list_named_actors
+
+    namespace = f"overlord-run-{name}-roles"
+    named: Any = list_named_actors(all_namespaces=True)
+    actors: list[Any] = [ray.get_actor(e["name"], namespace=namespace) for e in named if e["namespace"] == namespace]
+    reports: Any = ray.get([actor.check_health.remote() for actor in actors])
+    return {report.process for report in reports}
+
+
 def kill_keeper(name: str) -> None:
     process = keeper_of(name)
     assert process is not None
@@ -155,10 +167,12 @@ def test_a_run_that_loses_its_process_goes_on_with_its_roles_or_from_its_log():
         kill_keeper("loses")
         again = streams(clients, 5)
         assert [a[:3] + b for a, b in zip(found, again, strict=True)] == [steps[:8] for steps in expected]
+        processes = role_processes("loses")
         _forget_record("loses")  # as if it had been lost while it was moved
         kill_keeper("loses")
         more = streams(clients, 5)
         assert more == [steps[8:13] for steps in expected]
+        assert role_processes("loses") == processes, "roles are made again where they were"
         assert run.drain(10)[0]
     assert wait_until(lambda: left_in_cluster("loses") == [], 20)
 

@@ -25,7 +25,7 @@ from overlord.service.channel import FlightChannel
 from overlord.service.client import Client
 from overlord.service.local_link import LocalLink, NotOnThisHostError
 from overlord.service.local_steps import MOST_LENT, Act, Greeting
-from overlord.service.serving import ServerPerGroup
+from overlord.service.serving import ServedGroups, ServerPerGroup
 from tests.commands import environment, python
 from tests.faults.trainers import wait_until
 from tests.service.served import content, served, streams, two_sources, undisturbed
@@ -195,6 +195,16 @@ def _ended(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in caplog.messages if "ended without a leave" in line]
 
 
+def test_a_client_that_closes_with_steps_requested_ahead_is_not_taken_for_dead(caplog):
+    with served(two_sources(batch=WIDE)) as (loader, address):
+        for _ in range(10):
+            with ol.connect(address, rank=0, timeout_s=20, fetch_ahead=4) as client:
+                next(client)
+        with loader.client(0, timeout_s=20) as client:  # the requests of the last connection were served
+            next(client)
+    assert _ended(caplog) == []
+
+
 def test_a_trainer_that_keeps_every_batch_is_named_and_the_service_does_not_grow(caplog):
     job = two_sources(batch=WIDE)
     with served(job) as (loader, address):
@@ -296,8 +306,9 @@ def greeted(address: str) -> Connection:
 def test_a_client_that_cannot_reach_the_socket_uses_flight_which_starts_only_then():
     job = two_sources(mesh=ol.Mesh(dp=2))
     with ol.start(job) as loader:
-        channel, constructors = loader.client(0)._channel, loader._constructors
-        serving = ServerPerGroup("job", channel, lambda: loader.tree, constructors, listen=Listen(), leave_after_s=None)
+        channel, constructors = loader.client(0)._channel, loader._roles.constructors
+        groups = ServedGroups(lambda: loader.tree, constructors, bring_near=lambda _rank, _names: None)
+        serving = ServerPerGroup("job", channel, groups, listen=Listen(), leave_after_s=None)
         near = ol.connect(serving.address, rank=0, timeout_s=20)
         assert isinstance(link_of(near), LocalLink)
         services = [constructor.engine._roles[constructor.name]._service for constructor in constructors]  # type: ignore[attr-defined]
@@ -400,7 +411,7 @@ def test_a_constructor_that_is_killed_while_it_builds_leaves_no_half_batch():
 def _process_of(loader: ol.Loader, group: int) -> int:
     from overlord.service.constructor import ServingConstructor
 
-    return loader._constructors[group].call(ServingConstructor.shared_bytes).result()[0]
+    return loader._roles.constructors[group].call(ServingConstructor.shared_bytes).result()[0]
 
 
 # The door: calls on the run through a unix socket that is named after the service's address

@@ -295,7 +295,7 @@ def test_a_rank_may_finish_the_step_that_another_has_while_the_mesh_waits_for_it
         done: list[int] = []
         resizing = threading.Thread(target=lambda: done.append(loader.resize(ol.Mesh(dp=1), timeout_s=30)))
         resizing.start()
-        wait_until(lambda: loader._move_lock.locked())
+        wait_until(lambda: loader._moves.lock.locked())
         assert next(clients[1]).number == 1
         resizing.join(30)
         assert done == [2]

@@ -164,7 +164,7 @@ def test_a_rank_whose_constructor_moves_follows_it_through_the_address_book():
         here = [True, False]
         name: dict[str, Any] = {"job": "job", "listen": Listen(), "instance": "instance"}
         homes = [Service(**name, steps=channel, serves=lambda _, i=i: here[i]) for i in range(2)]
-        front = Service(**name, run=channel, locate=lambda _rank, _needs_flight: homes[here.index(True)].addresses)
+        front = Service(**name, run=channel, locate=lambda _: homes[here.index(True)].addresses)
         client = ol.connect(front.address, rank=0, timeout_s=20)
         found = [content(next(client)) for _ in range(2)]
         here.reverse()  # told that it is elsewhere now

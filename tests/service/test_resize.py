@@ -197,10 +197,10 @@ def test_a_mesh_that_cannot_be_leaves_the_run_as_it_was():
         return graph.pack().distribute("dp").deal().plan()
 
     class Full(Mortal):
-        def spawn(self, name, make):
+        def spawn(self, name, make, **apart):
             if name == "constructor/2":
                 raise ol.OverlordError("the cluster is full")
-            return super().spawn(name, make)
+            return super().spawn(name, make, **apart)
 
     job = job_of({"a": A, "b": B}, mesh=ol.Mesh(dp=2), strategy=only_two)
     uncut, _ = read_all(job, 6)
@@ -257,7 +257,7 @@ def test_resizing_again_and_again_leaves_no_old_clients_behind():
         for _ in range(10):
             list(islice(loader.client(0), 1))
             loader.resize(ol.Mesh(dp=1))
-        assert len(loader._clients) <= 2
+        assert len(loader._readers.clients) <= 2
 
 
 def read_again(client: ol.Client) -> None:

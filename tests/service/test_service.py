@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -224,7 +225,7 @@ def test_nothing_of_the_transport_can_pickle():
     home = Path(overlord.service.__file__).parent
     for file in home.glob("*.py"):
         text = file.read_text().replace("never pickle", "")
-        assert not any(word in text for word in ("pickle", "marshal", "eval(", "exec(")), file.name
+        assert not re.search(r"pickle|marshal|\b(eval|exec)\(", text), file.name
 
 
 def test_a_client_needs_no_ray():
@@ -358,9 +359,7 @@ def test_a_service_may_hand_out_steps_only_or_answer_questions_only():
         with pytest.raises(ol.errors.ServiceError, match="only hands out steps"):
             Raw(only_steps.address).hello()
         assert isinstance(Raw(only_steps.address).get(asked), wire.Contents)
-        front = Service(
-            "job", Listen(), instance="instance", run=steps, locate=lambda _rank, _needs_flight: only_steps.addresses
-        )
+        front = Service("job", Listen(), instance="instance", run=steps, locate=lambda _: only_steps.addresses)
         with pytest.raises(pa.ArrowException, match="hands out no steps"):
             Raw(front.address).get(asked)
         client = ol.connect(front.address, rank=0, timeout_s=10)

@@ -150,6 +150,7 @@ def test_a_column_that_is_not_what_was_sent_is_refused(stream, is_view, message)
         (wire.Array("odd", "<i8", (15,), 0, 0, 2), "takes bytes 0 to 120 of regions that have 128"),
         (wire.Array("odd", "<i8", (16,), 1, 0, 2), "lies in 2 regions from number 1 on, and 2 came"),
         (wire.Array("odd", "<i8", (0, 1 << 52, 1 << 52), 0, 0), "has shape"),
+        *((wire.Array("odd", dtype, (1,), 0, 0), "which is no type of numbers") for dtype in ("|O", "<i3", "<M8[s]", "x")),
         (wire.Shapes("odd", {"tokens": []}, []), "has 0 shapes for 'tokens', which is one array"),
         (wire.Shapes("odd", {"tokens": [((1,), "int32"), ((2,), "int32")]}, []), "has 2 shapes for 'tokens'"),
     ],

@@ -20,9 +20,9 @@ from overlord.runtime.shared_memory import Listener, SharedSegment, connect_to
 from overlord.service import taking
 from overlord.service.channel import FlightChannel
 from overlord.service.constructor import ServingConstructor
+from overlord.service.local_channel import LocalChannel
 from overlord.service.local_link import LocalLink, TakePage
 from overlord.service.local_steps import TAKEN, TRYING
-from overlord.service.run import LocalChannel
 from overlord.service.server import Service
 from overlord.service.taking import TakeBoard, TakenStep
 from tests.service.served import content, served, two_sources, undisturbed
@@ -337,7 +337,7 @@ def test_what_a_trainer_took_before_it_was_killed_is_known():
     with trained(two_sources(), None) as (loader, (trainer,)):
         wait_for_steps([trainer], 10)
         trainer.kill()
-        serving = loader._serving
+        serving = loader._readers.serving
         assert serving is not None
         taken = int(trainer.lines[-1]) + 1
         wait_until(lambda: serving.last()[0] in (taken, taken + 1))  # the last may not have been written
@@ -421,6 +421,6 @@ def test_a_request_of_the_mesh_before_takes_no_step_of_the_new_one(monkeypatch):
         for answer in (channel.fetch(2, 0, 20.0, generation=0), channel.take(2, 0, generation=0)):
             assert isinstance(answer, Later)
             assert "moved" in answer.reason
-        handed = loader._constructors[0].call(ServingConstructor.freeze).result()
+        handed = loader._roles.constructors[0].call(ServingConstructor.freeze).result()
         assert not handed.next_of_rank
         assert handed.untaken == 0

@@ -15,11 +15,15 @@ from hypothesis import strategies as st
 
 from overlord.errors import SourceError
 from overlord.sources.parquet import Parquet
+from overlord.sources.parquet_footer import ColumnChunk
 from overlord.sources.parquet_lists import (
+    ListColumn,
     NotFlat,
+    decode_lists,
     is_worth_it,
     list_columns,
     read_lists,
+    take_apart,
 )
 from overlord.sources.thrift import (
     Encoded,
@@ -68,13 +72,18 @@ def only_chunk(table: pa.Table) -> pa.Array:
     return cast("pa.Array", chunk)  # the stubs say ChunkedArray
 
 
-def read_flat(data: bytes) -> pa.Array:
-    """The first row group of a file's only column, or NotFlat."""
+def first_chunk(data: bytes) -> tuple[ListColumn, ColumnChunk, pa.Buffer]:
+    """Of the first row group of a file's only column."""
     file = pq.ParquetFile(io.BytesIO(data))
     (column,) = list_columns(file.metadata, file.schema_arrow)
-    chunk = file.metadata.row_group(0).column(column.leaf)
-    start = chunk.dictionary_page_offset or chunk.data_page_offset
-    return read_lists(column, chunk, pa.py_buffer(data[start : start + chunk.total_compressed_size]))
+    chunk = ColumnChunk.of(file.metadata.row_group(0).column(column.leaf))
+    start, stop = chunk.extent
+    return column, chunk, pa.py_buffer(data[start:stop])
+
+
+def read_flat(data: bytes) -> pa.Array:
+    """The first row group of a file's only column, or NotFlat."""
+    return read_lists(*first_chunk(data))
 
 
 @given(
@@ -92,6 +101,24 @@ def test_lists_are_those_that_arrow_reads(
     found.validate(full=True)
     assert found.type == expected.type
     assert found.equals(expected)
+
+
+@given(
+    st.lists(st.tuples(LENGTHS.filter(lambda lengths: sum(filter(None, lengths)) > 150 * len(lengths)), WAYS), max_size=4),
+    st.sampled_from(NUMBERS),
+    st.booleans(),
+)
+def test_row_groups_that_are_decoded_together_are_those_that_arrow_reads(
+    written_so: list[tuple[list[int | None], dict[str, Any]]], kind: pa.DataType, nullable: bool
+) -> None:
+    tables = [lists_of(lengths, kind, nullable=nullable, seed=i) for i, (lengths, _) in enumerate(written_so)]
+    files = [written(table, **way) for table, (_, way) in zip(tables, written_so, strict=True)]
+    chunks = [first_chunk(data) for data in files]
+    found: list[Any] = decode_lists(chunks[0][0], [take_apart(*chunk) for chunk in chunks]) if chunks else []
+    for lists, data in zip(found, files, strict=True):
+        lists.validate(full=True)
+        assert lists.equals(only_chunk(pq.read_table(io.BytesIO(data))))
+    assert len({lists.values.buffers()[1].address for lists in found}) <= 1
 
 
 @pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"])
@@ -127,7 +154,7 @@ def test_short_lists_and_large_row_groups_are_left_to_arrow() -> None:
     for lengths, expected in [([200, 200], True), ([100, 100], False), ([20_000_000], False)]:
         data = written(lists_of(lengths, pa.int8()), use_dictionary=False, compression="zstd")
         group = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0)
-        assert is_worth_it(group.column(0), group.num_rows) is expected
+        assert is_worth_it(ColumnChunk.of(group.column(0)), group.num_rows) is expected
 
 
 def test_columns_of_other_types_are_not_tried() -> None:
@@ -194,8 +221,6 @@ def test_a_row_group_of_another_type_than_the_schema_is_an_error(tmp_path: Path)
     head, found, tail = data.rpartition(b"\x15\x02\x19")  # in the entry of the column chunk: INT32, then a list of encodings
     assert found
     data = head + b"\x15\x04\x19" + tail
-    with pytest.raises(NotFlat, match="INT64, unlike the schema"):
-        read_flat(data)
     (tmp_path / "a.parquet").write_bytes(data)
     with pytest.raises(SourceError, match=r"a\.parquet .*INT64 vs\. INT32"):
         Parquet(str(tmp_path / "a.parquet")).units()
@@ -229,5 +254,6 @@ def test_a_page_header_with_fields_of_other_types_is_left_to_arrow(make: Callabl
     file = pq.ParquetFile(io.BytesIO(written(lists_of([200], pa.int32()), compression="none", use_dictionary=False)))
     (column,) = list_columns(file.metadata, file.schema_arrow)
     header = structure({1: i32(3), 2: i32(800), 3: i32(800), 8: make([0, 200, 0, 0, 0, 4, 4])}).data
+    chunk = ColumnChunk.of(file.metadata.row_group(0).column(0))
     with pytest.raises(NotFlat, match="the pages could not be taken apart"):
-        read_lists(column, file.metadata.row_group(0).column(0), pa.py_buffer(header + bytes(800)))
+        read_lists(column, chunk, pa.py_buffer(header + bytes(800)))

@@ -4,13 +4,15 @@ import os
 import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
-from overlord.sources.reading import ReadResult
+from overlord.sources.reading import ReadResult, SeveralReader
 from tests.sources.damage import replace
 
 
@@ -139,3 +141,68 @@ def test_a_loader_that_is_closed_leaves_no_file_open(tmp_path):
     with ol.start(job) as loader:
         next(loader.client(0))
     assert open_files(tmp_path) == 0
+
+
+def long_lists(path, first: int, lengths=(300, 0, 500, None)) -> str:
+    """A file of two row groups of long lists, and one of lists without a number."""
+    rng = np.random.default_rng(first)
+    groups = [[None if n is None else rng.integers(0, 1000, n).astype(np.int32) for n in lengths] for _ in range(2)]
+    schema = pa.schema([("tokens", pa.list_(pa.int32()))])
+    with pq.ParquetWriter(path, schema, use_dictionary=first == 0) as writer:
+        for rows in [*groups, [[], None]]:
+            writer.write_table(pa.table({"tokens": rows}, schema=schema))
+    return str(path)
+
+
+@pytest.mark.parametrize("release_gil", [False, True])
+def test_several_units_are_read_as_each_of_them(tmp_path, release_gil):
+    source = ol.Parquet([long_lists(tmp_path / "a.parquet", 0), long_lists(tmp_path / "b.parquet", 1)])
+    units = source.units()
+    reader = source.open_reader(release_gil=release_gil)
+    assert isinstance(reader, SeveralReader)
+    for numbers in [(0, 1), (4, 0, 3, 1), (3,), (2, 0), (0, 1, 2, 3, 4, 5), ()]:
+        chosen = [units[i] for i in numbers]
+        found = [result.strict() for result in reader.read_several(chosen)]
+        assert found == [source.read(unit) for unit in chosen]
+        if len(numbers) > 1 and not {2, 5} & {*numbers}:  # a row group without a number is read alone
+            columns: list[Any] = [table.column(0).chunk(0) for table in found]
+            assert len({column.values.buffers()[1].address for column in columns}) == 1
+    reader.close()
+    assert open_files(tmp_path) == 0
+
+
+def test_beside_columns_that_are_no_lists_several_units_are_read_one_by_one(tmp_path):
+    tokens = pa.array([list(range(400))] * 6, pa.list_(pa.int32()))
+    pq.write_table(pa.table({"tokens": tokens, "id": range(6)}), tmp_path / "a.parquet", row_group_size=2)
+    for columns in (None, ["tokens"], ["id"]):
+        source = ol.Parquet(str(tmp_path / "a.parquet"), columns=columns)
+        reader, units = source.open_reader(release_gil=False), source.units()
+        assert isinstance(reader, SeveralReader)
+        assert [result.strict() for result in reader.read_several(units)] == [source.read(unit) for unit in units]
+        reader.close()
+
+
+@pytest.mark.parametrize("damage", ["a page", "another file", "no file"])
+def test_an_error_of_several_units_names_the_one_at_fault(tmp_path, damage):
+    paths = [long_lists(tmp_path / "a.parquet", 0), long_lists(tmp_path / "b.parquet", 1)]
+    source = ol.Parquet(paths)
+    units = source.units()
+    file = tmp_path / "b.parquet"
+    if damage == "a page":
+        status, data = file.stat(), bytearray(file.read_bytes())
+        start, stop = units[3].detail.chunk(0, 0).extent
+        data[start:stop] = bytes(stop - start)
+        file.write_bytes(data)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        message = r"row group 0 of .*b\.parquet cannot be decoded"
+    elif damage == "another file":
+        long_lists(file, 1, lengths=(300, 300))
+        message = r"b\.parquet has changed since it was listed"
+    else:
+        file.unlink()
+        message = r"b\.parquet"
+    reader = source.open_reader(release_gil=False)
+    assert isinstance(reader, SeveralReader)
+    with pytest.raises(ol.errors.SourceError, match=message):
+        reader.read_several([units[0], units[3], units[1]])
+    reader.close()

@@ -31,7 +31,7 @@ from overlord.sources.object_store import (
     ListedObject,
     ObjectStore,
     Retry,
-    num_retries,
+    storage_use,
 )
 from overlord.sources.parquet import Parquet
 from overlord.sources.storage import Storage
@@ -223,16 +223,16 @@ def test_passing_faults_are_retried_and_counted(proxy: Proxy) -> None:
         assert store.read(BIG, 5, 200_000).to_pybytes() == want
         assert store.num_retries == before + 2
     proxy.faults.append(503)
-    assert len(store.list_all("t")) == 6
+    assert len(store.list_all("t")) >= 6  # tests of other formats keep theirs there too
 
 
 def test_retries_of_sources_are_counted_by_bucket(proxy: Proxy) -> None:
     source = Jsonl("s3://corpus/t/a b é.jsonl", storage_options=proxy.options, retry=QUICK)
     units = source.units()
-    before = num_retries()["s3://corpus"]
+    before = storage_use()["s3://corpus"].num_retries
     proxy.faults.extend([503, "drop", 500])
     assert source.read(units[0]).num_rows == len(ROWS)
-    assert num_retries()["s3://corpus"] == before + 3
+    assert storage_use()["s3://corpus"].num_retries == before + 3
 
 
 def test_waits_follow_the_policy_and_end_at_the_deadline(proxy: Proxy) -> None:
@@ -245,7 +245,7 @@ def test_waits_follow_the_policy_and_end_at_the_deadline(proxy: Proxy) -> None:
         now += seconds
         waits.append(seconds)
 
-    retry = Retry(deadline_s=20, first_wait_s=1, factor=2, max_wait_s=6)
+    retry = Retry(deadline_s=20, first_wait_s=1, factor=2, max_wait_s=6, jitter=0)
     store = ObjectStore("s3://corpus", proxy.options, retry, clock=lambda: now, sleep=sleep)
     with pytest.raises(
         StorageError, match=r"t/big: storage did not answer in 6 attempts over 19\.0 s \(deadline_s=20\).*503"

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.errors import BadRowError, BufferTooSmallError, SourceError, StateError
-from overlord.sources import jsonl as jsonl_module
-from overlord.sources import unpacking
-from overlord.sources.jsonl import Jsonl, JsonlReader
+from overlord.sources import line_source, unpacking
+from overlord.sources.jsonl import Jsonl
+from overlord.sources.line_source import LineReader
 from overlord.sources.storage import Storage
 from overlord.sources.unpacking import UnpackedFile, open_packed
 from overlord.stream.chunk_order import UnitRuns, units_of_chunk
@@ -117,7 +117,7 @@ def test_threads_that_share_a_reader_read_the_same_rows(tmp_path: Path, name: st
     rows = documents(3000)
     (tmp_path / name).write_bytes(PACKINGS[name](jsonl(rows)))
     source = Jsonl(str(tmp_path / name), unit_bytes=9000)
-    units, reader = source.units(), JsonlReader(source)
+    units, reader = source.units(), LineReader(source)
     assert len(units) > 8
     with ThreadPoolExecutor(4) as pool:
         tables = list(pool.map(lambda unit: reader.read_rows(unit).strict(), units))
@@ -139,7 +139,7 @@ def test_an_epoch_decompresses_each_file_twice_at_most(tmp_path: Path, name: str
     for i in range(10):
         (tmp_path / f"{i}-{name}").write_bytes(PACKINGS[name](jsonl(documents(1500, i))))
     source = Counted(f"{tmp_path}/*", unit_bytes=9000)
-    units, reader = source.units(), JsonlReader(source)
+    units, reader = source.units(), LineReader(source)
     order = units_of_chunk(0, "s", UnitRuns.of(units), window=len(units), shuffle=True, chunk=0)
     found = [row for unit in order.tolist() for row in reader.read_rows(units[unit]).strict().to_pylist()]
     wanted = [row for i in range(10) for row in documents(1500, i)]
@@ -306,7 +306,7 @@ def test_a_state_of_a_release_that_read_compressed_files_whole_is_continued_as_i
         return [[text for micro in next(client) for text in micro["text"]] for _ in range(num_steps)]
 
     with monkeypatch.context() as earlier:
-        earlier.setattr(jsonl_module, "PACKED_RATIO", 0)
+        earlier.setattr(line_source, "PACKED_RATIO", 0)
         with ol.start(job(unit_bytes=9000)) as loader:
             client = loader.client(0)
             for _ in range(6):

@@ -10,8 +10,8 @@ from overlord.steering.cost_fit import (
     CostFit,
     FittedCosts,
     fit_times,
-    summed_features,
 )
+from overlord.steering.planned_work import summed_features
 from overlord.stream.facts import Floats
 
 TRUE = np.array([2e-6, 1e-10, 5e-5])  # seconds per token, per squared length, per document

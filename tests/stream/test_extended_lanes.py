@@ -69,8 +69,9 @@ def test_one_block_holds_what_several_chunks_add():
         drawer, blocks = stream.drawer(Batch(samples=1, sequence_length=40), mixture, peek=peek), []
         for _ in range(3000):
             drawer.next_step()
-            if not blocks or blocks[-1] is not drawer._queue._block:
-                blocks.append(drawer._queue._block)
+            block = drawer._queue._blocks[drawer._queue._number]
+            if not blocks or blocks[-1] is not block:
+                blocks.append(block)
         return len(blocks)
 
     assert num_blocks(stream.describe) * 3 < num_blocks(None)

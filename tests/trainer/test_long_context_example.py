@@ -13,7 +13,7 @@ import pytest
 
 from tests.commands import ROOT
 
-pytestmark = pytest.mark.timeout(400)  # six processes import torch
+pytestmark = pytest.mark.timeout(400)  # up to six processes import torch
 
 STEPS, CUT = 3, 2
 
@@ -49,3 +49,12 @@ def test_losses_and_gradients_are_those_of_plain_data_parallelism_also_when_resu
     assert resumed[-1]["loss"] < found[0]["loss"]
     assert any(line["largest_ring"] > 1 for line in found + resumed), "some documents should be cut over ranks"
     assert any(line["most_moved"] > 0 for line in found + resumed), "some activations should be moved to the host"
+
+
+def test_weights_sharded_by_fsdp_give_the_same_losses_also_when_resumed_on_other_ranks(plain, tmp_path: Path):
+    kept = ["--fsdp", "--corpus", str(tmp_path), "--checkpoint", str(tmp_path / "checkpoint.pt")]
+    found = _run(3, "--steps", str(CUT), *kept)
+    _compare(found, plain[:CUT])
+    resumed = _run(2, "--steps", str(STEPS), *kept)
+    _compare(resumed, plain[CUT:])
+    assert any(line["largest_ring"] > 1 for line in found + resumed), "some documents should be cut over ranks"

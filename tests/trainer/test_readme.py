@@ -16,13 +16,24 @@ import json, os, pathlib
 import torch
 
 torch.set_num_threads(1)
-paths, saved, rank, seen = "data/*.parquet", None, int(os.environ["RANK"]), []
-weight = torch.nn.Parameter(torch.ones(()))
-optimizer = torch.optim.SGD([weight])
+torch.distributed.init_process_group("gloo")
+paths, saved, rank, seen, norms = "data/*.parquet", None, int(os.environ["RANK"]), [], []
 
-def model(tokens, labels):
-    seen.extend(tokens[tokens > 0].tolist())
-    return weight * (labels != -100)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 1)
+        torch.nn.init.ones_(self.table.weight)
+
+    def forward(self, tokens, labels):
+        seen.extend(tokens[tokens > 0].tolist())
+        return self.table(tokens.long())[..., 0] * (labels != -100)
+
+net = Net()
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+optimizer.register_step_pre_hook(lambda *_: norms.append(float(net.table.weight.grad.sum())))
+optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
 
 def save(state, name):
     pathlib.Path(f"{rank}-{name}").write_text(json.dumps(state))
@@ -31,6 +42,8 @@ def save(state, name):
 
 AFTER = """
 pathlib.Path(f"{rank}.json").write_text(json.dumps(seen))
+pathlib.Path(f"{rank}-norms.json").write_text(json.dumps(norms))
+torch.distributed.destroy_process_group()
 """
 
 
@@ -56,7 +69,7 @@ def _write_documents(folder: Path) -> list[int]:
 
 @pytest.mark.second_try(reason="torchrun and its ranks must end within 200 s")
 @pytest.mark.strangers
-def test_the_diff_of_the_readme_reads_every_document_once_over_the_ranks_of_torchrun_and_ends(tmp_path):
+def test_the_diff_of_the_readme_trains_with_ddp_under_torchrun_on_every_document_once_and_ends(tmp_path):
     expected = _write_documents(tmp_path)
     (tmp_path / "train.py").write_text(BEFORE + _pasted() + AFTER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
@@ -70,3 +83,6 @@ def test_the_diff_of_the_readme_reads_every_document_once_over_the_ranks_of_torc
     assert states[0] == states[1]
     assert states[0]["step"] > 3
     assert "Exception" not in run.stderr
+    for rank in range(2):  # every label counts 1 over the step's loss tokens; DDP averages over 2 ranks
+        norms = json.loads((tmp_path / f"{rank}-norms.json").read_text())
+        assert norms == pytest.approx([0.5] * len(norms), rel=1e-4)

@@ -211,12 +211,14 @@ def with_slowness(method: Balancer, slowness: Floats | None) -> Balancer:
     """Adapt a balancer to bins of different speed: by falling cost, each item to the bin that would finish it first.
 
     `slowness` has the time that each bin takes for one unit of cost; None means that all are equally fast, and returns
-    `method` itself.
+    `method` itself. A balancer that has a method `with_slowness` adapts itself.
     """
     if slowness is None:
         return method
-    kinds, kind = np.unique(np.round(np.log(slowness) / _GRAIN), return_inverse=True)
-    factors = np.exp(kinds * _GRAIN).tolist()
+    adapt = getattr(method, "with_slowness", None)
+    if adapt is not None:
+        return adapt(slowness)
+    factors, kind = speed_kinds(slowness)
 
     def balance_by_time(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
         if num_bins != len(kind):
@@ -224,6 +226,12 @@ def with_slowness(method: Balancer, slowness: Floats | None) -> Balancer:
         return _to_soonest(costs, factors, kind, sizes, int(sizes.sum()) if capacity is None else capacity)
 
     return balance_by_time
+
+
+def speed_kinds(slowness: Floats) -> tuple[list[float], Ints]:
+    """The few speeds that bins have, as factors of time, the fastest first; and which of them each bin has."""
+    kinds, kind = np.unique(np.round(np.log(slowness) / _GRAIN), return_inverse=True)
+    return np.exp(kinds * _GRAIN).tolist(), kind
 
 
 def _to_soonest(costs: Floats, factors: list[float], kind: Ints, sizes: Ints, capacity: int) -> Ints:

@@ -8,12 +8,13 @@ tokens in documents of 4,096 tokens as in long ones, and the formula is off by u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from overlord.declare.source import CHOSEN_TOKENS
 from overlord.errors import SpecError
 from overlord.stream.facts import Floats, Ints, Samples
 
@@ -27,6 +28,10 @@ CostFunction = Callable[[Samples], Floats | Mapping[str, Floats]]
 
 def costs_of(function: CostFunction, samples: Samples) -> Floats:
     """The cost of each sample, summed over modules. Raises SpecError unless they are finite numbers >= 0, one per sample."""
+    if CHOSEN_TOKENS in samples.sizes and samples.sizes[CHOSEN_TOKENS].any():
+        # Attention does not cross the two sides of a pair, so they cost as two documents do.
+        sides, owner = samples.in_sides()
+        return np.bincount(owner, costs_of(function, sides), len(samples)).astype(np.float64)
     try:
         found = function(samples)
     except KeyError as error:
@@ -115,8 +120,8 @@ class TransformerCost:
         return self.per_token, self.per_length_squared, self.constant
 
     def with_coefficients(self, coefficients: tuple[float, ...]) -> TransformerCost:
-        """The cost with these coefficients, in the order of `coefficients`."""
-        return TransformerCost(*coefficients)
+        """The cost with these coefficients, in the order of `coefficients`. Where all are 0, documents are nearly free."""
+        return TransformerCost(*coefficients) if any(coefficients) else TransformerCost(1e-300, 0.0)
 
     def features(self, samples: Samples) -> Floats:
         """The factor of each coefficient: a row per sample, a column per coefficient."""
@@ -140,10 +145,18 @@ class MeasuredCost:
 
     It is a cost function: `cost(samples)` returns one number per sample. Between two lengths the cost per token is
     interpolated linearly. Beyond the last it grows as between the last two, so the cost is quadratic there.
+
+    The cost of a document is linear in the costs of the table, so a `LearnedCost` can refit the table.
     """
 
     lengths: tuple[int, ...]
     costs: tuple[float, ...]
+
+    @classmethod
+    def like(cls, cost: CostFunction, lengths: Sequence[int]) -> MeasuredCost:
+        """The table that another cost function has at these lengths: a starting point for `LearnedCost`."""
+        found = costs_of(cost, Samples.of_lengths(np.array(lengths, np.int64)))
+        return cls(tuple(lengths), tuple(found.tolist()))
 
     def __post_init__(self) -> None:
         if len(self.lengths) < 2 or len(self.lengths) != len(self.costs):
@@ -160,6 +173,29 @@ class MeasuredCost:
         slope = max(0.0, float((per_token[-1] - per_token[-2]) / (known[-1] - known[-2])))
         beyond = np.maximum(0.0, lengths - known[-1])
         return lengths * (np.interp(lengths, known, per_token) + slope * beyond)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """The cost at each length."""
+        return self.costs
+
+    def with_coefficients(self, coefficients: tuple[float, ...]) -> MeasuredCost:
+        """The table with these costs. A cost of 0 or less, which a fit returns where nothing was measured, becomes a small
+        one."""
+        least = 1e-3 * max(cost / length for cost, length in zip(coefficients, self.lengths, strict=True))
+        kept = (max(cost, least * length) for cost, length in zip(coefficients, self.lengths, strict=True))
+        return MeasuredCost(self.lengths, tuple(kept))
+
+    def features(self, samples: Samples) -> Floats:
+        """The factor of each coefficient: a row per sample, a column per coefficient."""
+        tokens, known = samples.tokens.astype(np.float64), np.array(self.lengths, np.float64)
+        right = np.clip(np.searchsorted(known, tokens), 1, len(known) - 1)
+        share = np.maximum(0.0, (tokens - known[right - 1]) / (known[right] - known[right - 1]))  # above 1 beyond the last
+        rows = np.arange(len(tokens))
+        found = np.zeros((len(tokens), len(known)))
+        found[rows, right] = share * tokens / known[right]
+        found[rows, right - 1] += (1 - share) * tokens / known[right - 1]
+        return found
 
     def __call__(self, samples: Samples) -> Floats:
         return self.of(samples.tokens)

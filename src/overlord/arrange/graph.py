@@ -48,10 +48,11 @@ from overlord.stream.packing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree
     from overlord.declare.batch import Batch
+    from overlord.stream.membership import DrawnStep
 
 RowPacker = Callable[[Ints, int, int], Ints | Pieces]
 """A function (lengths, num_rows, capacity) that returns the row of each sample (-1: it fits nowhere), or `Pieces` where it
@@ -152,6 +153,11 @@ class DGraph:
         stage = PlanStage("cost", "total {:.6g}, costliest sample {:.6g}", (costs.sum(), costs.max(initial=0.0)))
         return self.with_stage(stage, cost_function=function, costs=costs, declared_cost=declared)
 
+    def declare_cost(self, cost: CostFunction) -> DGraph:
+        """Say what the costs of the samples are a part or a result of, so that a `LearnedCost` learns from the plan. For
+        strategies that compute the costs of samples from several. Nothing else changes."""
+        return self.with_stage(PlanStage("declare_cost", "{}", (_name(cost),)), declared_cost=cost)
+
     def pack(self, tokens: int | None = None, method: RowPacker | None = None) -> DGraph:
         """Pack the samples into rows of exactly `tokens` tokens (default: `sequence_length`), padding the rest of each row.
 
@@ -226,7 +232,7 @@ class DGraph:
         self.check_distributed("balance")
         if self.costs is None:
             raise SpecError("balance needs to know what samples cost: call cost(fn) before it")
-        method = in_groups(method, self.group_size, self._slowness)
+        method = in_groups(method, self.group_size, self.slowness)
         if self.rows is not None:
             return self._balance_rows(method, self.rows, self.costs)
         batch, lengths, groups = self.batch, self.lengths, self.num_groups
@@ -364,12 +370,18 @@ class DGraph:
         return self.assign(arrangement, "balance", "{}: whole rows over {} groups", _name(method), self.num_groups)
 
     def _group_costs(self, group: Ints) -> Floats | None:
-        return None if self.costs is None else bin_times(bin_sums(group, self.costs, self.num_groups), self._slowness)
+        return None if self.costs is None else bin_times(bin_sums(group, self.costs, self.num_groups), self.slowness)
 
     @property
-    def _slowness(self) -> Floats | None:
-        is_learned = isinstance(self.declared_cost, LearnedCost) and self.axis == "dp"
-        return slowness(self.in_force, self.num_groups) if is_learned else None
+    def slowness(self) -> Floats | None:
+        """The time that each group takes for the same work, as a `LearnedCost` has learned it; None where all are equally
+        fast."""
+        return self.slowness_along(self.axis)
+
+    def slowness_along(self, axis: Bucket) -> Floats | None:
+        """As `slowness`, for the groups along another axis."""
+        is_learned = isinstance(self.declared_cost, LearnedCost)
+        return slowness(self.in_force, self.place, axis) if is_learned else None
 
 
 def deal_rows(graph: DGraph, broadcast: Collection[str] = ()) -> Plan:
@@ -378,6 +390,33 @@ def deal_rows(graph: DGraph, broadcast: Collection[str] = ()) -> Plan:
         graph = graph.pack()
     graph = graph.distribute("dp").deal()
     return (graph.broadcast_at(*broadcast) if broadcast else graph).plan()
+
+
+def arrange_step(
+    step: DrawnStep,
+    batch: Batch,
+    place: ClientPlaceTree,
+    strategy: Callable[[DGraph], Plan],
+    *,
+    unit: str,
+    size_columns: Sequence[str] = (),
+    in_force: CostsInForce | None = None,
+) -> Plan:
+    """Arrange the samples of a step: a function of the step, the mesh, the strategy and the learned costs in force.
+    `size_columns`: those that steps without a sample of the sources that have them get too."""
+    samples, in_rows = step.samples, step.in_rows
+    if size_columns:
+        samples = samples.with_sizes(size_columns)
+        in_rows = None if in_rows is None else in_rows._replace(samples=in_rows.samples.with_sizes(size_columns))
+    batch = batch if batch.warm_up is None else batch.at(step.number)
+    graph = DGraph(samples, batch, place, step.rows, in_rows, in_force=in_force)
+    try:
+        plan = strategy(graph.mix(step.weights, unit))
+        plan.check_groups(place)
+    except Exception as error:
+        error.add_note(f"while the strategy arranged step {step.number}")
+        raise
+    return plan
 
 
 def _pack_stage(how: str, rows: PackedRows) -> PlanStage:

@@ -13,14 +13,19 @@ import numpy as np
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
+    from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree
     from overlord.stream.facts import Floats, Samples
 
 ALONE = "model"
 """The module's name in the state of a cost that is not split by module."""
+ENCODER = "encoder"
+"""The module that encodes images: only the first stage of a pipeline runs it."""
+COMMUNICATION = "communication"
+"""The name under which the cost of receiving the keys and values of a token in a ring is learned."""
 
 
 class LinearCost(Protocol):
-    """A cost function that is linear in its coefficients, such as `TransformerCost`."""
+    """A cost function that is linear in its coefficients, such as `TransformerCost` and `MeasuredCost`."""
 
     @property
     def coefficients(self) -> tuple[float, ...]: ...
@@ -41,19 +46,20 @@ class CostsInForce:
     of: str
     """The digest of the `LearnedCost` that they were learned for."""
     modules: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
-    """The coefficients of each module."""
+    """The coefficients of each module, and of `COMMUNICATION` where rings were learned from."""
     slow: Mapping[int, float] = field(default_factory=dict[int, float])
-    """The time that a data-parallel group takes over that of the others for the same work, where it is not 1."""
+    """The time that a rank takes over that of others for the same work, where it is not 1."""
 
 
-def slowness(learned: CostsInForce | None, num_groups: int) -> Floats | None:
-    """The time that each group takes for the same work, relative to the others; None where all are equally fast."""
-    known = {} if learned is None else {group: factor for group, factor in learned.slow.items() if group < num_groups}
-    if not known:
+def slowness(learned: CostsInForce | None, place: ClientPlaceTree, axis: Bucket) -> Floats | None:
+    """The time that each group along an axis takes for the same work, relative to the others: that of its slowest rank.
+    None where all are equally fast."""
+    if learned is None or not learned.slow:
         return None
-    factors = np.ones(num_groups)
-    factors[list(known)] = list(known.values())
-    return factors
+    factors = np.ones(place.num_groups(axis))
+    for group in {place.group_of(rank, axis) for rank in learned.slow if rank < place.world_size}:
+        factors[group] = max(learned.slow.get(rank, 1.0) for rank in place.ranks_of_group(axis, group))
+    return None if (factors == 1.0).all() else factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +71,26 @@ class LearnedCost:
     """
 
     initial: LinearCost | Mapping[str, LinearCost]
-    """The cost until the first fit: a `TransformerCost`, or a dict with one for each module of the model."""
+    """The cost until the first fit: a `TransformerCost` or a `MeasuredCost`, or a dict with one for each module of the
+    model."""
     every: int = 10
     """Steps between two fits."""
     speeds: bool = True
-    """Give data-parallel groups with slower ranks less work."""
+    """Give slower ranks less work: data-parallel groups, ranks of a pool (`strategies.hdp`) and ranks that encode
+    images."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise SpecError(f"every is a number of steps, at least 1, got {self.every}")
         for name, cost in self.modules.items():
-            if not (callable(cost) and hasattr(cost, "features") and hasattr(cost, "with_coefficients")):
+            if not is_linear(cost):
                 raise SpecError(
-                    f"LearnedCost.initial is a TransformerCost, or a dict with one for each module; module {name!r} is a "
-                    f"{type(cost).__name__}"
+                    "LearnedCost.initial is a TransformerCost or a MeasuredCost, or a dict with one for each module; module "
+                    f"{name!r} is a {type(cost).__name__}"
+                )
+            if name == COMMUNICATION:
+                raise SpecError(
+                    f"{COMMUNICATION!r} is what is learned about the messages of rings; give the module another name"
                 )
 
     @property
@@ -106,6 +118,16 @@ class LearnedCost:
         modules = {name: cost.with_coefficients(tuple(learned.modules[name])) for name, cost in self.modules.items()}
         return LearnedCost(modules, self.every, self.speeds)
 
+    def columns_of(self, module: str) -> slice:
+        """The columns of a module in `features`; none if there is no such module."""
+        first = 0
+        for name, cost in self.modules.items():
+            end = first + len(cost.coefficients)
+            if name == module:
+                return slice(first, end)
+            first = end
+        return slice(first, first)
+
     def split(self, coefficients: Floats) -> dict[str, list[float]]:
         """Split the coefficients of all modules, side by side as in `features`, by module."""
         parts: dict[str, Any] = {}
@@ -115,6 +137,11 @@ class LearnedCost:
             parts[name] = coefficients[first:end].tolist()
             first = end
         return parts
+
+
+def is_linear(cost: object) -> bool:
+    """Whether a cost can be refitted: it is linear in coefficients that it tells."""
+    return callable(cost) and hasattr(cost, "features") and hasattr(cost, "with_coefficients")
 
 
 def digest_of(*parts: object) -> str:

@@ -46,6 +46,8 @@ class ClientPlaceTree:
     mesh: Mesh
     stage_fields: StageFields = field(default_factory=StageFields)
     """The fields that each rank of a pipeline gets."""
+    cut: tuple[Axis, ...] = ("cp", "pp")
+    """The axes along which a microbatch is cut; see `Job.cut`."""
     _places: dict[int, Place] = field(default_factory=dict[int, Place], init=False, repr=False, compare=False)
 
     @staticmethod
@@ -179,6 +181,13 @@ class ClientPlaceTree:
             return self.ranks_of(group)
         dp, cp = divmod(group, self.mesh.cp)
         return [rank for rank in self.ranks_of(dp) if self.coordinates(rank).cp == cp]
+
+    def group_of(self, rank: int, axis: Bucket) -> int:
+        """The group of a plan along this axis that a rank trains with: the inverse of `ranks_of_group`."""
+        if axis == "world":
+            return rank
+        place = self.coordinates(rank)
+        return place.dp if axis == "dp" else place.dp * self.mesh.cp + place.cp
 
     def num_groups(self, axis: Bucket = "dp", group_size: int = 1) -> int:
         """The number of groups when a step is distributed along this axis, `group_size` neighbours to a group."""

@@ -208,6 +208,10 @@ class Plan:
             micros.append(MicroPlan(samples, row, num_rows, self.row_tokens, tuple(parts)))
         return GroupPlan(step, group, tuple(micros), self.loss_tokens, self.broadcast)
 
+    def has_group(self, dp: int) -> bool:
+        """True if the plan has the samples of this data-parallel group: a whole plan has those of all."""
+        return dp >= 0
+
     def for_constructor(self, step: int, dp: int, place: ClientPlaceTree) -> GroupPlan:
         """The microbatches that the Data Constructor of data-parallel group `dp` builds."""
         if self.axis == "dp":
@@ -218,6 +222,17 @@ class Plan:
         micros = tuple(micro for part in parts for micro in part.microbatches)
         counts = tuple(len(part.microbatches) for part in parts)
         return GroupPlan(step, dp, micros, self.loss_tokens, self.broadcast, counts, self.axis)
+
+    def check_equal_counts(self) -> None:
+        """Raise SpecError unless all groups run the same number of microbatches. FSDP gathers weights in every microbatch,
+        so a rank that runs fewer would leave the others waiting forever: check the plan of a step before such a run."""
+        fewest, most = int(self.counts.min()), int(self.counts.max())
+        if most != fewest:
+            raise SpecError(
+                f"FSDP needs the same number of microbatches on every rank, and this plan has {fewest} on group "
+                f"{int(self.counts.argmin())} and {most} on group {int(self.counts.argmax())}: give the strategy "
+                "equal_counts=True, or use DDP or ZeRO-1"
+            )
 
     def check_groups(self, place: ClientPlaceTree) -> None:
         """Raise SpecError if the Data Constructors, one per data-parallel group, cannot build this plan."""

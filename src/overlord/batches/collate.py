@@ -18,6 +18,11 @@ row of any length):
     document_starts    int32 [num_documents]  the place of each document's first token
     document_lengths   int32 [num_documents]  its tokens, without padding; 0 for samples without text
     document_sources   int32 [num_documents]  the number of its source, in the order in which the job declares them
+    document_chunks    int64 [num_documents]  the chunk of its source that it was read in; with the row it names the
+    document_rows      int32 [num_documents]  document, and `Loader.locate` turns these three into its file and row
+    document_pairs     int32 [num_documents]  only where a source has preference pairs: the number of its pair, or -1. The
+                                              two sides of a pair are documents, the chosen one first
+    document_chosen    bool  [num_documents]  likewise: whether it is the chosen side of a pair
     image_row          int32 [num_tokens]     only with Batch.image_token: which row of the encoded images lies there, or -1
     images             uint8 [n, h, w, c]     or a list of [h, w, c] where sizes differ; if there are any
     image_document     int32 [n]              the document each image belongs to
@@ -57,6 +62,8 @@ from overlord.batches.derived import (
     image_rows,
     padding_slices,
 )
+from overlord.batches.pairs import in_sides
+from overlord.declare.source import CHOSEN_TOKENS
 from overlord.errors import DataError, SpecError
 from overlord.records import record
 
@@ -113,6 +120,9 @@ def collate(
     With `arenas` the large fields share one pooled buffer. With `weighted` there are loss weights.
     """
     _check_payload(micro, payload)
+    of_pairs: Fields = {}
+    if CHOSEN_TOKENS in micro.samples.sizes:
+        micro, payload, of_pairs = in_sides(micro, payload, batch)
     packed = batch.layout == "packed"
     layout = _packed_layout(micro, batch.document_multiple) if packed else _padded_layout(micro, batch)
     segments, bounds = layout.segments, layout.bounds.astype(np.int32)
@@ -132,6 +142,9 @@ def collate(
         "document_starts": layout.starts.astype(np.int32),
         "document_lengths": layout.lengths.astype(np.int32),
         "document_sources": micro.samples.source.astype(np.int32),
+        "document_chunks": micro.samples.chunk.copy(),  # the plan's own column is shared by all ranks
+        "document_rows": micro.samples.row.astype(np.int32),
+        **of_pairs,
     }
     if weighted:
         _fill_weights(loss_weights, loss_mask, layout, payload)
@@ -149,6 +162,12 @@ def collate(
             f"Batch.columns names {sorted(taken)}, but a batch has fields of that name; rename the column in a transform"
         )
     return fields | dict(payload.columns)
+
+
+def document_places(micro: MicroPlan, batch: Batch) -> Ints:
+    """The place of each document's first token in its microbatch: `document_starts`, from the plan alone."""
+    packed = batch.layout == "packed"
+    return (_packed_layout(micro, batch.document_multiple) if packed else _padded_layout(micro, batch)).starts
 
 
 def _check_payload(micro: MicroPlan, payload: Payload) -> None:

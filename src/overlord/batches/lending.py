@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.batches.buffers import segment_of
+from overlord.runtime.shared_memory import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -77,7 +78,7 @@ class Lender:
                     self._known[segment.number] = weakref.ref(segment, lambda _, n=segment.number: self._gone.append(n))
                     lent.unmapped.append(segment)
             self._lent[lent.loans[index].number][1].append(array)
-            lent.places.append((index, array.ctypes.data - segment.memory.ctypes.data))
+            lent.places.append((index, address_of(array) - segment.address))
         return lent
 
     def take_back(self, numbers: Iterable[int]) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 
 from overlord.declare.arguments import switch
 from overlord.errors import SpecError
+from overlord.messages import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -57,6 +58,7 @@ class Destination:
         if not self.torch:
             return _Unchanged()
         torch = _torch()
+        register_step()
         if self.device is None or self.device.type == "cpu":
             return _OnHost(torch.cuda.current_device() if self.pin_memory else None)
         if self.device.type != "cuda":
@@ -137,6 +139,35 @@ class _OnCuda:
             event = torch.cuda.Event()
             event.record(self._stream)
         return Placed(moved, event, copies)
+
+
+def register_step() -> None:
+    """Make `Step` a node of torch's pytrees, unless it is one: functions that map over the tensors of a batch find them in
+    its microbatches. The number and the loss tokens are leaves too, so that all steps of a run have one structure."""
+    from torch.utils import _pytree as pytree
+
+    if Step in pytree.SUPPORTED_NODES:
+        return
+
+    def flatten(step: Step) -> tuple[list[Any], Any]:
+        return [step.number, step.loss_tokens, list(step.microbatches)], step.origin
+
+    def flatten_with_keys(step: Step) -> tuple[list[Any], Any]:
+        children, origin = flatten(step)
+        names = ("number", "loss_tokens", "microbatches")
+        return [(pytree.GetAttrKey(name), child) for name, child in zip(names, children, strict=True)], origin
+
+    def unflatten(children: Iterable[Any], origin: Any) -> Step:
+        number, loss_tokens, microbatches = children
+        return Step(number, loss_tokens, tuple(microbatches), origin)
+
+    pytree.register_pytree_node(
+        Step,
+        flatten,
+        unflatten,
+        serialized_type_name="overlord.Step",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
 
 
 def to_torch(batch: Fields, pin_memory: bool = False) -> Fields:

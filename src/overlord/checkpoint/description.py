@@ -34,7 +34,6 @@ import enum
 import fractions
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import itertools
@@ -54,6 +53,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.checkpoint.arrays import array_text, arrow_text, bytes_digest, torch_text
+from overlord.checkpoint.classes import (
+    PLAIN,
+    attributes_of,
+    home_of,
+    is_cached,
+    is_compiled,
+    is_ours,
+    is_own,
+    module_name,
+    own_getstate,
+    stable_name,
+    version_of,
+)
 from overlord.checkpoint.source_code import CodeTexts, Written, digest_of
 
 if TYPE_CHECKING:
@@ -66,7 +78,6 @@ _FEW = 64  # descriptions of smaller containers are not cached
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 _OVERLORD_PATH = re.compile(r"(?<![\w.])overlord\.(?:[a-z_]\w*\.)*")
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _BY_REPR = (
     datetime.date,
     datetime.datetime,
@@ -104,16 +115,6 @@ _BUILTIN_METHODS = (
     types.MethodWrapperType,
 )
 _CYTHON = ("cython_function_or_method", "fused_cython_function")
-_OF_CLASSES = frozenset(
-    """__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__ __annotate_func__
-    __annotations_cache__ __dataclass_fields__ __dataclass_params__ __match_args__ __slots__ __hash__ __abstractmethods__
-    _abc_impl __firstlineno__ __static_attributes__ __orig_bases__ __parameters__ __protocol_attrs__
-    __non_callable_proto_members__ _is_protocol __type_params__""".split()  # noqa: SIM905 - two dozen quotes say no more
-)
-_MADE_BY_DATACLASS = frozenset(
-    """__init__ __repr__ __eq__ __lt__ __le__ __gt__ __ge__ __setattr__ __delattr__ __hash__ __replace__ __getstate__
-    __setstate__""".split()  # noqa: SIM905
-)
 
 
 class Describer:
@@ -138,7 +139,7 @@ class Describer:
         return digest_of(self.text(value, path))
 
     def text(self, value: Any, path: str) -> str:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return self._any(value, path)
         if id(value) not in self._roots:
             self._numbers = {}
@@ -151,7 +152,7 @@ class Describer:
 
     def _any(self, value: Any, path: str) -> str:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return self._text_or_file(value) if kind is str else _short(repr(value))
         if id(value) in self._leaves:
             return self._leaves[id(value)]
@@ -197,7 +198,7 @@ class Describer:
 
     def _leaf_of_package(self, value: Any, path: str) -> str | None:
         """Progress bars, Arrow data, tensors and tokenizers, which are recognised by their package or methods."""
-        module = _module_name(type(value))
+        module = module_name(type(value))
         if f"{module}.".startswith(tuple(f"{name}." for name in _ONLOOKERS)):
             return type(value).__qualname__
         top = module.partition(".")[0]
@@ -208,7 +209,7 @@ class Describer:
         if _is_hugging_face(value):
             return self._hugging_face(value, path)
         to_str = getattr(value, "to_str", None)
-        if callable(to_str) and not isinstance(value, type) and _is_compiled(type(value)):  # a tokenizer, whole
+        if callable(to_str) and not isinstance(value, type) and is_compiled(type(value)):  # a tokenizer, whole
             self._note_package(module)
             return f"{type(value).__qualname__} {digest_of(str(to_str()))}"
         return None
@@ -311,7 +312,7 @@ class Describer:
         registry = getattr(value, "registry", None)
         if isinstance(registry, types.MappingProxyType) and value.__code__.co_filename == functools.__file__:
             return f"singledispatch({self._mapping(registry, path)})"  # without its cache of implementations
-        home = _home(value.__module__, value.__code__.co_filename)
+        home = home_of(value.__module__, value.__code__.co_filename)
         cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         written = self._code.written(value.__code__, value.__globals__)
         parts = {
@@ -325,7 +326,7 @@ class Describer:
             used = self._code.parts(value.__code__).get(name)
             text.append(f"{name} is {'kept' if kept else self._cell(cell, used, f'{path}.{name}')}")
         if home == "python":
-            return f"function {_stable_name(value.__module__, value.__qualname__)}({', '.join(text)})"
+            return f"function {stable_name(value.__module__, value.__qualname__)}({', '.join(text)})"
         text.append(self._code.body(value.__code__))
         if home == "installed":
             self._note_package(value.__module__)
@@ -369,7 +370,7 @@ class Describer:
         """Describes an attribute of a module that code uses; for a module of the user's, the value of the attribute."""
         value: Any = module
         for name in attributes:
-            if not isinstance(value, ModuleType) or _home(value.__name__, getattr(value, "__file__", None)) != "user":
+            if not isinstance(value, ModuleType) or home_of(value.__name__, getattr(value, "__file__", None)) != "user":
                 break
             if not hasattr(value, name):
                 return "missing"
@@ -377,22 +378,22 @@ class Describer:
         return self._any(value, path)
 
     def _module(self, module: ModuleType) -> str:
-        if _home(module.__name__, getattr(module, "__file__", None)) == "installed":
+        if home_of(module.__name__, getattr(module, "__file__", None)) == "installed":
             self._note_package(module.__name__)
         package, _, name = module.__name__.rpartition(".")
-        return f"module {_stable_name(package, name) if _is_ours(package) else module.__name__}"
+        return f"module {stable_name(package, name) if is_ours(package) else module.__name__}"
 
     def _import_text(self, name: str) -> str:
         """Describes a module that a function imports when it runs; for a module of the user's, the code of its file."""
         top = name.partition(".")[0]
-        if _home(top, None) == "python":
+        if home_of(top, None) == "python":
             return ""
         try:
             spec = importlib.util.find_spec(top)
         except (ImportError, ValueError):
             spec = None
         origin = None if spec is None else spec.origin
-        if _home(top, origin) == "installed":
+        if home_of(top, origin) == "installed":
             self._note_package(top)
             return ""
         try:
@@ -413,17 +414,17 @@ class Describer:
         name = getattr(value, "__qualname__", value.__name__)
         if owner is None or isinstance(owner, ModuleType):
             module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", "")
-            if _home(module or "builtins", None) == "installed":
+            if home_of(module or "builtins", None) == "installed":
                 self._note_package(module)
-            return f"builtin {_stable_name(module, name)}"
+            return f"builtin {stable_name(module, name)}"
         return f"builtin {value.__name__} of {self._any(owner, f'{path}.__self__')}"
 
     def _class(self, value: Any, path: str) -> str:
         if isinstance(value, types.GenericAlias):
             return f"class {_OVERLORD_PATH.sub('overlord.', repr(value))}"
-        module = _module_name(value)
-        home = _home(module, getattr(sys.modules.get(module), "__file__", None))
-        name = _stable_name(module, value.__qualname__)
+        module = module_name(value)
+        home = home_of(module, getattr(sys.modules.get(module), "__file__", None))
+        name = stable_name(module, value.__qualname__)
         if home != "user":
             if home == "installed":
                 self._note_package(module)
@@ -437,7 +438,7 @@ class Describer:
             text.append(repr(getattr(value, "_fields")))  # noqa: B009 - a named tuple's
         kept = self._code.kept_attributes(value)
         for key, member in sorted(vars(value).items()):
-            if _is_own(value, key, member) and key not in kept:
+            if is_own(value, key, member) and key not in kept:
                 text.append(f"{key}={self._member(member, f'{path}.{key}')}")
         return "; ".join(text)
 
@@ -466,7 +467,7 @@ class Describer:
     def _object(self, value: Any, path: str) -> str:
         kind = type(value)
         text = [self._any(kind, path)]
-        if _is_compiled(kind):
+        if is_compiled(kind):
             return self._pickle_text(value, path)
         if isinstance(value, dict):
             text.append(self._mapping(value, path))
@@ -474,15 +475,15 @@ class Describer:
             text.append(self._list_text(value, path))
         elif isinstance(value, (set, frozenset)):
             text += self._sorted_texts(value, path)
-        elif isinstance(value, _PLAIN):
-            base: Any = next(base for base in _PLAIN if isinstance(value, base))
+        elif isinstance(value, PLAIN):
+            base: Any = next(base for base in PLAIN if isinstance(value, base))
             text.append(repr(base(value)))
-        getstate = _own_getstate(kind)
+        getstate = own_getstate(kind)
         if getstate is not None:
             return f"object {'; '.join(text)} {self._any(getstate(value), path)}"
         kept = self._kept_attributes(value)
         for name, attribute in sorted(attributes_of(value).items()):
-            if name not in kept and not _is_cached(kind, name) and _changes_rows(kind, name):
+            if name not in kept and not is_cached(kind, name) and _changes_rows(kind, name):
                 text.append(f"{name}={self._any(_as_declared(value, name, attribute, self), f'{path}.{name}')}")
         return f"object {'; '.join(text)}"
 
@@ -491,7 +492,7 @@ class Describer:
         kind = type(value)
         if not isinstance(getattr(kind, "__call__", None), FunctionType):  # noqa: B004 - its type matters, not whether it is callable
             return frozenset()
-        if _home(kind.__module__, getattr(sys.modules.get(kind.__module__), "__file__", None)) == "python":
+        if home_of(kind.__module__, getattr(sys.modules.get(kind.__module__), "__file__", None)) == "python":
             return frozenset()
         return self._code.kept_attributes(kind)
 
@@ -507,7 +508,7 @@ class Describer:
         described = [self._any(made, path), self._any(arguments, path), self._any(state, path)]
         described += [] if items is None else [self._list_text(items, path)]
         described += [] if pairs is None else [self._mapping(dict(pairs), path)]
-        self._note_package(_module_name(type(value)))
+        self._note_package(module_name(type(value)))
         return f"object {type(value).__qualname__}({'; '.join(described)})"
 
     def _hugging_face(self, value: Any, path: str) -> str:
@@ -518,11 +519,11 @@ class Describer:
         rules = {name: part for name, part in rules.items() if name not in ("padding", "truncation")}
         names = ("chat_template", "special_tokens_map", "padding_side", "truncation_side", "model_max_length")
         options = [self._any(getattr(value, name, None), f"{path}.{name}") for name in names]
-        self._note_package(_module_name(type(value)))
+        self._note_package(module_name(type(value)))
         return f"{type(value).__qualname__} {digest_of(json.dumps(rules, sort_keys=True))} {', '.join(options)}"
 
     def _opaque(self, value: Any, path: str, why: str) -> str:
-        name = _stable_name(_module_name(type(value)), type(value).__qualname__)
+        name = stable_name(module_name(type(value)), type(value).__qualname__)
         self._note_unseen(path, f"is a {name}, {why}")
         return f"opaque {name}"
 
@@ -531,27 +532,13 @@ class Describer:
 
     def _note_package(self, module: str | None) -> None:
         top = (module or "").partition(".")[0]
-        if top and top not in self.packages and _home(top, getattr(sys.modules.get(top), "__file__", None)) == "installed":
-            self.packages[top] = _version(top)
+        if top and top not in self.packages and home_of(top, getattr(sys.modules.get(top), "__file__", None)) == "installed":
+            self.packages[top] = version_of(top)
 
     def note_used(self, package: str) -> None:
         """Note the version of a package that is not imported yet."""
-        if package not in self.packages and (version := _version(package)):
+        if package not in self.packages and (version := version_of(package)):
             self.packages[package] = version
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes in an object's `__dict__` and slots."""
-    found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name in ("__dict__", "__weakref__"):
-                continue
-            mangled = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-            if hasattr(value, mangled):
-                found[name] = getattr(value, mangled)
-    return found
 
 
 def _option_names(value: Any) -> set[str]:
@@ -561,7 +548,7 @@ def _option_names(value: Any) -> set[str]:
         return set(vars(value))
     if not is_dataclass(kind) or hasattr(kind, "identity") or kind.__getattribute__ is not object.__getattribute__:
         return set()
-    if _home(kind.__module__, getattr(sys.modules.get(kind.__module__), "__file__", None)) != "user":
+    if home_of(kind.__module__, getattr(sys.modules.get(kind.__module__), "__file__", None)) != "user":
         return set()
     names = {each.name for each in fields(kind)} & set(attributes_of(value))
     return {name for name in names if not isinstance(inspect.getattr_static(kind, name, None), property)}
@@ -600,7 +587,7 @@ _DEFAULT = _Missing()
 def _as_declared(owner: Any, name: str, attribute: Any, describer: Describer) -> Any:
     """An attribute as its owner interprets it: a name of a tokenizer file as a path, a default as `_DEFAULT`."""
     kind = type(owner)
-    if not _is_ours(kind.__module__) or not is_dataclass(owner):
+    if not is_ours(kind.__module__) or not is_dataclass(owner):
         return attribute
     if kind.__name__ == "Tokenize" and name == "encoding" and isinstance(attribute, (str, pathlib.PurePath)):
         is_file = str(attribute).endswith(".json") or os.sep in str(attribute)
@@ -616,87 +603,10 @@ def _changes_rows(kind: type, name: str) -> bool:
     return all(each.metadata.get("changes_rows", True) for each in fields(kind) if each.name == name)
 
 
-# Kinds of values
-
-
-def _home(module: str | None, file: str | None) -> str:
-    """Where a module comes from: "python" (Overlord too), "installed" or "user"."""
-    top = (module or "").partition(".")[0]
-    if _is_ours(top) or (top in sys.stdlib_module_names and top != "__main__"):
-        return "python"
-    if file is None:
-        file = getattr(sys.modules.get(module or ""), "__file__", None) or getattr(sys.modules.get(top), "__file__", None)
-    parts = pathlib.PurePath(file).parts if file else ()
-    return "installed" if "site-packages" in parts or "dist-packages" in parts else "user"
-
-
-@functools.lru_cache(maxsize=256)
-def _version(package: str) -> str:
-    """The major and minor version: a patch release does not change the stream."""
-    version = getattr(sys.modules.get(package), "__version__", None)
-    if not isinstance(version, str):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
-    return ".".join(re.split(r"[.+]", version)[:2])
-
-
-def _is_own(kind: type, name: str, member: Any) -> bool:
-    """Whether a member was written in the class, rather than generated (by dataclass, say)."""
-    if name in _OF_CLASSES:
-        return False
-    if is_dataclass(kind) and name in _MADE_BY_DATACLASS and isinstance(member, FunctionType):
-        return not (member.__code__.co_filename == "<string>" or member.__module__ == "dataclasses")
-    if isinstance(member, FunctionType) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return member.__module__ == kind.__module__ and member.__code__.co_filename != "<string>"
-    return type(member).__name__ != "_tuplegetter"
-
-
-def _stable_name(module: str | None, name: str) -> str:
-    """A name with its module's path. Of Overlord's own modules the path is left out: a file of ours that moves to another
-    folder must not make saved states be refused. No two of our classes share a name, so none is mistaken for another."""
-    return f"{'overlord' if _is_ours(module) else module}.{name}"
-
-
-def _is_ours(module: str | None) -> bool:
-    return (module or "").partition(".")[0] == "overlord"
-
-
-def _module_name(kind: type) -> str:
-    """The module of a class. For types of compiled code `__module__` may be anything."""
-    return kind.__module__ if isinstance(kind.__module__, str) else ""
-
-
-def _is_compiled(kind: type) -> bool:
-    """Whether objects of a class may hold more than attributes and the contents of builtin containers."""
-    known = (object, dict, list, tuple, set, frozenset, *_PLAIN)
-    for base in kind.__mro__:
-        if base in known or _module_name(base) in ("typing", "abc", "collections.abc"):
-            continue
-        if isinstance(base.__dict__.get("__new__"), types.BuiltinFunctionType):
-            return True
-        if any(
-            isinstance(member, (types.MethodDescriptorType, types.WrapperDescriptorType)) for member in vars(base).values()
-        ):
-            return True
-    return False
-
-
-def _is_cached(kind: type, name: str) -> bool:
-    return isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
-
-
-def _own_getstate(kind: type) -> Callable[[Any], Any] | None:
-    found = getattr(kind, "__getstate__", None)
-    is_made = getattr(found, "__module__", None) == "dataclasses"
-    return None if found is None or is_made or found is getattr(object, "__getstate__", None) else found
-
-
 def _plain_entries(value: Any) -> str | None:
     """Describes a container of plain values; None where an entry is another kind of value, or names a file."""
     entries = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
-    if not all(type(entry) in _PLAIN for entry in entries):
+    if not all(type(entry) in PLAIN for entry in entries):
         return None
     if len(entries) <= _MOST_NAMES and any(type(e) is str and _may_name_file(e) and os.path.isfile(e) for e in entries):
         return None

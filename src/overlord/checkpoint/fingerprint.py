@@ -22,6 +22,7 @@ from overlord.declare.batch import Batch
 from overlord.declare.source import DECLARED_BUFFER, Source, Unit
 from overlord.errors import StateError
 from overlord.sources.files import codec_of
+from overlord.sources.prepared import Prepared
 from overlord.stream.plain import DamagedError, as_list, as_mapping, short_repr, text, whole, with_keys
 
 if TYPE_CHECKING:
@@ -30,20 +31,30 @@ if TYPE_CHECKING:
 FORMAT = 2
 """How values are described in a fingerprint. The first release had none: its descriptions are number 1."""
 
-JOB_MAY_CHANGE = frozenset({"mixture", "mesh", "stage_fields", "strategy", "num_workers", "num_processes", "prefetch"})
+JOB_MAY_CHANGE = frozenset(
+    {
+        *("cache", "evals", "mixture", "mesh", "skip", "stage_fields", "cut", "strategy"),
+        *("num_workers", "num_processes", "prefetch"),
+    }
+)
 """The fields of a Job that a state does not depend on. Every other one has its own entry in the fingerprint."""
 
 BATCH_MAY_CHANGE = frozenset({"layout", "pad_to", "micro_tokens", "pad_token", "image_token", "columns", "drop_last"})
 """The fields of a Batch that say how the samples of a step are handed out, and whether a last, partial step comes. Every
 other one decides which samples a step has, or how rows are numbered."""
 
-SOURCE_MAY_CHANGE = frozenset({"repeat", "buffer_bytes", "loaders", "on_bad_row", "null_columns", "size_columns"})
-"""The fields of a Source that say where it ends, who reads it with how much memory, what becomes of bad rows, and what
-costs are computed from. The
-fields that a reader adds are named by its identity(), but for those of `READER_MAY_CHANGE`."""
+SOURCE_MAY_CHANGE = frozenset(
+    {"cache", "repeat", "warn_epochs", "buffer_bytes", "loaders", "on_bad_row", "null_columns", "size_columns"}
+)
+"""The fields of a Source that say where it ends, who reads it with how much memory and disk, what becomes of bad rows, and
+what costs are computed from. The fields that a reader adds are named by its identity(), but for those of
+`READER_MAY_CHANGE`."""
 
 READER_MAY_CHANGE = frozenset({"storage_options", "retry"})
 """The fields of readers that say how files are reached."""
+
+_ADDED = ("warm_up",)
+"""Options of a batch that are left out of a fingerprint where they are not given, as they were before they existed."""
 
 _PACKED_HINT = (
     "; compressed files were one unit each in earlier releases and are now cut into several: to continue the run exactly, "
@@ -79,10 +90,10 @@ class Fingerprint:
         batch = {
             each.name: _plain_option(getattr(job.batch, each.name), f"batch.{each.name}", describer)
             for each in fields(job.batch)
-            if each.name not in BATCH_MAY_CHANGE
+            if each.name not in BATCH_MAY_CHANGE and not (each.name in _ADDED and getattr(job.batch, each.name) is None)
         }
         sources = {
-            name: (_declaration_digests(name, source, describer), _units_digest(units[name]), len(units[name]))
+            name: (_declaration_digests(name, source, describer), units_digest(units[name]), len(units[name]))
             for name, source in job.sources.items()
         }
         return Fingerprint(
@@ -126,7 +137,8 @@ class Fingerprint:
 
     def _changed_options(self, saved: Mapping[str, Any], is_first: bool) -> dict[str, str]:
         found = {}
-        for key, value in self.batch.items():
+        now = {**{key: None for key in _ADDED if key in saved}, **self.batch}
+        for key, value in now.items():
             if is_first and key not in saved:
                 continue  # the first release did not count it
             old = _with_lists(saved[key]) if key in saved else _default_option(key)
@@ -281,22 +293,32 @@ def _default_option(name: str) -> Any:
 
 def _declaration_digests(name: str, source: Source, describer: Describer) -> str:
     at = f"sources.{name}"
-    parts = [_reader_text(source, at, describer)]
+    parts = [reader_text(source, at, describer)]
     given = declared_options(source)
     # By its value, however it was found: 1, the default of earlier releases, is left out, as it was then.
     given = {**given, "window": source.units_per_chunk} if source.units_per_chunk != 1 else _without_window(given)
     for each in fields(Source):
         if each.name in given and each.name != "transform" and each.name not in SOURCE_MAY_CHANGE:
             parts.append(f"{each.name}={describer.text(given[each.name], f'{at}.{each.name}')}")
-    transforms = [describer.text(each, f"{at}.transform[{i}]") for i, each in enumerate(source.transforms)]
-    return ".".join(digest_of(text)[:8] for text in (repr(parts), *transforms))
+    made: list[str] = []
+    if isinstance(source, Prepared):  # as its original is declared
+        manifest = source.manifest()
+        made = manifest.transforms
+        describer.packages.update(manifest.packages)
+    return ".".join((digest_of(repr(parts))[:8], *made, *transform_digests(name, source, describer)))
+
+
+def transform_digests(name: str, source: Source, describer: Describer) -> list[str]:
+    """A digest of each transform of a source: its code, its options, and what they refer to."""
+    at = f"sources.{name}.transform"
+    return [digest_of(describer.text(each, f"{at}[{i}]"))[:8] for i, each in enumerate(source.transforms)]
 
 
 def _without_window(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: option for name, option in options.items() if name != "window"}
 
 
-def _reader_text(source: Source, at: str, describer: Describer) -> str:
+def reader_text(source: Source, at: str, describer: Describer) -> str:
     """A reader by its identity(), with the fields of subclasses that identity() does not know. A reader without an
     identity() counts with its code and all of its fields."""
     owner = next(kind for kind in type(source).__mro__ if "identity" in vars(kind))
@@ -328,7 +350,7 @@ def _label(transform: Any) -> str:
     return getattr(transform, "__qualname__", type(transform).__qualname__)
 
 
-def _units_digest(units: Sequence[Unit]) -> str:
+def units_digest(units: Sequence[Unit]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for unit in units:
         line = f"{unit.path}\0{unit.index}\0{unit.num_rows}\0{unit.num_bytes}\n"

@@ -7,7 +7,8 @@ What `state_dict()` returns has the same three keys in every state, with text in
 so that libraries which load in place, or take nested dicts apart and put them together again, can hold it: a dict whose keys
 come and go, or an empty list in it, would not survive them. The text is JSON of the contents, which `checkpoint/state.py`
 describes; `contents_of` returns them. The contents by themselves are accepted wherever a state is, and so is the JSON text
-of either.
+of either, also under the key "overlord" alone: {"overlord": "<JSON>"}, the form of
+`overlord.integrations.torch.Stateful`.
 
 The contents end with a checksum over all of them, as sorted JSON. The first release wrote contents without one.
 """
@@ -65,6 +66,8 @@ def contents_of(state: Any) -> dict[str, Any]:
     """
     if isinstance(state, (str, bytes, bytearray)):
         state = _parse(state, "the state", "; to read a state from a file, give the text in it")
+    if isinstance(state, Mapping) and len(state) == 1 and isinstance(state.get("overlord"), str):
+        state = _parse(state["overlord"], "the text under the key 'overlord'", "; use an older checkpoint")
     if not isinstance(state, Mapping) or "overlord" not in state:
         raise StateError(
             "not an Overlord state: a dict with the key 'overlord' is needed, as state_dict() returns it, got "

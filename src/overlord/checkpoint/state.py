@@ -27,7 +27,7 @@ from overlord.checkpoint.form import (
     seal,
     with_checksum,
 )
-from overlord.steering.decisions import WEIGHTS, Steered
+from overlord.steering.decisions import WEIGHTS, Steered, added_sources
 from overlord.stream.plain import (
     DamagedError,
     as_mapping,
@@ -79,7 +79,12 @@ def from_state(state: Any, job: Job, fingerprint: Fingerprint, accept_changes: C
         text(contents["unit"], "unit", among=("samples", "tokens"))
         differences = fingerprint.differences(contents["fingerprint"])
         progress = _progress(contents, job.mix.unit)
-        _steered(contents)
+        for name in added_sources(_steered(contents).decisions, progress.step):
+            if name not in job.sources:
+                differences[f"sources.{name}"] = (
+                    f"source {name!r} was added while the run ran, and this job does not have it: declare it in "
+                    "Job(sources=...), and leave the mixture as it is"
+                )
         _check_names(contents["fingerprint"]["sources"], progress.names)
     except DamagedError as error:
         raise damage_error(error) from None

@@ -6,7 +6,7 @@ import logging
 import os
 import stat
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import orjson
@@ -14,6 +14,8 @@ import orjson
 from overlord.errors import BadRowError, SpecError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from overlord.declare.source import BadRows
 
 MOST_ERROR_CHARS = 2000
@@ -56,6 +58,15 @@ class BadRowLog:
     def last_error(self) -> str | None:
         """File, row and error of the row dropped last."""
         return self._last_error
+
+    def note_dropped(self, rows: Collection[BadRowKey]) -> None:
+        """Count rows that another loader dropped from a chunk that was copied from it. It has listed them, and has checked
+        its budget."""
+        with self._lock:
+            for key in rows:
+                if key not in self._seen:
+                    self._num_dropped += 1
+                    self._seen[key] = self._num_dropped
 
     def add(self, where: str, row: int, error: str) -> None:
         """Report row `row` of file `where` as bad, -1 where unknown. Raises BadRowError where the policy says so."""
@@ -141,6 +152,30 @@ class BadRowLog:
                 odd[0],
             )
         return entries
+
+
+class BadRowSink(Protocol):
+    """Takes bad rows."""
+
+    @property
+    def fails(self) -> bool:
+        """The policy is to stop at the first bad row."""
+        ...
+
+    def add(self, where: str, row: int, error: str) -> None: ...
+
+
+class RecordedBadRows:
+    """Passes bad rows on to a log, and keeps them."""
+
+    def __init__(self, log: BadRowLog) -> None:
+        self._log = log
+        self.fails = log.fails
+        self.rows: list[tuple[str, int, str]] = []
+
+    def add(self, where: str, row: int, error: str) -> None:
+        self.rows.append((where, row, error))
+        self._log.add(where, row, error)
 
 
 class _Entry(msgspec.Struct):

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from overlord.errors import SpecError
 from overlord.sources.reading import table_bytes
 from overlord.stream.facts import (
     WEIGHT_BITS,
     ChunkFacts,
     Ints,
-    LossCount,
+    Losses,
+    RowOrigins,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import pyarrow as pa
     from numpy.typing import NDArray
@@ -36,6 +38,8 @@ class Lineage:
     row_numbers: tuple[NDArray[np.int64] | None, ...]
     mapped: tuple[MappedFile, ...] = ()
     """Files that the rows point into: they do not count as memory of the chunk."""
+    unit_numbers: tuple[int, ...] = ()
+    """The numbers of the units among those of the source."""
 
     def where(self, number: int) -> tuple[str, int]:
         """(file or unit, row in it); row -1 where a transform lost the lineage."""
@@ -46,6 +50,24 @@ class Lineage:
         row = number - int(self.first[index])
         numbers = self.row_numbers[index]
         return str(self.units[index]), row if numbers is None else int(numbers[row])
+
+    def origins(self, number: Ints, token: Ints | None = None) -> RowOrigins:
+        """Where the rows with these numbers were read, as columns. `token`: the first token of each within its document."""
+        place = None
+        row = number
+        if len(self.units) > 1:
+            place = np.searchsorted(self.first, number, side="right") - 1
+            row = number - self.first[place]
+        if any(numbers is not None for numbers in self.row_numbers):
+            row = row.copy()
+            for index, numbers in enumerate(self.row_numbers):
+                if numbers is not None:
+                    of_unit = (number >= 0) if place is None else (place == index)
+                    row[of_unit] = numbers[row[of_unit]]
+        if place is not None and len(number) and int(number.min()) < 0:  # the lineage of these is lost
+            place, row = np.maximum(place, 0), np.where(number < 0, -1, row)
+        small = [None if column is None else column.astype(np.int32) for column in (place, token)]
+        return RowOrigins(self.unit_numbers, row.astype(np.int32), *small)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +90,8 @@ class Chunk:
     """One entry per token of `values`, 0 where predicting it has no loss: integers, or loss weights as float32."""
     shared: RowsInMemory | None = None
     """The shared memory that the rows lie in; None for a chunk of this process alone."""
+    file_bytes: int | None = None
+    """The bytes of the saved file that all of its arrays are views of; None for a chunk that was made."""
 
     @property
     def end(self) -> Ints:
@@ -77,6 +101,8 @@ class Chunk:
     def num_bytes(self) -> int:
         if self.shared is not None:
             return self.shared.num_bytes + self.origin.nbytes + self._facts_bytes
+        if self.file_bytes is not None:
+            return self.file_bytes
         own_mask = (
             self.mask.nbytes if self.mask is not None and self.mask.flags.owndata else 0
         )  # a mask that is a view is counted with the table
@@ -91,14 +117,27 @@ class Chunk:
         """The unit and the row in it that a row of the table was read from."""
         return self.lineage.where(int(self.origin[table_row]))
 
-    def count_loss(self, row: int, start: int, stop: int) -> LossCount:
-        """The loss of the tokens [start, stop) of a row."""
-        begin = int(self.begin[row]) + start
-        end = min(int(self.begin[row]) + stop + 1, int(self.document_end[row]))
+    def origins_of(self, source: str, number: int, rows: Sequence[int]) -> list[tuple[str, int]]:
+        """As `where`, for rows of this chunk, which is chunk `number` of `source`."""
+        wrong = [row for row in rows if not 0 <= row < len(self.table_row)]
+        if wrong:
+            raise SpecError(
+                f"chunk {number} of source {source!r} has {len(self.table_row):,} rows; there is no row {wrong[0]:,}: it "
+                "was logged by another job, or its data has changed since"
+            )
+        return [self.where(int(self.table_row[row])) for row in rows]
+
+    def count_losses(self, rows: Ints, starts: Ints, stops: Ints) -> Losses:
+        """The loss of the tokens [start, stop) of rows."""
+        begin = self.begin[rows] + starts
+        end = np.minimum(self.begin[rows] + stops + 1, self.document_end[rows])
+        lengths = np.maximum(end - begin - 1, 0)  # the tokens that are predicted: those after the first
         if self.mask is None:
-            return LossCount(max(end - begin - 1, 0))
-        predicted = self.mask[begin + 1 : end]
-        return LossCount(int(np.count_nonzero(predicted)), int(_extra(predicted).sum()) if is_weights(predicted) else 0)
+            return Losses(lengths, np.zeros_like(lengths))
+        ends = np.cumsum(lengths)
+        predicted = self.mask[np.arange(int(lengths.sum())) + np.repeat(begin + 1 - (ends - lengths), lengths)]
+        tokens = _sums(predicted != 0, ends, lengths)
+        return Losses(tokens, _sums(_extra(predicted), ends, lengths) if is_weights(predicted) else np.zeros_like(tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +221,12 @@ def _sum_over_labels(begin: Ints, end: Ints, document_end: Ints, per_token: NDAr
     # Sums over a whole chunk may wrap around; differences of wrapped sums are still right.
     summed = np.concatenate([[0], np.cumsum(per_token, dtype=np.int64)])
     return summed[last] - summed[np.minimum(begin + 1, last)]
+
+
+def _sums(values: NDArray[np.generic], ends: Ints, lengths: Ints) -> Ints:
+    """The sum of each of some ranges that lie one after the other."""
+    summed = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])  # may wrap around; the differences are still right
+    return summed[ends] - summed[ends - lengths]
 
 
 def _extra(weights: NDArray[np.generic]) -> Ints:

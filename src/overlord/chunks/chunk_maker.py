@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.batches.buffers import Arenas
+from overlord.chunks.bad_rows import RecordedBadRows
 from overlord.chunks.chunk import (
     Chunk,
     Documents,
@@ -19,14 +21,20 @@ from overlord.chunks.chunk import (
     rows_of,
 )
 from overlord.chunks.lists import NumberLists, combine_lists, list_parts, note_bad_ids, note_bad_weights
+from overlord.chunks.row_cache import NextNeeds, RowCache, TransformedRows, UnitOrder
 from overlord.chunks.size_columns import declared_sizes
 from overlord.chunks.transforms.apply import Reporter, Transforms
 from overlord.chunks.transforms.outcome import Context
+from overlord.declare.source import CHOSEN_TOKENS
 from overlord.errors import DataError, SchemaError
+from overlord.runtime.recorder import current_recorder
 from overlord.sources.column_types import cast_table, wider_schema, wider_type
-from overlord.sources.files import open_reader
+from overlord.sources.files import FileSource, open_reader
+from overlord.sources.range_cache import FetchAhead, needed_again
+from overlord.sources.reading import SeveralReader
+from overlord.sources.storage import is_remote
 from overlord.sources.views import take_rows
-from overlord.stream.chunk_order import UnitRuns, row_order, units_of_chunk
+from overlord.stream.chunk_order import UnitRuns, chunks_per_epoch, row_order, units_of_chunk
 from overlord.stream.facts import LOSS_EXTRA, ChunkFacts, Ints
 
 if TYPE_CHECKING:
@@ -34,10 +42,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from overlord.chunks.bad_rows import BadRowLog
+    from overlord.chunks.bad_rows import BadRowLog, BadRowSink
+    from overlord.chunks.row_cache import EntryStore
     from overlord.declare.batch import Batch
     from overlord.declare.source import Source, Unit
     from overlord.media.images import ImageFacts
+    from overlord.sources.range_cache import RangeOfFile
     from overlord.sources.reading import ReadResult
 
 _FIRST_OF_ONE = np.zeros(1, np.int64)
@@ -59,67 +69,129 @@ class ChunkMaker:
         transforms: Transforms | None = None,
         release_gil: bool = False,
         arenas: Arenas | None = None,
+        kept: tuple[EntryStore, str] | None = None,
     ) -> None:
         """`transforms`: those of the source; they run in the calling thread alone unless given. `release_gil`: other threads
-        contend for the GIL while this one makes chunks. `arenas`: memory for chunks of several units."""
+        contend for the GIL while this one makes chunks. `arenas`: memory for chunks of several units. `kept`: the cache of
+        transformed rows, and what these depend on beside their unit."""
         self._name = name
         self._source = source
         self._units = units
         self._runs = UnitRuns.of(units)
         self._seed = seed
         self._batch = batch
+        self._long_policy = source.long_policy(batch.long_documents)
         self._bad_rows = bad_rows
+        self._spans = current_recorder().spans
         self._arenas = arenas or Arenas()
         self._reader = open_reader(source, release_gil=release_gil)
         self._transforms = (transforms or Transforms(source.transforms)) if source.transforms else None
+        self._needs = NextNeeds(UnitOrder(name, seed, units, self._runs, source.units_per_chunk, source.shuffle))
+        self._kept = None if kept is None else self._open_cache(*kept)
+        self._ahead = self._open_ahead()
+
+    def _open_ahead(self) -> FetchAhead | None:
+        """What fetches the bytes of the next chunks from remote storage; None where there is nowhere to keep them."""
+        source = self._source
+        if not isinstance(source, FileSource) or source.cache is None or not source.storage.keeps_data:
+            return None
+        if not is_remote(self._units[0].path) or not source.byte_ranges(self._units[0]):
+            return None
+        return FetchAhead(source.storage, self._ranges_of, source.cache.max_bytes)
+
+    def _ranges_of(self, number: int) -> list[RangeOfFile]:
+        source = self._source
+        assert isinstance(source, FileSource)  # only these have ranges
+        per_epoch = chunks_per_epoch(len(self._units), source.units_per_chunk)
+        if source.num_epochs is not None and number >= source.num_epochs * per_epoch:
+            return []
+        return [each for unit in self.units_of(number) for each in source.byte_ranges(unit)]
+
+    def _open_cache(self, store: EntryStore, key: str) -> RowCache:
+        source = self._source
+        return RowCache(
+            store,
+            key,
+            source,
+            self._needs,
+            transforms=self._transforms,
+            bad_rows=self._bad_rows,
+        )
 
     def make(self, number: int) -> Chunk:
         try:
-            return self._make(number)
+            chosen = self.unit_numbers(number)
+            if self._ahead is not None:
+                self._ahead.note(number)
+            rows = (
+                self._make_rows(number, chosen) if self._kept is None else self._kept.obtain(number, chosen, self._make_rows)
+            )
+            return self._chunk(number, rows.table, rows.origin, rows.lineage)
         except Exception as error:
-            units = ", ".join(str(unit) for unit in self._units_of(number))
+            units = ", ".join(str(unit) for unit in self.units_of(number))
             error.add_note(f"while making chunk {number} of source {self._name!r} from {units}")
             raise
 
     def close(self) -> None:
         """Close files that reading left open. A chunk that is being made is made to its end."""
         self._reader.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def expected_bytes(self, number: int) -> int:
         """The bytes of a chunk by the list of units."""
-        return sum(unit.num_bytes for unit in self._units_of(number))
+        return sum(unit.num_bytes for unit in self.units_of(number))
 
-    def _make(self, number: int) -> Chunk:
-        table, lineage = self._read(number)
-        origin = np.arange(table.num_rows, dtype=np.int64)
+    def _make_rows(self, number: int, chosen: Sequence[int]) -> TransformedRows:
+        """Read and transform units of a chunk."""
+        bad_rows = self._bad_rows if self._kept is None else RecordedBadRows(self._bad_rows)
+        rows, num_stages = self._read(number, chosen, bad_rows)
+        table, origin = rows.table, rows.origin
         if self._transforms is not None:
-            context = Context(self._name, number, self._seed)
-            table, origin = self._transforms.run(table, context, origin, Reporter(self._bad_rows, lineage.where))
-        return self._chunk(number, table, origin, lineage)
+            context, began = Context(self._name, number, self._seed, num_stages), time.perf_counter()
+            table, origin = self._transforms.run(table, context, origin, Reporter(bad_rows, rows.lineage.where))
+            if self._spans.is_on:
+                self._spans.add(f"transform chunk {number} of {self._name}", began)
+        return TransformedRows(
+            table, origin, rows.lineage, rows.num_read, tuple(bad_rows.rows) if isinstance(bad_rows, RecordedBadRows) else ()
+        )
 
     def report_bad_decode(self, chunk: Chunk, table_row: int, error: str) -> None:
         """Report a row whose deferred decode failed."""
         file, row = chunk.where(table_row)
         self._bad_rows.add(file, row, error)
 
-    def _units_of(self, number: int) -> list[Unit]:
-        source = self._source
-        chosen = units_of_chunk(
-            self._seed, self._name, self._runs, window=source.units_per_chunk, shuffle=source.shuffle, chunk=number
-        )
-        return [self._units[index] for index in chosen.tolist()]
+    def units_of(self, number: int) -> list[Unit]:
+        """The units that a chunk is read from, in their order."""
+        return [self._units[index] for index in self.unit_numbers(number)]
 
-    def _read(self, number: int) -> tuple[pa.Table, Lineage]:
-        units = self._units_of(number)
-        results = [self._read_unit(unit) for unit in units]
+    def unit_numbers(self, number: int) -> list[int]:
+        """The numbers of these units among those of the source."""
+        source = self._source
+        return units_of_chunk(
+            self._seed, self._name, self._runs, window=source.units_per_chunk, shuffle=source.shuffle, chunk=number
+        ).tolist()
+
+    def _read(self, number: int, chosen: Sequence[int], bad_rows: BadRowSink) -> tuple[TransformedRows, int]:
+        """The rows of units of a chunk, and how many transforms have run on them already."""
+        units = [self._units[index] for index in chosen]
+        if len(chosen) > 1 and self._source.cache is None and isinstance(self._reader, SeveralReader):
+            results = self._read_several(self._reader, units)
+        else:
+            results = [self._read_unit(index, number) for index in chosen]
+        for unit, result in zip(units, results, strict=True):
+            self._check_read(unit, result, bad_rows)
         tables = [result.table for result in results]
         if any(not table.schema.equals(tables[0].schema) for table in tables[1:]):
             tables = self._merge_schemas(units, tables)
-        sizes = [table.num_rows for table in tables[:-1]]
-        first = np.cumsum([0, *sizes], dtype=np.int64) if sizes else _FIRST_OF_ONE
+        sizes = [_num_read(result) for result in results]
+        first = np.cumsum([0, *sizes[:-1]], dtype=np.int64) if len(sizes) > 1 else _FIRST_OF_ONE
         mapped = tuple(data for result in results for data in result.mapped)
-        lineage = Lineage(tuple(units), first, tuple(result.row_numbers for result in results), mapped)
-        return tables[0] if len(tables) == 1 else pa.concat_tables(tables), lineage
+        row_numbers = tuple(result.row_numbers for result in results)
+        lineage = Lineage(tuple(units), first, row_numbers, mapped, tuple(chosen))
+        table = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+        made = results[0].made
+        return TransformedRows(table, _origin(results, first), lineage, sum(sizes)), 0 if made is None else made.num_stages
 
     def _merge_schemas(self, units: Sequence[Unit], tables: Sequence[pa.Table]) -> list[pa.Table]:
         """The tables cast to one schema, each column to the type that holds the values of all units. Types inferred from one
@@ -149,15 +221,31 @@ class ChunkMaker:
                 f"fit the types that hold both: {error}; give each column one type"
             ) from error
 
-    def _read_unit(self, unit: Unit) -> ReadResult:
-        result = self._reader.read_rows(unit)
+    def _read_several(self, reader: SeveralReader, units: Sequence[Unit]) -> list[ReadResult]:
+        began = time.perf_counter()
+        results = reader.read_several(units)
+        if self._spans.is_on:
+            self._spans.add(f"read {', '.join(map(str, units))}", began, source=self._name)
+        return results
+
+    def _read_unit(self, index: int, number: int) -> ReadResult:
+        unit, began = self._units[index], time.perf_counter()
+        if self._source.cache is None:
+            result = self._reader.read_rows(unit)
+        else:
+            with needed_again(self._needs.in_s(index, number)):
+                result = self._reader.read_rows(unit)
+        if self._spans.is_on:
+            self._spans.add(f"read {unit}", began, source=self._name)
+        return result
+
+    def _check_read(self, unit: Unit, result: ReadResult, bad_rows: BadRowSink) -> None:
         if not isinstance(result.table, pa.Table):
             raise SchemaError(
                 f"source {self._name!r}: read({unit}) must return a pyarrow.Table, got {type(result.table).__name__}"
             )
         for bad in result.bad:
-            self._bad_rows.add(str(unit), bad.row, str(bad))
-        return result
+            bad_rows.add(str(unit), bad.row, str(bad))
 
     def _chunk(self, number: int, table: pa.Table, origin: Ints, lineage: Lineage) -> Chunk:
         if table.num_rows == 0:  # its columns and types mean nothing
@@ -165,20 +253,23 @@ class ChunkMaker:
         self._check_columns(table)
         table = self._combine(table)
         table, origin, images = self._add_image_facts(table, origin, lineage)
-        source, batch = self._source, self._batch
+        source = self._source
         if source.tokens is None:
             order = self._order(number, table.num_rows)
             zeros = np.zeros(table.num_rows, np.int64)
             found = None if images is None else images.take(order)
             sizes = ({} if found is None else found.sizes) | self._declared_sizes(table, order)
-            facts = ChunkFacts(zeros, zeros, sizes, images=None if found is None else found.images)
+            of_images = None if found is None else found.images
+            facts = ChunkFacts(zeros, zeros, sizes, images=of_images, origins=lineage.origins(origin[order]))
             return Chunk(facts, table, order, origin, lineage)
         text = self._text(table, origin, lineage)
         if text.bad:
             table, origin, images = self._drop_bad(text.bad, table, origin, lineage, images)
             table = self._combine(table)
             text = self._text(table, origin, lineage)
-        if batch.long_documents == "fail":
+        if text.chosen is not None and self._batch.document_multiple > 1:
+            table, text = self._pad_pairs(table, text)
+        if self._long_policy == "fail":
             self._check_lengths(text.documents, origin, lineage)
         return self._text_chunk(number, table, text, origin=origin, lineage=lineage, images=images)
 
@@ -186,7 +277,7 @@ class ChunkMaker:
         self, number: int, table: pa.Table, text: _Text, *, origin: Ints, lineage: Lineage, images: ImageFacts | None
     ) -> Chunk:
         documents, mask = text.documents, text.mask
-        rows = rows_of(documents, self._batch.long_documents, self._batch.sequence_length)
+        rows = rows_of(documents, self._long_policy, self._batch.sequence_length)
         order = self._order(number, len(rows.begin))
         document = order if rows.are_documents else rows.document[order]
         begin, end = rows.begin[order], rows.end[order]
@@ -194,6 +285,8 @@ class ChunkMaker:
         counts = {name: count for name, count in rows.counts.items() if count}
         found = None if images is None else images.take(document)
         sizes = ({} if found is None else found.sizes) | self._declared_sizes(table, document)
+        if text.chosen is not None:
+            sizes = {**sizes, CHOSEN_TOKENS: text.chosen[document]}
         if mask is not None and is_weights(mask):
             sizes = {**sizes, LOSS_EXTRA: loss_extra(begin, end, document_end, mask)}
         facts = ChunkFacts(
@@ -202,6 +295,7 @@ class ChunkMaker:
             sizes=sizes,
             counts=counts,
             images=None if found is None else found.images,
+            origins=lineage.origins(origin[document], begin - documents.offsets[document] if "split" in counts else None),
         )
         kept = self._select_columns(table)
         return Chunk(facts, kept, document, origin, lineage, documents.values, begin, document_end, mask)
@@ -299,7 +393,44 @@ class ChunkMaker:
             # An id below 0 is never a label; labels, loss mask and loss tokens must agree.
             is_label = tokens.values >= 0
             mask = is_label.astype(np.int8) if mask is None else np.where(is_label, mask, mask.dtype.type(0))
-        return _Text(documents, mask, sorted(bad.items()))
+        if source.pairs is None:
+            return _Text(documents, mask, sorted(bad.items()))
+        chosen = self._chosen(table, source.pairs, tokens.lengths, bad)
+        if not bad:
+            # Nothing predicts the first token of the rejected side, though another comes before it.
+            mask = np.ones(len(tokens.values), np.int8) if mask is None else mask.copy()
+            mask[tokens.offsets + chosen] = 0
+        return _Text(documents, mask, sorted(bad.items()), chosen)
+
+    def _chosen(self, table: pa.Table, name: str, lengths: Ints, bad: dict[int, str]) -> Ints:
+        """The number of tokens of the chosen side of each pair; a pair without one of its sides is a bad row."""
+        if name not in table.column_names:
+            raise SchemaError(self._missing_text(name, table, "pairs"))
+        column = table.column(name)
+        if not pa.types.is_integer(column.type):
+            raise SchemaError(f"source {self._name!r}: pairs={name!r} is a column of numbers of tokens, it is {column.type}")
+        chosen = column.fill_null(pa.scalar(0, column.type)).to_numpy().astype(np.int64)
+        for row in np.flatnonzero((chosen < 1) | (chosen >= lengths)).tolist():
+            side = "chosen" if chosen[row] < 1 else "rejected"
+            bad.setdefault(row, f"the pair has no {side} side: {name!r} is {chosen[row]} of {lengths[row]} tokens")
+        return chosen
+
+    def _pad_pairs(self, table: pa.Table, text: _Text) -> tuple[pa.Table, _Text]:
+        """The pairs with chosen sides padded to `document_multiple`, so that rejected ones begin where a document may."""
+        documents, mask, chosen = text.documents, text.mask, text.chosen
+        assert chosen is not None
+        assert mask is not None
+        multiple = self._batch.document_multiple
+        gaps = -chosen % multiple
+        where = np.repeat(documents.offsets + chosen, gaps)
+        # Documents lie one after the other, so that the gaps before each one shift it.
+        values = np.insert(documents.values.astype(np.int32), where, self._batch.pad_token)
+        offsets = documents.offsets + np.cumsum(gaps) - gaps
+        padded = Documents(values, offsets, documents.lengths + gaps)
+        column = pa.ListArray.from_arrays(pa.array(np.append(offsets, len(values)), pa.int32()), pa.array(values))
+        place = table.column_names.index(str(self._source.tokens))
+        table = table.set_column(place, str(self._source.tokens), column)
+        return table, _Text(padded, np.insert(mask, where, 0), [], chosen)
 
     def _check_mask(self, given: NumberLists, origin: Ints, lineage: Lineage) -> None:
         if given.smallest >= 0 and given.largest <= 1 and given.values.dtype.kind != "f":
@@ -354,9 +485,13 @@ class ChunkMaker:
         if len(long):
             file, row = lineage.where(int(origin[long[0]]))
             tokens = int(documents.lengths[long[0]])
+            source = self._source
+            ways = (
+                "'drop'" if source.pairs else "'truncate' or 'drop'" if source.is_whole else "'split', 'truncate' or 'drop'"
+            )
             raise DataError(
                 f"source {self._name!r}: {file}, row {row}: a document of {tokens:,} tokens is longer "
-                f"than sequence_length {self._batch.sequence_length:,}; set long_documents to 'split', 'truncate' or 'drop'"
+                f"than sequence_length {self._batch.sequence_length:,}; set long_documents to {ways}"
             )
 
     def _missing_text(self, column: str, table: pa.Table, option: str) -> str:
@@ -364,6 +499,23 @@ class ChunkMaker:
             "; tokenise text with transform=ol.Tokenize(...), or name the column with tokens=" if option == "tokens" else ""
         )
         return f"source {self._name!r} has no column {column!r} (its option {option}); it has {table.column_names}{hint}"
+
+
+def _num_read(result: ReadResult) -> int:
+    return result.table.num_rows if result.made is None else result.made.num_read
+
+
+def _origin(results: Sequence[ReadResult], first: Ints) -> Ints:
+    """The number, in reading order, of the row that each row of the results was read from; -1 where that is lost."""
+    if all(result.made is None or result.made.origin is None for result in results):
+        return np.arange(sum(result.table.num_rows for result in results), dtype=np.int64)
+    origins: list[Ints] = []
+    for result, begin in zip(results, first.tolist(), strict=True):
+        origin = None if result.made is None else result.made.origin
+        origins.append(
+            begin + np.arange(result.table.num_rows) if origin is None else np.where(origin < 0, -1, origin + begin)
+        )
+    return np.concatenate(origins)
 
 
 def _empty_chunk(table: pa.Table, lineage: Lineage, has_text: bool) -> Chunk:
@@ -378,6 +530,8 @@ class _Text:
     mask: NDArray[np.generic] | None
     bad: list[tuple[int, str]]
     """(row, error). The mask is only valid where this is empty."""
+    chosen: Ints | None = None
+    """The number of tokens of the chosen side of each row, for a source of preference pairs."""
 
 
 def _fields(table: pa.Table) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.batches.buffers import Arenas, segment_of
+from overlord.chunks.chunk import Chunk
 from overlord.runtime.transport import table_from_stream, table_to_stream
 from overlord.sources.storage import MappedFile, StoredFile, mapped_file_at
 from overlord.sources.views import VIEW, combine_chunks, compact, is_view
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from overlord.chunks.chunk import Chunk
-    from overlord.stream.facts import Ints
+    from overlord.chunks.chunk import Lineage
+    from overlord.stream.facts import ChunkFacts, Ints
 
 BytePlaces: TypeAlias = tuple[tuple[int, int], ...]
 """From byte, to byte."""
@@ -113,13 +114,41 @@ def share_chunk(chunk: Chunk, columns: Collection[str], arenas: Arenas) -> Chunk
     shared = copy_rows(rows, arenas)
     if segment_of(shared.memory) is None:
         return chunk  # the system had no shared memory left
+    return _chunk_over(shared, facts=chunk.facts, origin=chunk.origin, lineage=chunk.lineage)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHead:
+    """What a loader needs of a finished chunk beside its shared rows, to hold it too."""
+
+    facts: ChunkFacts
+    origin: Ints
+    lineage: Lineage
+    """Without the files that rows point into: they come with the rows."""
+
+    @staticmethod
+    def of(chunk: Chunk) -> ChunkHead:
+        return ChunkHead(chunk.facts, chunk.origin, replace(chunk.lineage, mapped=()))
+
+
+def copy_chunk(head: ChunkHead, rows: RowsInMemory, arenas: Arenas) -> Chunk:
+    """A chunk that another loader made, with its rows copied into memory of `arenas`."""
+    memory = arenas.lease(rows.num_bytes)
+    memory[:] = rows.memory
+    shared = RowsInMemory(memory, rows.places)
+    found = _chunk_over(shared, facts=head.facts, origin=head.origin, lineage=head.lineage)
+    return found if segment_of(memory) is not None else replace(found, shared=None)
+
+
+def _chunk_over(shared: RowsInMemory, *, facts: ChunkFacts, origin: Ints, lineage: Lineage) -> Chunk:
     opened = shared.open()
     table, mapped = opened.columns.open()
-    return replace(
-        chunk,
+    return Chunk(
+        facts=facts,
         table=table,
-        lineage=replace(chunk.lineage, mapped=mapped),
         table_row=opened.table_row,
+        origin=origin,
+        lineage=replace(lineage, mapped=mapped),
         values=opened.values,
         begin=opened.begin,
         document_end=opened.document_end,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from overlord.cli.options import at_least, to_dataclass
+from overlord.cli.options import add_options, at_least, option, to_dataclass
 from overlord.errors import SpecError
 from overlord.steering.cost_file import save_cost
 
@@ -32,21 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a Python file with build(device), which returns step(lengths): one forward and backward pass",
     )
-    parser.add_argument("--preset", metavar="NAME", help="measure blocks of a known shape instead, such as llama-8b-like")
-    parser.add_argument("--device", help="measure on cuda or cpu (default: cuda if there is one)")
-    parser.add_argument(
-        "--tokens", type=at_least(1), default=65_536, metavar="N", help="run at most N tokens at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--longest", type=at_least(1), metavar="N", help="measure documents of up to N tokens (default: as --tokens)"
-    )
-    parser.add_argument(
-        "--layers", type=at_least(1), default=2, metavar="N", help="measure N blocks of a preset (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--repeats", type=at_least(1), default=5, metavar="N", help="run each shape N times (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the coefficients to FILE, for overlord.load_cost")
+    add_options(parser, CalibrateOptions)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -58,13 +44,19 @@ class CalibrateOptions:
     """Which model to measure, on which device, over which documents."""
 
     model: Path | None
-    preset: str | None
-    device: str | None
-    tokens: int
-    longest: int | None
-    layers: int
-    repeats: int
-    out: Path | None
+    preset: str | None = option("--preset", "measure blocks of a known shape instead, such as llama-8b-like", metavar="NAME")
+    device: str | None = option("--device", "measure on cuda or cpu (default: cuda if there is one)")
+    tokens: int = option(
+        "--tokens", "run at most N tokens at once (default: %(default)s)", default=65_536, type=at_least(1), metavar="N"
+    )
+    longest: int | None = option(
+        "--longest", "measure documents of up to N tokens (default: as --tokens)", type=at_least(1), metavar="N"
+    )
+    layers: int = option("--layers", "measure N blocks of a preset (default: %(default)s)", default=2)
+    repeats: int = option(
+        "--repeats", "run each shape N times (default: %(default)s)", default=5, type=at_least(1), metavar="N"
+    )
+    out: Path | None = option("--out", "write the coefficients to FILE, for overlord.load_cost", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.preset is None):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from overlord.cli import FAILED
 from overlord.cli.live import LiveView, mix_table
-from overlord.cli.options import at_least
+from overlord.cli.options import add_option, at_least
 from overlord.cli.output import console, short, size, table, write_json
 from overlord.demo.run import DemoResult, run_demo
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=at_least(2), default=240, metavar="N", help="run N steps (default: %(default)s)")
+    add_option(parser, "--steps", type=at_least(2), default=240, help="run N steps (default: %(default)s)")
     parser.add_argument("--dir", type=Path, help="keep the corpus and its job file in this folder (default: delete them)")
 
 

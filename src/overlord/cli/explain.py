@@ -2,59 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.arrange.balancing import max_over_mean
 from overlord.arrange.explain import explain as explain_plan
-from overlord.cli.files import load_job, read_state
-from overlord.cli.options import add_job_argument, at_least
+from overlord.cli.options import add_job_argument, add_option
 from overlord.cli.output import console, table, write_json
-from overlord.errors import SpecError
-from overlord.service.run import StepDocument, start
+from overlord.cli.trace import add_where, document_table, documents_json, where_of
+from overlord.jobfile.loading import JobFile, load_job
+from overlord.lineage.obtaining import step_of
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
-
-    from rich.table import Table
 
     from overlord.arrange.plan import Plan
     from overlord.declare.job import Job
+    from overlord.lineage.obtaining import KnownFrom
     from overlord.roles.plan_window import Planned
     from overlord.stream.facts import Floats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_argument(parser)
-    parser.add_argument("--step", type=at_least(0), metavar="N", help="explain step N (default: the first)")
-    parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="start from the state in FILE, which is quicker for late steps"
-    )
+    add_option(parser, "--step", help="explain step N (default: the first)")
+    add_where(parser)
     parser.add_argument(
         "--documents", action="store_true", help="list the step's documents: source, file, row, microbatch and ranks"
     )
 
 
 def execute(options: argparse.Namespace) -> int:
-    return explain(options.job, options.step, options.resume, documents=options.documents, as_json=options.json)
+    return explain(options.job, options.step, where_of(options), documents=options.documents, as_json=options.json)
 
 
-def explain(path: Path, step: int | None, resume: Path | None, *, documents: bool, as_json: bool) -> int:
+def explain(path: JobFile, step: int | None, where: KnownFrom, *, documents: bool, as_json: bool) -> int:
     job = load_job(path)
-    saved = None if resume is None else read_state(resume)
-    with start(job, resume=saved) as loader:
-        number: int = loader.state_dict()["step"] if step is None else step
-        planned = loader.plan(number)
-        listed = loader.documents(number) if documents else None
-    if planned is None:
-        raise SpecError(f"the run of {path} ends before step {number:,}; explain an earlier one")
+    number = where.first_step() if step is None else step
+    with step_of(job, number, where) as found:
+        planned = found.planned(number)
+        listed = found.documents(number) if documents else None
     drawn = _drawn_by_source(job, planned)
     if as_json:
-        entries = {} if listed is None else {"documents": [asdict(document) for document in listed]}
+        entries = {} if listed is None else {"documents": documents_json(listed)}
         write_json({"step": number, "sources": drawn, **_plan_summary(planned.plan), **entries})
         return 0
     out = console()
@@ -72,27 +63,8 @@ def explain(path: Path, step: int | None, resume: Path | None, *, documents: boo
         out.print("\nNo costs: with a strategy that knows them (strategies.plain(cost=...)) this shows the slowest group.")
     if listed is not None:
         out.print("\nIts documents")
-        out.print(_document_table(listed))
+        out.print(document_table(listed))
     return 0
-
-
-def _document_table(listed: Sequence[StepDocument]) -> Table:
-    rows = [
-        (d.source, d.file, "?" if d.row < 0 else f"{d.row:,}", f"{d.tokens:,}", f"{d.microbatch:,}", _rank_ranges(d.ranks))
-        for d in listed
-    ]
-    return table("source", "<file", "row", "tokens", "microbatch", "<ranks", rows=rows)
-
-
-def _rank_ranges(ranks: Sequence[int]) -> str:
-    """Consecutive ranks as ranges: 0-3, 8-11."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _drawn_by_source(job: Job, planned: Planned) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,62 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from overlord.cli.output import short, table
+from overlord.cli.output import printable, short, table
+from overlord.errors import OverlordError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from overlord.service.dry_run import SourceShare, Throughput
 
 TERMINAL_EVERY_S = 0.1
 PLAIN_EVERY_S = 5.0
+_MOST_CAUSES = 8
+
+
+class WaitNotes:
+    """Says every few seconds what is waited for, until it is stopped. A context manager; `describe` is called in its own
+    thread, and may change."""
+
+    def __init__(
+        self,
+        console: Console,
+        doing: str,
+        describe: Callable[[], Sequence[str]] = tuple,
+        *,
+        every_s: float = PLAIN_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.doing = doing
+        self.describe = describe
+        self._console = console
+        self._every_s = every_s
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> WaitNotes:
+        self._thread = threading.Thread(target=self._run, name="overlord-notes", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        began = self._clock()
+        while not self._stopped.wait(self._every_s):
+            try:
+                lines = list(self.describe())
+            except OverlordError as error:  # the run is starting or closing
+                lines = [str(error)]
+            if not self._stopped.is_set():
+                causes = "".join(f"\n  - {printable(line)}" for line in lines[:_MOST_CAUSES])
+                self._console.print(f"{self.doing} for {self._clock() - began:.0f} s{causes}", soft_wrap=True, markup=False)
 
 
 class LiveView:
@@ -40,6 +87,11 @@ class LiveView:
         self._drawn_at = -math.inf
         self._before = (0.0, 0)  # seconds and tokens at the last redraw
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._notes: WaitNotes | None = None
+
+    def explain_wait(self, describe: Callable[[], Sequence[str]]) -> None:
+        """Until the first step, say every few seconds what the run waits for."""
+        self._notes = WaitNotes(self._console, f"{self._title}: waiting for the first step", describe).__enter__()
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -47,11 +99,15 @@ class LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._notes is not None:
+            self._notes.stop()
         if self._live is not None:
             self._live.stop()
 
     def show(self, meter: Throughput, shares: Callable[[], Mapping[str, SourceShare]]) -> None:
         """Redraw if it is time to. `shares` is called only then."""
+        if self._notes is not None:
+            self._notes.stop()
         now = self._clock()
         if now - self._drawn_at < self._every_s:
             return

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from overlord.cli.files import read_token
-from overlord.cli.options import at_least, positive, to_dataclass
+from overlord.cli.options import add_option
 from overlord.cli.output import console, table, write_json
+from overlord.cli.served import add_service_arguments, open_control
 from overlord.errors import SpecError
-from overlord.service.admin import Control
 from overlord.steering.decisions import WEIGHTS, Decision
 
 if TYPE_CHECKING:
@@ -19,57 +16,28 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", help="the address of the run, as printed by `overlord serve`")
+    add_service_arguments(parser)
     parser.add_argument(
         "weights", nargs="*", metavar="SOURCE=WEIGHT", help="new weights, such as web=6 code=4; sources left out get 0"
     )
     parser.add_argument("--declared", action="store_true", help="go back to the mixture that the job declares")
-    parser.add_argument(
-        "--from-step", type=at_least(0), metavar="N", help="change the weights at step N (default: the first not yet drawn)"
-    )
-    parser.add_argument("--token", help="the token of the service; --token-file keeps it off the command line")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="read the token from FILE")
-    parser.add_argument(
-        "--tls-root", type=Path, metavar="FILE", help="verify the service against the root certificate in FILE (PEM)"
-    )
-    parser.add_argument(
-        "--timeout",
-        dest="timeout_s",
-        type=positive,
-        default=30.0,
-        metavar="S",
-        help="give up after S seconds if the service does not answer (default: %(default)s)",
-    )
+    add_option(parser, "--from-step", help="change the weights at step N (default: the first not yet drawn)")
 
 
 def execute(options: argparse.Namespace) -> int:
-    return mix(options.weights, to_dataclass(options, MixOptions), options.json)
+    return mix(options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixOptions:
-    """Which run to change, from which step, and how to reach it."""
-
-    address: str
-    declared: bool
-    from_step: int | None
-    token: str | None
-    token_file: Path | None
-    tls_root: Path | None
-    timeout_s: float
-
-
-def mix(given: Sequence[str], options: MixOptions, as_json: bool) -> int:
-    weights = _parse_weights(given)
+def mix(options: argparse.Namespace) -> int:
+    weights, as_json = _parse_weights(options.weights), options.json
     if weights and options.declared:
         raise SpecError("--declared goes back to the mixture that the job declares: leave out the weights")
     if options.from_step is not None and not (weights or options.declared):
         raise SpecError("--from-step is the first step of new weights: give some, such as web=6 code=4")
-    token = options.token if options.token_file is None else read_token(options.token_file)
-    with Control(options.address, token=token, tls_root=options.tls_root, timeout_s=options.timeout_s) as control:
+    with open_control(options) as control:
         if not weights and not options.declared:
             return _show([d for d in control.decisions() if d.name == WEIGHTS], as_json)
-        step = control.set_weights(weights or None, options.from_step)
+        step = control.set_weights(weights or None, from_step=options.from_step)
     if as_json:
         write_json({"from_step": step, "weights": weights or None})
     else:

@@ -9,6 +9,7 @@ import orjson
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,8 +36,26 @@ def table(*columns: str, rows: Sequence[Sequence[str]] = (), title: str | None =
         left = i == 0 or name.startswith("<")
         made.add_column(name.removeprefix("<"), justify="left" if left else "right", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(Text(printable(cell)) for cell in row))  # not as markup: a source may be called [red]
     return made
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Consecutive ranks as ranges: 0-3, 8-11."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def printable(text: str) -> str:
+    """Text of users without control characters, which a terminal would obey."""
+    return (
+        text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )
 
 
 def short(number: float) -> str:

@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from overlord.cli import FAILED, describe_error
-from overlord.cli.files import load_job
-from overlord.cli.options import add_job_argument, at_least, num_bytes, positive, to_dataclass
+from overlord.cli.options import add_job_argument, add_options, at_least, option, positive, to_dataclass
 from overlord.cli.output import console, size, table, write_json
+from overlord.cli.run_options import BUDGET
 from overlord.fleet.profile import Effort, SourceProfiles
 from overlord.fleet.sizing import Sizing, profile_job, sizing_of
+from overlord.jobfile.loading import JobFile, load_job
 from overlord.loaders.model import Budget, duration
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
-    from pathlib import Path
 
     from overlord.declare.job import Job
 
@@ -29,42 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that trainers do not wait. Nothing is changed: the output says which settings to start the job with."
     )
     add_job_argument(parser)
-    parser.add_argument(
-        "--cpus", type=positive, metavar="N", help="give loaders N processors (default: those of this machine)"
-    )
-    parser.add_argument(
-        "--memory",
-        type=num_bytes,
-        metavar="SIZE",
-        help="give loaders this memory, as 8GiB (default: half of this machine's)",
-    )
-    parser.add_argument(
-        "--hosts", type=at_least(1), metavar="N", help="start at most N loader processes; 1 is the embedded engine"
-    )
-    parser.add_argument("--workers", type=at_least(1), metavar="N", help="let a host make N chunks in parallel (default: 4)")
-    parser.add_argument(
-        "--host-bandwidth",
-        type=num_bytes,
-        metavar="SIZE",
-        help="let a host send at most this much a second to data constructors, as 1GiB (default: any)",
-    )
-    parser.add_argument(
-        "--steps-per-second",
-        type=positive,
-        default=1.0,
-        metavar="R",
-        help="assume that trainers take R steps a second (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--chunks", type=at_least(1), default=3, metavar="N", help="make N chunks of each source (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=positive,
-        default=10.0,
-        metavar="S",
-        help="spend at most S seconds on each source (default: %(default)s)",
-    )
+    add_options(parser, PartitionOptions)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -75,15 +40,48 @@ def execute(options: argparse.Namespace) -> int:
 class PartitionOptions:
     """The budget and the effort. None stands for this machine's resources, or for a value derived from the others."""
 
-    job: Path
-    cpus: float | None
-    memory: int | None
-    hosts: int | None
-    workers: int | None
-    host_bandwidth: int | None
-    steps_per_second: float
-    chunks: int
-    seconds: float
+    job: JobFile
+    cpus: float | None = option(
+        "--cpus", "give loaders N processors (default: those of this machine)", type=BUDGET["cpus"].read, metavar="N"
+    )
+    memory: int | None = option(
+        "--memory",
+        "give loaders this memory, as 8GiB (default: half of this machine's)",
+        type=BUDGET["memory"].read,
+        metavar="SIZE",
+    )
+    hosts: int | None = option(
+        "--hosts",
+        "start at most N loader processes; 1 is the embedded engine",
+        type=BUDGET["hosts"].read,
+        metavar="N",
+    )
+    workers: int | None = option(
+        "--workers", "let a host make N chunks in parallel (default: 4)", type=BUDGET["workers"].read, metavar="N"
+    )
+    host_bandwidth: int | None = option(
+        "--host-bandwidth",
+        "let a host send at most this much a second to data constructors, as 1GiB (default: any)",
+        type=BUDGET["host-bandwidth"].read,
+        metavar="SIZE",
+    )
+    steps_per_second: float = option(
+        "--steps-per-second",
+        "assume that trainers take R steps a second (default: %(default)s)",
+        default=1.0,
+        type=positive,
+        metavar="R",
+    )
+    chunks: int = option(
+        "--chunks", "make N chunks of each source (default: %(default)s)", default=3, type=at_least(1), metavar="N"
+    )
+    seconds: float = option(
+        "--seconds",
+        "spend at most S seconds on each source (default: %(default)s)",
+        default=10.0,
+        type=positive,
+        metavar="S",
+    )
 
 
 def partition(options: PartitionOptions, as_json: bool) -> int:

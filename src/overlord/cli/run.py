@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overlord.cli import INTERRUPTED
-from overlord.cli.files import check_writable, load_job, read_state, write_state
-from overlord.cli.live import LiveView, mix_table
-from overlord.cli.options import add_job_argument, at_least
+from overlord.cli.files import check_writable, read_state, write_state
+from overlord.cli.live import LiveView, WaitNotes, mix_table
+from overlord.cli.options import add_job_argument, add_option, at_least
 from overlord.cli.output import console, short, size, write_json
+from overlord.cli.run_view import summary_line
+from overlord.jobfile.loading import JobFile, load_job
 from overlord.runtime.memory import peak_rss_bytes
 from overlord.service.dry_run import SourceShare, Throughput, read_steps, shares_of
 from overlord.service.run import Loader, start
@@ -18,18 +19,16 @@ from overlord.service.run import Loader, start
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_argument(parser)
-    parser.add_argument(
-        "--steps", type=at_least(1), metavar="N", help="stop after N steps (default: at the end of the data)"
-    )
-    parser.add_argument("--rank", type=at_least(0), metavar="R", help="read rank R only (default: every rank)")
-    parser.add_argument(
-        "--state", type=Path, metavar="FILE", help="write the state to FILE when the run stops, also after Ctrl-C"
-    )
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="resume from the state in FILE")
+    add_option(parser, "--steps", type=at_least(1), help="stop after N steps (default: at the end of the data)")
+    add_option(parser, "--rank", help="read rank R only (default: every rank)")
+    add_option(parser, "--state", help="write the state to FILE when the run stops, also after Ctrl-C")
+    add_option(parser, "--resume", help="resume from the state in FILE")
+    add_option(parser, "--profile")
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -39,17 +38,19 @@ def execute(options: argparse.Namespace) -> int:
         rank=options.rank,
         state=options.state,
         resume=options.resume,
+        profile=options.profile,
         as_json=options.json,
     )
 
 
 def run(
-    path: Path,
+    path: JobFile,
     *,
     num_steps: int | None,
     rank: int | None,
     state: Path | None,
     resume: Path | None,
+    profile: Path | None,
     as_json: bool,
 ) -> int:
     job = load_job(path)
@@ -57,7 +58,8 @@ def run(
         check_writable(state)
     saved = None if resume is None else read_state(resume)
     meter = Throughput()
-    loader = start(job, resume=saved)
+    with WaitNotes(console(stderr=True), f"starting: listing the files of {len(job.sources):,} sources"):
+        loader = start(job, resume=saved, profile=profile)
     try:
         interrupted = not _read_steps(loader, meter, rank, num_steps, path.name)
         state_now = loader.state_dict()
@@ -86,6 +88,7 @@ def _read_steps(loader: Loader, meter: Throughput, rank: int | None, num_steps: 
 
     try:
         with LiveView(console(stderr=True), title, num_steps, loader.job.mix.unit) as view:
+            view.explain_wait(loader.status_lines)
             for taken in read_steps(loader, None if rank is None else [rank], num_steps):
                 meter.add(taken)
                 view.show(meter, shares)
@@ -115,6 +118,7 @@ def _summary(loader: Loader, meter: Throughput, state: Mapping[str, Any], interr
         "mix": {name: asdict(share) for name, share in shares_of(report.mix, loader.job.mix.unit).items()},
         "documents": report.documents,
         "bad_rows": report.bad_rows,
+        "summary": summary_line(loader.metrics()),
         "buffers": {name: asdict(use) for name, use in report.buffers.items()},
     }
 
@@ -128,6 +132,8 @@ def _print(summary: Mapping[str, Any], meter: Throughput, state: Path | None) ->
         f"{meter.num_steps:,} steps in {meter.seconds:.1f} s{first}: {short(meter.tokens_per_s)} tokens/s, "
         f"{meter.padding:.2%} padding, peak memory {size(summary['peak_rss_bytes'])}"
     )
+    if "summary" in summary:
+        out.print(f"in all: {summary['summary']}", markup=False, soft_wrap=True)
     for name, counts in summary.get("documents", {}).items():
         if counts:
             out.print(f"documents of {name}: " + ", ".join(f"{count:,} {kind}" for kind, count in counts.items()))

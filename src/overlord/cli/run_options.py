@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from overlord.cli.options import at_least, num_bytes, positive
+from overlord.cli.options import add_option, at_least, num_bytes, positive
 from overlord.errors import SpecError
 from overlord.loaders.model import Budget, Partition, Share
 from overlord.service.run_options import RunOptions
@@ -16,20 +16,28 @@ from overlord.service.run_options import RunOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_BUDGET: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "cpus": ("cpus", positive),
-    "memory": ("memory_bytes", num_bytes),
-    "hosts": ("num_hosts", at_least(1)),
-    "workers": ("workers_per_host", at_least(1)),
-    "host-bandwidth": ("host_bytes_per_s", num_bytes),
+
+class BudgetWord(NamedTuple):
+    """A word of a budget: the field that it sets, and the argparse type of its value."""
+
+    field: str
+    read: Callable[[str], Any]
+
+
+BUDGET = {
+    "cpus": BudgetWord("cpus", positive),
+    "memory": BudgetWord("memory_bytes", num_bytes),
+    "hosts": BudgetWord("num_hosts", at_least(1)),
+    "workers": BudgetWord("workers_per_host", at_least(1)),
+    "host-bandwidth": BudgetWord("host_bytes_per_s", num_bytes),
 }
-"""The words of a budget, which are those of `overlord partition`: the field of each, and its type."""
+"""The words of a budget, which are also the options of `overlord partition`."""
 
 
 def add_run_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
+    add_option(
+        parser,
         "--log",
-        metavar="URL",
         help="keep the planner's log in this folder or bucket, so that its decisions survive it (default: with --ray in the "
         "cluster's own table, else none)",
     )
@@ -60,6 +68,7 @@ def add_run_options(parser: ArgumentParser) -> None:
         help="place the data constructor of each data-parallel group on the node of its trainers, by address, host name or "
         "Ray id; with --ray",
     )
+    add_option(parser, "--profile")
 
 
 def read_run_options(options: Namespace) -> RunOptions:
@@ -69,18 +78,19 @@ def read_run_options(options: Namespace) -> RunOptions:
         autoscale=options.autoscale,
         shadows=options.shadows,
         near=options.near,
+        profile=None if options.profile is None else options.profile.absolute(),
     )
 
 
 def budget(text: str) -> Budget:
     """An argparse type: words such as cpus=8,memory=16GiB."""
     given: dict[str, Any] = {}
-    for word in text.split(","):
-        name, equals, value = word.partition("=")
-        if name.strip() not in _BUDGET or not equals:
-            raise ArgumentTypeError(f"a budget is cpus=8,memory=16GiB, also with {', '.join(_BUDGET)}, got {text!r}")
-        field, read = _BUDGET[name.strip()]
-        given[field] = read(value.strip())
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if name.strip() not in BUDGET or not equals:
+            raise ArgumentTypeError(f"a budget is cpus=8,memory=16GiB, also with {', '.join(BUDGET)}, got {text!r}")
+        word = BUDGET[name.strip()]
+        given[word.field] = word.read(value.strip())
     if not {"cpus", "memory_bytes"} <= set(given):
         raise ArgumentTypeError(f"a budget needs cpus= and memory=, as cpus=8,memory=16GiB, got {text!r}")
     return Budget(**given)

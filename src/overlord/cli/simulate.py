@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 from overlord.arrange.cost import TransformerCost
 from overlord.arrange.pipelines.simulator import Pipeline
 from overlord.arrange.strategies import Strategy, long_short, multimodal, plain
-from overlord.cli.files import load_job
-from overlord.cli.options import count_at_least, positive, to_dataclass
+from overlord.cli.options import JOB_HELP, add_job_argument, add_options, at_least, option, positive, to_dataclass
 from overlord.cli.output import console, size, table, write_json
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
 from overlord.errors import SpecError
+from overlord.jobfile.loading import JobFile, load_job
 from overlord.service.run import start
 from overlord.simulate.footprint import Footprint, Role, footprint
 from overlord.simulate.page import check_page, write_page
 from overlord.simulate.presets import BYTED, GITHUB, LlavaLike
+from overlord.simulate.role_load import RoleLoad, role_loads
 from overlord.simulate.simulation import FactsGenerator, Scenario, Summary, drawer_of, hdp_strategy, static_mesh
 from overlord.simulate.step_time import H200_FLOPS, EncoderModel, Links, ModelShape, TimeModel
 from overlord.steering.cost_file import load_cost
@@ -64,106 +65,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Draws and arranges steps as a run would, for a job or for synthetic documents, and predicts how long they take, "
         "compared with a static mesh that deals documents blindly. Sizes may end in k, M or G (powers of 1,024)."
     )
-    number = count_at_least(1)
-    parser.add_argument(
-        "job", nargs="?", type=Path, help="the job: a Python file with `job = overlord.Job(...)`; its sources are read"
-    )
-    parser.add_argument("--preset", choices=_PRESETS, help="use the published document lengths of a corpus instead of a job")
-    parser.add_argument("--ranks", type=number, metavar="N", help="simulate N ranks in all")
-    for axis, name in (("dp", "data"), ("cp", "context"), ("pp", "pipeline"), ("tp", "tensor")):
-        parser.add_argument(f"--{axis}", type=number, metavar="N", help=f"set the {name}-parallel size of the static mesh")
-    parser.add_argument(
-        "--context", type=number, metavar="L", help="limit documents to L tokens (default for text presets: 128k)"
-    )
-    parser.add_argument(
-        "--batch-tokens", type=number, metavar="T", help="put T tokens in a step (default for presets: 32k for each rank)"
-    )
-    parser.add_argument(
-        "--sources", type=number, default=64, metavar="S", help="give a preset S sources (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--strategy",
-        choices=_STRATEGIES,
-        help="arrange steps by this strategy (default: the job's; hdp or multimodal for presets)",
-    )
-    parser.add_argument("--steps", type=number, default=4, metavar="K", help="plan K steps (default: %(default)s)")
-    parser.add_argument(
-        "--capacity", type=number, default=8192, metavar="C", help="let a rank hold C tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--offload",
-        type=positive,
-        metavar="GB/S",
-        help="let hdp offload activations to the host at this speed (default: off)",
-    )
-    parser.add_argument(
-        "--costs",
-        default="shape",
-        metavar="shape|h200|FILE",
-        help="take costs from the model's shape, from measurements on an H200, or from a FILE of `overlord calibrate` "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--measured-layers",
-        type=number,
-        metavar="N",
-        help="say that FILE was measured with N blocks (default: with all layers)",
-    )
-    for option, default, name in (
-        ("hidden", 4096, "hidden size"),
-        ("layers", 32, "number of layers"),
-        ("heads", 32, "number of attention heads"),
-        ("kv-heads", 8, "number of key-value heads"),
-        ("ffn", 14336, "feed-forward size"),
-    ):
-        text = f"set the model's {name} (default: %(default)s)"
-        parser.add_argument(f"--{option}", type=number, default=default, metavar="N", help=text)
-    parser.add_argument(
-        "--seed",
-        type=count_at_least(0),
-        default=0,
-        metavar="N",
-        help="draw a preset's documents by seed N (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with the ranks' times before and after to FILE"
-    )
-    parser.set_defaults(usage_error=parser.error)
+    add_job_argument(parser, nargs="?", help=f"{JOB_HELP}; its sources are read")
+    add_options(parser, SimulateOptions)
 
 
 def execute(options: argparse.Namespace) -> int:
     if (options.job is None) == (options.preset is None):
-        options.usage_error("give a job file or --preset, and not both")
+        options.parser.error("give a job file or --preset, and not both")
     return simulate(to_dataclass(options, SimulateOptions), options.json)
+
+
+def _number(flag: str, help: str, default: int | None = None) -> Any:
+    return option(flag, help, default=default, type=at_least(1), metavar="N")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
     """The options of the verb. None stands for the job's own setting, or for a value derived from the others."""
 
-    job: Path | None
-    preset: str | None
-    ranks: int | None
-    dp: int | None
-    cp: int | None
-    pp: int | None
-    tp: int | None
-    context: int | None
-    batch_tokens: int | None
-    sources: int
-    strategy: str | None
-    steps: int
-    capacity: int
-    offload: float | None
-    costs: str
-    measured_layers: int | None
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    seed: int
-    html: Path | None
+    job: JobFile | None
+    preset: str | None = option(
+        "--preset", "use the published document lengths of a corpus instead of a job", choices=_PRESETS
+    )
+    ranks: int | None = _number("--ranks", "simulate N ranks in all")
+    dp: int | None = option("--dp", "set the data-parallel size of the static mesh")
+    cp: int | None = option("--cp", "set the context-parallel size of the static mesh")
+    pp: int | None = option("--pp", "set the pipeline-parallel size of the static mesh")
+    tp: int | None = option("--tp", "set the tensor-parallel size of the static mesh")
+    context: int | None = _number("--context", "limit documents to N tokens (default for text presets: 128k)")
+    batch_tokens: int | None = _number("--batch-tokens", "put N tokens in a step (default for presets: 32k for each rank)")
+    sources: int = _number("--sources", "give a preset N sources (default: %(default)s)", default=64)
+    strategy: str | None = option(
+        "--strategy",
+        "arrange steps by this strategy (default: the job's; hdp or multimodal for presets)",
+        choices=_STRATEGIES,
+    )
+    steps: int = option("--steps", "plan N steps (default: %(default)s)", default=4, type=at_least(1))
+    capacity: int = _number("--capacity", "let a rank hold N tokens (default: %(default)s)", default=8192)
+    offload: float | None = option(
+        "--offload",
+        "let hdp offload activations to the host at this speed (default: off)",
+        type=positive,
+        metavar="GB/S",
+    )
+    costs: str = option(
+        "--costs",
+        "take costs from the model's shape, from measurements on an H200, or from a FILE of `overlord calibrate` (default: "
+        "%(default)s)",
+        default="shape",
+        metavar="shape|h200|FILE",
+    )
+    measured_layers: int | None = _number(
+        "--measured-layers", "say that FILE was measured with N blocks (default: with all layers)"
+    )
+    hidden: int = _number("--hidden", "set the model's hidden size (default: %(default)s)", default=4096)
+    layers: int = option("--layers", "set the model's number of layers (default: %(default)s)", default=32)
+    heads: int = _number("--heads", "set the model's number of attention heads (default: %(default)s)", default=32)
+    kv_heads: int = _number("--kv-heads", "set the model's number of key-value heads (default: %(default)s)", default=8)
+    ffn: int = _number("--ffn", "set the model's feed-forward size (default: %(default)s)", default=14336)
+    seed: int = option(
+        "--seed",
+        "draw a preset's documents by seed N (default: %(default)s)",
+        default=0,
+        type=at_least(0),
+        metavar="N",
+    )
+    html: Path | None = option(
+        "--html", "write a page with the ranks' times before and after to FILE", type=Path, metavar="FILE"
+    )
 
 
 def simulate(options: SimulateOptions, as_json: bool) -> int:
@@ -181,7 +150,13 @@ def simulate(options: SimulateOptions, as_json: bool) -> int:
         step_s=summary.mean(lambda step: step.after.step_s),
         image_bytes=summary.mean(lambda step: step.image_bytes),
     )
-    found = _describe_results(setting, options, summary, held)
+    loads = role_loads(
+        num_groups=mesh.dp,
+        step_samples=summary.mean(lambda step: step.num_samples),
+        step_tokens=summary.mean(lambda step: step.num_tokens),
+        plan_s=summary.mean(lambda step: step.plan_s),
+    )
+    found = _describe_results(setting, options, summary, held) | {"load": [_load_summary(load) for load in loads]}
     if options.html is not None:
         write_page(options.html, found, summary)
     if as_json:
@@ -282,6 +257,16 @@ def _role_summary(role: Role) -> dict[str, Any]:
     }
 
 
+def _load_summary(load: RoleLoad) -> dict[str, Any]:
+    return {
+        "name": load.name,
+        "count": load.count,
+        "cpu_ms_each": load.cpu_ms,
+        "messages_each": load.messages,
+        "bytes_each": round(load.num_bytes),
+    }
+
+
 def _print(found: dict[str, Any], html: Path | None) -> None:
     out = console()
     scenario, before, after = found["scenario"], found["before"], found["after"]
@@ -315,6 +300,17 @@ def _print(found: dict[str, Any], html: Path | None) -> None:
         for role in (*found["roles"], found["baseline"])
     ]
     out.print(table("role", "how many", "memory of each", "of all", "connections of each", "of all", rows=roles))
+    loads = [
+        (
+            load["name"],
+            f"{load['count']:,}",
+            f"{load['cpu_ms_each']:,.1f} ms",
+            f"{load['messages_each']:,.2f}".rstrip("0").rstrip("."),
+            size(load["bytes_each"]),
+        )
+        for load in found["load"]
+    ]
+    out.print(table("predicted load", "how many", "CPU a step, each", "messages a step", "plans a step", rows=loads))
     plan_s = found["plan_s"]
     out.print(f"planning took {plan_s['mean'] * 1e3:.0f} ms a step, at most {plan_s['max'] * 1e3:.0f} ms")
     out.print(f"{found['memory_ratio']:.1f} times less memory than with every source open in every worker of every rank")
@@ -384,6 +380,8 @@ def _batch(job: Job, options: SimulateOptions) -> Batch:
         if job.batch.tokens is None:
             raise SpecError("the job's steps are counted in samples, so --batch-tokens does not go with it; leave it out")
         changes["tokens"] = options.batch_tokens
+    if changes:  # the sizes of a warm-up are those of the declared batch
+        changes["warm_up"] = None
     return replace(job.batch, **changes)
 
 

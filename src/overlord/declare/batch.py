@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from overlord.declare.arguments import column_names
-from overlord.declare.policies import OutlierDelay, check_limits
+from overlord.declare.policies import LongDocuments, OutlierDelay, Phases, WarmUp, check_limits, check_warm_up, limit_at
 from overlord.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-
-LongDocuments = Literal["split", "truncate", "drop", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +31,8 @@ class Batch:
     """With `tokens`: fill the step to the last token by cutting the document at its end; the rest comes first
     in the next step."""
     long_documents: LongDocuments = "split"
-    """What to do with documents longer than sequence_length: split, truncate or drop them, or fail."""
+    """What to do with documents longer than sequence_length: split, truncate or drop them, or fail. Sources of conversations
+    and preference pairs drop them instead of cutting them, and any source may have a policy of its own."""
     layout: Literal["packed", "padded"] = "packed"
     """packed: documents one after the other with cu_seqlens (thd). padded: one document a row (bshd)."""
     pad_to: Literal["longest", "sequence_length"] = "longest"
@@ -57,9 +55,11 @@ class Batch:
     """Which long documents wait for others, and how long; none unless given."""
     drop_last: bool = False
     """Drop the last, partial step of a finite run instead of delivering it."""
-    document_limits: Mapping[int, int] | None = None
-    """A length curriculum, {step: tokens}: from that step on documents are cut into parts of at most so many tokens, all of
-    which are in the step."""
+    document_limits: Mapping[int, int] | WarmUp | None = None
+    """A length curriculum, {step: tokens} or a `policies.WarmUp`: from that step on documents are cut into parts of at most
+    so many tokens, all of which are in the step."""
+    warm_up: WarmUp | None = None
+    """Steps that grow to `tokens` or `samples`, which the last entry of the `policies.WarmUp` names too."""
 
     def __post_init__(self) -> None:  # noqa: C901 - a flat list of checks
         if self.sequence_length < 1:
@@ -106,6 +106,34 @@ class Batch:
             )
         if self.document_limits is not None:
             check_limits(self.document_limits, self.tokens, self.sequence_length, self.document_multiple)
+        if self.warm_up is not None:
+            check_warm_up(self.warm_up, self.tokens, self.samples, self.sequence_length)
+
+    def at(self, step: int) -> Batch:
+        """The batch of one step: while steps grow, with the size of this one."""
+        phases = self.phases
+        if phases is None or step >= phases.first[-1]:
+            return self
+        size = phases.size_at(step)
+        return replace(
+            self, tokens=None if self.tokens is None else size, samples=size if self.tokens is None else None, warm_up=None
+        )
+
+    @property
+    def phases(self) -> Phases | None:
+        """The steps of each size; None where all have the same."""
+        return None if self.warm_up is None else self.warm_up.phases(1 if self.tokens is None else self.sequence_length)
+
+    def document_limit(self, step: int) -> int | None:
+        """The most tokens of a document in this step; None where `sequence_length` alone bounds them."""
+        limits = self.document_limits
+        if limits is None:
+            return None
+        if not isinstance(limits, WarmUp):
+            return limit_at(limits, step)
+        phases = self.phases
+        before = step * (self.tokens or 0) if phases is None else phases.before_step(step)
+        return limits.size_after(step if limits.by == "steps" else before, self.document_multiple)
 
     @property
     def num_rows(self) -> int | None:

@@ -65,6 +65,17 @@ class Mesh:
         return Mesh(dp=world_size // model, cp=self.cp, tp=self.tp, pp=self.pp, order=self.order)
 
 
+def check_cut(cut: Iterable[Axis]) -> tuple[Axis, ...]:
+    """The axes along which microbatches are cut, once each."""
+    found = tuple([cut] if isinstance(cut, str) else cut)
+    if wrong := [axis for axis in found if axis not in ("cp", "pp")]:
+        raise SpecError(
+            f"cut names the axes along which a microbatch is cut, 'cp' and 'pp' or none, got {wrong[0]!r}: ranks along dp "
+            "have samples of their own, those along tp the same arrays"
+        )
+    return tuple(axis for axis in ("cp", "pp") if axis in found)
+
+
 Stages = Literal["all"] | tuple[int, ...]
 """All stages of a pipeline, or some by number: 0 is the first, -1 the last."""
 

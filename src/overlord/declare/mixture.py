@@ -129,17 +129,21 @@ class Mixture:
     def schedule(self) -> tuple[tuple[int, Weights], ...]:
         """(step, weights), in order of steps. Of a function only the weights that it begins with."""
         entries: dict[int, Weights] = {}
+        flat: dict[str, float] = {}
         declared = self.weights if isinstance(self.weights, Mapping) else {0: self._first or {}}
         for key, value in declared.items():
             if isinstance(value, Mapping):
                 if not isinstance(key, int) or key < 0:
                     raise SpecError(f"a mixture's schedule is {{step: weights}} with steps >= 0, got step {key!r}")
                 entries[key] = value
+                if key == 0:
+                    flat.clear()  # what is declared later holds
             elif isinstance(key, str):
-                entries.setdefault(0, {})
-                entries[0] = {**entries[0], key: value}
+                flat[key] = value
             else:
                 raise SpecError(f"a mixture is {{source: weight}} or {{step: {{source: weight}}}}, got {key!r}: {value!r}")
+        if flat:
+            entries[0] = {**entries.get(0, {}), **flat}
         return tuple(sorted(entries.items()))
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 import runpy
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,6 +41,8 @@ UNCUT_MESH = Mesh(dp=1, cp=1)
 
 class ProgressView(Protocol):
     """Displays the progress of a run."""
+
+    def explain_wait(self, describe: Callable[[], Sequence[str]]) -> None: ...
 
     def show(self, meter: Throughput, shares: Callable[[], Mapping[str, SourceShare]]) -> None: ...
 
@@ -129,6 +131,7 @@ def _leg(job: Job, num_steps: int, open_view: OpenView, resume: Mapping[str, Any
     title = f"on {mesh}" if resume is None else f"resumed on {mesh}"
     meter, records = Throughput(), []
     with start(job, resume=resume) as loader, open_view(title, num_steps) as view:
+        view.explain_wait(loader.status_lines)
         for taken in read_steps(loader, num_steps=num_steps):
             meter.add(taken)
             records.append(_record(loader, taken))

@@ -68,6 +68,7 @@ class Autoscaler:
         self._batch = batch
         self._clock = clock
         self._state = ScalingState()
+        self._told_most: int | None = None
         self._full_until: tuple[float, int] = (-math.inf, 0)  # (time, num_hosts): until then, the most hosts
 
     def reconcile(
@@ -113,6 +114,13 @@ class Autoscaler:
 
     def _budget(self) -> Budget:
         budget = self._autoscale.budget
+        most = self._fleet.most_hosts
+        if budget.num_hosts is None and most is not None:
+            # A trainer that only reads, or slow storage, could use any number of hosts, and each is a process.
+            budget = replace(budget, num_hosts=most)
+            if most != self._told_most:
+                self._told_most = most
+                _log.info("at most %d loader hosts, one for each CPU of the cluster, unless Budget(num_hosts=) is set", most)
         until, num_hosts = self._full_until
         if self._clock() >= until:
             return budget

@@ -28,7 +28,8 @@ from overlord.roles.data_constructor import Pace
 from overlord.roles.planner import Planner
 from overlord.roles.source_loader import Work
 from overlord.runtime import liveness
-from overlord.steering.decisions import WEIGHTS
+from overlord.runtime.recorder import current_recorder
+from overlord.steering.decisions import SOURCE, WEIGHTS
 from overlord.stream.weights import mixture_in_force
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from overlord.declare.job import Job
     from overlord.declare.source import Unit
+    from overlord.roles.chunk_snapshots import SnapshotPlace
     from overlord.roles.loader_host import HostStatus
     from overlord.runtime.engine import Engine, Handle
 
@@ -61,6 +63,8 @@ class Loaders:
     partition: Partition | None = None
     autoscale: Autoscale | None = None
     shadows: Budget | None = None
+    snapshots: SnapshotPlace | None = None
+    row_keys: Mapping[str, str] | None = None
 
     @staticmethod
     def of(partition: Partition | None, autoscale: Autoscale | Budget | None, shadows: Budget | None) -> Loaders:
@@ -72,10 +76,10 @@ class Loaders:
         """A copy of the options for this engine; SpecError for an option that it does not support."""
         if (self.autoscale or self.shadows) and job.num_workers == 0:
             raise SpecError("num_workers=0 makes every chunk when it is requested; autoscale and shadows need threads")
-        if self.shadows is not None and engine.is_one_machine and engine.num_hosts is not None:
+        if self.shadows is not None and engine.is_one_machine and engine.num_hosts == 1:
             raise SpecError(
-                "shadows take over from loaders that a cluster takes long to replace; a process of this machine is replaced "
-                "in about a second: leave shadows out, or run the job with engine=ol.Ray()"
+                "a shadow and its loader must be in different processes, and this engine has one: leave shadows out, or run "
+                "the job with engine=ol.Processes(num_processes=2)"
             )
         if engine.num_hosts is not None:
             return self
@@ -96,7 +100,16 @@ class Loaders:
     ) -> Fleet:
         longest_start_s = liveness.HOST_STARTING.after_s
         if self.autoscale is None:
-            return Fleet(engine, job, units, partition, longest_start_s=longest_start_s, taken_over=taken_over)
+            return Fleet(
+                engine,
+                job,
+                units,
+                partition,
+                longest_start_s=longest_start_s,
+                snapshots=self.snapshots,
+                row_keys=self.row_keys,
+                taken_over=taken_over,
+            )
         num_threads = self.autoscale.budget.workers_per_host
         own_threads = None if engine.num_hosts is None else num_threads
         return Fleet(
@@ -107,6 +120,8 @@ class Loaders:
             num_threads=own_threads,
             num_added_threads=num_threads,
             longest_start_s=longest_start_s,
+            snapshots=self.snapshots,
+            row_keys=self.row_keys,
             taken_over=taken_over,
         )
 
@@ -137,14 +152,24 @@ class LoaderControlLoop:
         if loaders.autoscale is not None:
             self._autoscaler = Autoscaler(fleet, loaders.autoscale, job.batch)
             self._every_s = loaders.autoscale.every_s
+        self._save_every_s = math.inf if loaders.snapshots is None else loaders.snapshots.every_s
         if loaders.shadows is not None:
             self._shadows = ShadowKeeper(engine, fleet, loaders.shadows, job.batch, job.prefetch)
         self._closed = threading.Event()
+        self._events = current_recorder().events
         self._thread = threading.Thread(target=self._run, name="overlord-loader-control", daemon=True)
 
+    def add_source(self, name: str, units: Sequence[Unit], units_per_chunk: int) -> None:
+        """Know a source that was added to the run."""
+        self._meter.add_source(name, units, units_per_chunk)
+
     def start(self) -> None:
-        if self._autoscaler is not None or self._shadows is not None:
+        if self._changes_loaders or math.isfinite(self._save_every_s):
             self._thread.start()
+
+    @property
+    def _changes_loaders(self) -> bool:
+        return self._autoscaler is not None or self._shadows is not None
 
     def reconcile(self) -> None:
         """Run one round: measure the run, and change loaders and shadows accordingly."""
@@ -153,12 +178,21 @@ class LoaderControlLoop:
         status = self._planner.call(Planner.status).result(_ANSWER_S)
         cursors = self._planner.call(Planner.cursors).result(_ANSWER_S)
         decided = self._planner.call(Planner.decisions).result(_ANSWER_S)
-        mixture = mixture_in_force(self._mixture, [(d.step, d.value["weights"]) for d in decided if d.name == WEIGHTS])
+        mixture = mixture_in_force(
+            self._mixture,
+            [(d.step, d.value["weights"]) for d in decided if d.name == WEIGHTS],
+            [(d.step, d.value["source"], d.value["share"]) for d in decided if d.name == SOURCE],
+        )
         observed = self._meter.observe(status.taken_to, hosts, [pace.result(_ANSWER_S) for pace in paces])
         if self._shadows is not None:
-            self.history += self._shadows.reconcile(status.taken_to, hosts, observed, mixture)
+            self._remember("shadow", self._shadows.reconcile(status.taken_to, hosts, observed, mixture))
         if self._autoscaler is not None and observed is not None:
-            self.history += self._autoscaler.reconcile(observed, mixture, status.oldest_needed, cursors)
+            self._remember("scaling", self._autoscaler.reconcile(observed, mixture, status.oldest_needed, cursors))
+
+    def _remember(self, kind: str, changes: Sequence[ScalingDecision | ShadowChange]) -> None:
+        self.history += changes
+        for change in changes:
+            self._events.note(kind, str(change))
 
     def close(self) -> None:
         self._closed.set()
@@ -166,9 +200,14 @@ class LoaderControlLoop:
             self._thread.join(_ANSWER_S)
 
     def _run(self) -> None:
-        while not self._closed.wait(self._every_s):
+        save_at = time.monotonic() + self._save_every_s
+        while not self._closed.wait(self._every_s if self._changes_loaders else save_at - time.monotonic()):
             try:
-                self.reconcile()
+                if time.monotonic() >= save_at:
+                    save_at = time.monotonic() + self._save_every_s
+                    self._fleet.save_chunks()
+                if self._changes_loaders:
+                    self.reconcile()
             except ClosedError:
                 if not self._closed.is_set():
                     _log.info("a role was closed during a round of the loader control loop")
@@ -190,6 +229,9 @@ class Meter:
         self._work: dict[tuple[str, str], dict[str, Work]] = {}
         self._paces: list[Pace] = []
         self._step_s: float | None = None
+
+    def add_source(self, name: str, units: Sequence[Unit], units_per_chunk: int) -> None:
+        self._profiles = {**self._profiles, name: _guess(name, units, units_per_chunk)}
 
     def observe(self, step: int, hosts: Mapping[str, HostStatus], paces: Sequence[Pace]) -> Observed | None:
         """Return the measurements; None until a trainer has taken a step."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, WaitTimeoutError, WorkerDiedError
+from overlord.loaders.model import Partition, Share
 from overlord.loaders.routing import RoutingTable
-from overlord.roles.assembly import make_loader_host, publish_units
+from overlord.roles.assembly import SOURCES, make_loader_host, publish_units
 from overlord.roles.loader_host import HostStatus, LoaderHost
 from overlord.roles.routes import TABLE
 from overlord.runtime import liveness
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
     from overlord.chunks.bad_rows import BadRowKey
     from overlord.declare.job import Job
     from overlord.declare.source import Unit
-    from overlord.loaders.model import Partition, Share
+    from overlord.roles.chunk_snapshots import SnapshotPlace
     from overlord.roles.planner import Cursor
-    from overlord.roles.source_loader import BufferUse
+    from overlord.status import BufferUse, HostCounters
 
 T = TypeVar("T")
 
@@ -40,6 +42,7 @@ FLEET = "fleet"
 """The key under which the state of the hosts is published, where roles outlive the process that started the run."""
 _START_S = 3.0  # estimated start time of a host on a cluster, until one is measured
 _ANSWER_S = liveness.HOST_LOST.after_s
+_MOST_STOPPED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class FleetState:
 class Fleet:
     """The loader hosts and shadows of a run, and the routing table that names them. Thread-safe."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but four by name
         self,
         engine: Engine,
         job: Job,
@@ -85,17 +88,23 @@ class Fleet:
         num_threads: int | None = None,
         num_added_threads: int | None = None,
         longest_start_s: float | None = None,
+        snapshots: SnapshotPlace | None = None,
+        row_keys: Mapping[str, str] | None = None,
         taken_over: FleetState | None = None,
     ) -> None:
         """Each host has `num_threads` threads, each host added later `num_added_threads`; None shares the threads of the
-        process. A host that is added must start within `longest_start_s`. With `taken_over` the hosts run already."""
+        process. A host that is added must start within `longest_start_s`. Hosts save chunks in
+        `snapshots`; `row_keys` are for caches. With `taken_over` the hosts run already."""
         self._engine = engine
         self._job = job
         self._num_added_threads = num_added_threads
         self._longest_start_s = longest_start_s
+        self._snapshots = snapshots
+        self._row_keys = row_keys
         self._start_s = 0.0 if engine.num_hosts is None else _START_S
         self._lock = threading.RLock()
         self._past_bad_rows: dict[str, frozenset[BadRowKey]] = {}
+        self._stopped: deque[tuple[str, HostCounters]] = deque(maxlen=_MOST_STOPPED)
         if taken_over is not None:
             self._num_spawned, self._hosts = taken_over.num_spawned, dict(taken_over.hosts)
             self._partition, self._names = taken_over.partition, list(taken_over.names)
@@ -111,6 +120,11 @@ class Fleet:
     @property
     def table(self) -> RoutingTable:
         return self._table
+
+    @property
+    def most_hosts(self) -> int | None:
+        """How many hosts there is room for; None where nothing limits them."""
+        return self._engine.most_hosts
 
     @property
     def start_s(self) -> float:
@@ -154,6 +168,23 @@ class Fleet:
             self._names = [name if shares else "" for name, shares in zip(names, to.hosts, strict=True)]
             self._publish(table)
 
+    def add_source(self, job: Job, name: str, units: Sequence[Unit]) -> None:
+        """Spread one source more, which `job` has, over the hosts that there are: each opens it at the first request."""
+        with self._lock:
+            self._engine.publish(f"{SOURCES}/{name}", job.sources[name])
+            publish_units(self._engine, {name: units})
+            self._job = job
+            if name in self._table.stretches:
+                return  # of an attempt that failed
+            running = [i for i, host in enumerate(self._names) if host]
+            fewest = sorted(running, key=lambda i: (len(self._partition.hosts[i]), i))
+            num_shares = min(job.sources[name].loaders, len(fewest))
+            hosts = [list(shares) for shares in self._partition.hosts]
+            for index, i in enumerate(fewest[:num_shares]):
+                hosts[i].append(Share(name, index, num_shares))
+            self._partition = Partition(tuple(tuple(shares) for shares in hosts))
+            self._publish(self._table.with_source(name, [self._names[i] for i in fewest[:num_shares]]))
+
     def tidy(self, cursors: Mapping[str, Cursor], active: Collection[str] | None = None) -> list[str]:
         """Stop hosts, and close sources in hosts, that no step can name any more. Also frees the buffers of sources that are
         not `active`. Returns the hosts that were stopped."""
@@ -183,10 +214,15 @@ class Fleet:
         for chunk in range(cursor.next, last if cursor.end is None else min(last, cursor.end)):
             Handle[LoaderHost](self._engine, table.host_of(source, chunk)).tell(LoaderHost.prefetch, source, [chunk])
 
+    def save_chunks(self) -> None:
+        """Let every host save the chunks that are expensive to make again. Shadows hold the same."""
+        for host in self._table.hosts:
+            Handle[LoaderHost](self._engine, host).tell(LoaderHost.save_chunks)
+
     def add_shadow(self, host: str) -> str:
         """Start a shadow for a host, and return its name."""
         with self._lock:
-            shadow = self._spawn_host(self._hosts[host])
+            shadow = self._spawn_host(self._hosts[host], apart_from=host)
             self._wait_until_started([shadow])
             self._publish(self._table.with_shadow(host, shadow))
             return shadow
@@ -224,6 +260,17 @@ class Fleet:
         """Return the status of each host that answers in time."""
         return _collect_in_time(_call_each(self.hosts, lambda host: host.call(LoaderHost.status)))
 
+    def counters(self) -> dict[str, HostCounters]:
+        """Return what each host has counted, shadows too, without hosts that do not answer in time."""
+        return _collect_in_time(_call_each(self.hosts, lambda host: host.call(LoaderHost.counters)))
+
+    def take_stopped(self) -> list[tuple[str, HostCounters]]:
+        """Return what the hosts had counted that were stopped since the last call."""
+        stopped: list[tuple[str, HostCounters]] = []
+        while self._stopped:  # without the lock, which is held while hosts start
+            stopped.append(self._stopped.popleft())
+        return stopped
+
     def buffer_use(self) -> dict[str, BufferUse]:
         """Return the buffers of each source over all its loaders, without shadows and without hosts that do not answer."""
         found: dict[str, BufferUse] = {}
@@ -244,10 +291,19 @@ class Fleet:
                 found[name] |= rows
         return {name: len(rows) for name, rows in found.items()}
 
-    def _spawn_host(self, host: _Host) -> str:
+    def _spawn_host(self, host: _Host, apart_from: str = "") -> str:
         name = f"loaders/{self._num_spawned}"
         self._num_spawned += 1
-        self._engine.spawn(name, partial(make_loader_host, self._job, self._engine, host.shares, host.num_threads))
+        make = partial(
+            make_loader_host,
+            self._job,
+            self._engine,
+            host.shares,
+            host.num_threads,
+            place=self._snapshots,
+            row_keys=self._row_keys,
+        )
+        self._engine.spawn(name, make, apart_from=apart_from)
         self._hosts[name] = host
         return name
 
@@ -271,9 +327,11 @@ class Fleet:
         self._engine.publish(TABLE, table)
 
     def _stop(self, name: str) -> None:
-        reply = {name: Handle[LoaderHost](self._engine, name).call(LoaderHost.bad_rows)}
+        host = Handle[LoaderHost](self._engine, name)
+        reply, counters = {name: host.call(LoaderHost.bad_rows)}, {name: host.call(LoaderHost.counters)}
         for source, rows in _collect_in_time(reply).get(name, {}).items():
             self._past_bad_rows[source] = self._past_bad_rows.get(source, frozenset()) | rows
+        self._stopped.extend(_collect_in_time(counters).items())
         del self._hosts[name]
         self._engine.stop(name)
 

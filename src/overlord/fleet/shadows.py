@@ -1,8 +1,8 @@
 """Shadow Loaders: hot standbys of loader hosts, which take over the name of a host that is lost.
 
-A shadow makes the same chunks as its host, so it doubles the host's work and takes memory, within a budget. When the host
-does not answer, callers send a hedged request to the shadow immediately (see `Routes`); the `ShadowKeeper` then rebinds the
-name permanently and starts another shadow.
+A shadow holds the same chunks as its host, and takes memory for them, within a budget. It copies finished chunks from its
+host where that costs less than making them a second time. When the host does not answer, callers send a hedged request to
+the shadow immediately (see `Routes`); the `ShadowKeeper` then rebinds the name permanently and starts another shadow.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ShadowKeeper:
         for host, shadow in self._fleet.table.shadows.items():
             if host in hosts and self._instances.setdefault(host, hosts[host].instance) == hosts[host].instance:
                 # Not waited for: making chunks takes time, and the next round repeats the call.
-                Handle[LoaderHost](self._engine, shadow).tell(LoaderHost.mirror, hosts[host].holding)
+                Handle[LoaderHost](self._engine, shadow).tell(LoaderHost.mirror, host, hosts[host])
 
     def _adjust(self, observed: Observed, mixture: Mixture) -> list[ShadowChange]:
         """Add and remove shadows, by the cost of losing each host."""
@@ -102,7 +102,7 @@ class ShadowKeeper:
         chosen = shadows(
             fleet.partition,
             observed.profiles,
-            chunks_per_step(observed.profiles, mixture.at(observed.step), self._batch, mixture.unit),
+            chunks_per_step(observed.profiles, mixture.at(observed.step), self._batch.at(observed.step), mixture.unit),
             step_s=observed.step_s,
             prefetch=self._prefetch,
             spare=self._budget,

@@ -408,6 +408,7 @@ def demand_ahead(
     wanted, workers, rate = (dict.fromkeys(profiles, 0.0) for _ in range(3))
     since = dict.fromkeys(profiles, first)
     together, most, shortage = 0.0, 0.0, ""
+    batch = batch.at(last)  # while steps grow, the last one is the largest
     for step, weights in weights_ahead(mixture, first, last):
         per_step = chunks_per_step(profiles, weights, batch, mixture.unit)
         rates = {name: chunks / step_s for name, chunks in per_step.items()}

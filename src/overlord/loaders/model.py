@@ -60,6 +60,14 @@ class Partition:
             raise SpecError(f"no loader host holds source {source!r}")
         return tuple(held[index] for index in range(len(held)))
 
+    def hosts_of_all(self) -> dict[str, tuple[int, ...]]:
+        """The same for every source, in one pass."""
+        held: dict[str, dict[int, int]] = {}
+        for at, host in enumerate(self.hosts):
+            for share in host:
+                held.setdefault(share.source, {})[share.index] = at
+        return {source: tuple(found[index] for index in range(len(found))) for source, found in held.items()}
+
     def num_shares(self) -> dict[str, int]:
         """The number of loaders of each source."""
         return {share.source: share.of for host in self.hosts for share in host}
@@ -89,10 +97,12 @@ def evenly(num_shares: Mapping[str, int], loads: Mapping[str, float], num_hosts:
         raise SpecError(f"sources need at least 1 loader host, got {num_hosts}")
     hosts: list[list[Share]] = [[] for _ in range(min(num_hosts, len(shares)))]
     carried = [0.0] * len(hosts)
+    held: list[set[str]] = [set() for _ in hosts]
     for share in sorted(shares, key=lambda share: (-loads[share.source] / share.of, share)):
-        has_some = [any(other.source == share.source for other in host) for host in hosts]
-        at = min(range(len(hosts)), key=lambda host: (has_some[host], carried[host], len(hosts[host]), host))
+        source = share.source
+        at = min(range(len(hosts)), key=lambda host: (source in held[host], carried[host], len(hosts[host]), host))
         hosts[at].append(share)
+        held[at].add(source)
         carried[at] += loads[share.source] / share.of
     return Partition(tuple(tuple(sorted(host)) for host in hosts))
 
@@ -182,7 +192,7 @@ class Budget:
     cpus: float
     memory_bytes: int
     num_hosts: int | None = None
-    """The most loader hosts; None for as many as are useful."""
+    """The most loader hosts; None for as many as are useful, on a cluster at most one for each CPU that it has."""
     workers_per_host: int = 4
     """Chunks that one host makes in parallel."""
     host_bytes: int = 128 * MIB

@@ -48,8 +48,7 @@ class RoutingTable:
     @staticmethod
     def of(partition: Partition, names: Sequence[str]) -> RoutingTable:
         """The table of a partition whose hosts have these names."""
-        sources = dict.fromkeys(share.source for host in partition.hosts for share in host)
-        hosts = {source: tuple(names[host] for host in partition.hosts_of(source)) for source in sources}
+        hosts = {source: tuple(names[host] for host in found) for source, found in partition.hosts_of_all().items()}
         return RoutingTable({source: (Stretch(0, found),) for source, found in hosts.items()})
 
     @property
@@ -72,6 +71,10 @@ class RoutingTable:
         if not before or before[-1].hosts != tuple(hosts):
             before = (*before, Stretch(first if before else 0, tuple(hosts)))
         return self._newer(stretches={**self.stretches, source: before})
+
+    def with_source(self, source: str, hosts: Sequence[str]) -> RoutingTable:
+        """A table with one source more, whose chunks belong to these hosts."""
+        return self._newer(stretches={**self.stretches, source: (Stretch(0, tuple(hosts)),)})
 
     def since(self, needed: Mapping[str, int]) -> RoutingTable:
         """A table without the stretches that end before the first needed chunk of their source."""

@@ -1,4 +1,5 @@
-"""Decides which loader hosts get a shadow: a hot standby that holds the same chunks as its host.
+"""Decides which loader hosts get a shadow: a hot standby that holds the same chunks as its host; and whether a shadow copies
+chunks from its host or makes them itself.
 
 A host that dies is restarted with empty buffers. Steps wait until it has made the chunks at hand again; trainers do not
 notice while prefetched steps last. So a host needs a shadow when refilling its buffers takes longer than that.
@@ -23,6 +24,43 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _ROUNDING = 1e-9
+_WAITING = 0.05  # what a second of waiting for storage costs, in CPU seconds: it takes a thread and a request, no core
+_SMOOTHING = 0.3
+_FEWEST_BYTES = 1 << 16  # a copy of fewer says nothing about the cost of a byte
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCost:
+    """CPU seconds of copying a chunk, at both ends."""
+
+    request_s: float
+    byte_s: float
+
+    def of(self, num_bytes: float) -> float:
+        """The seconds of a chunk of so many bytes."""
+        return self.request_s + num_bytes * self.byte_s
+
+    def with_measured(self, cpu_s: float, num_bytes: int) -> CopyCost:
+        """After a copy of `num_bytes` took `cpu_s`."""
+        if num_bytes < _FEWEST_BYTES:
+            return self
+        byte_s = max(cpu_s - self.request_s, 0.0) / num_bytes
+        return CopyCost(self.request_s, self.byte_s + _SMOOTHING * (byte_s - self.byte_s))
+
+
+NEAR = CopyCost(request_s=0.0005, byte_s=0.4e-9)
+"""Through shared memory of one node, until it is measured."""
+FAR = CopyCost(request_s=0.004, byte_s=2e-9)
+"""From another node, until it is measured."""
+
+FILE = CopyCost(request_s=0.002, byte_s=3e-9)
+"""Through a file that is written and read again."""
+
+
+def is_copied(cpu_s: float, wait_s: float, num_bytes: float, cost: CopyCost) -> bool:
+    """Whether a chunk is copied, by a shadow or into a snapshot, rather than made again. Making it takes `cpu_s` seconds of
+    a core and `wait_s` of waiting."""
+    return cost.of(num_bytes) < cpu_s + _WAITING * wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +76,7 @@ class Shadow:
     memory_bytes: int
     """Memory that its shadow takes, or would take."""
     cpus: float
-    """CPUs of its shadow, which makes every chunk that its host makes."""
+    """CPUs of its shadow, which copies or makes every chunk that its host makes."""
     reason: str
 
 
@@ -142,5 +180,11 @@ class _HostLoss:
             f"{sum(chunks)} chunks {duration(making_s)}",
             memory_bytes=budget.host_bytes
             + sum(p.open_bytes + n * p.chunk_bytes for n, (p, _) in zip(chunks, read, strict=True)),
-            cpus=sum(per_step[profile.source] / share.of * profile.cpu_s / step_s for profile, share in read),
+            cpus=sum(per_step[profile.source] / share.of * _mirror_s(profile) / step_s for profile, share in read),
         )
+
+
+def _mirror_s(profile: Profile) -> float:
+    """CPU seconds that a shadow takes for a chunk. It may be on another node."""
+    copied = is_copied(profile.cpu_s, profile.wait_s, profile.chunk_bytes, FAR)
+    return FAR.of(profile.chunk_bytes) if copied else profile.cpu_s

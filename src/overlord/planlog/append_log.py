@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from overlord.errors import SourceError, StorageError
+from overlord.status import LogPosition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,18 +62,6 @@ def read_frames(data: bytes) -> SegmentContents:
         num_after += found is not None
         search = data.find(_MARK, search + (1 if found is None else _HEAD.size + len(found)))
     return SegmentContents(bodies, len(data), offset, num_after)
-
-
-@dataclass(frozen=True, slots=True)
-class LogPosition:
-    """How far a log is written."""
-
-    segment: str
-    num_bytes: int
-    """Bytes of this segment that were handed to storage."""
-    num_waiting: int
-    """Bytes that are still buffered."""
-    error: str | None
 
 
 @dataclass(slots=True)

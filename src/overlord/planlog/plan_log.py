@@ -23,7 +23,6 @@ from overlord.checkpoint.state import from_state, steered_of, to_state
 from overlord.errors import StateError, StorageError
 from overlord.planlog.append_log import (
     AppendLog,
-    LogPosition,
     SegmentContents,
     read_frames,
 )
@@ -40,6 +39,7 @@ from overlord.planlog.records import (
     withdrawn_record,
 )
 from overlord.planlog.segments import LogTable, Segments, TableSegments, segments_at
+from overlord.runtime.recorder import current_recorder
 from overlord.steering.decisions import (
     COSTS,
     MESH,
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from overlord.declare.job import Job
     from overlord.declare.mesh import Mesh
     from overlord.declare.policies import Log
+    from overlord.status import LogPosition
 
 _log = logging.getLogger("overlord.planlog")
 
@@ -94,9 +95,15 @@ class Era:
         """True if the user asked for the log, and so may resume from it later."""
         return not isinstance(self.log, ClusterLog)
 
-    def next_era(self, step: int, mesh: Mesh) -> Era:
-        """The next era of the run, which continues at `step` on `mesh`."""
-        header = replace(self.header, era=self.header.era + 1)
+    @property
+    def has_lineage(self) -> bool:
+        """True if the documents of each step are recorded beside the log."""
+        return not isinstance(self.log, ClusterLog) and self.log.lineage
+
+    def next_era(self, step: int, mesh: Mesh, fingerprint: Fingerprint | None = None) -> Era:
+        """The next era of the run, which continues at `step` on `mesh`, with a source more if it has another fingerprint."""
+        known = self.header.fingerprint if fingerprint is None else fingerprint.to_dict()
+        header = replace(self.header, era=self.header.era + 1, fingerprint=known)
         return Era(self.log, header, (mesh_decision(step, mesh),))
 
 
@@ -133,6 +140,7 @@ class PlanLog:
         self._readers: frozenset[int] = found.recovered.readers if found else frozenset()
         self._num_since_snapshot = 0
         self._logged_error: str | None = None
+        self._events = current_recorder().events
         self.before: Mapping[int, Progress] = found.recovered.before if found else {start.step: start}
         """The progress before each step that may be requested, as far as it was logged."""
         self._last = start
@@ -230,6 +238,7 @@ class PlanLog:
     def _log_write_errors(self) -> None:
         error = self._log.error
         if error is not None and self._logged_error is None:
+            self._events.note("log", f"the plan log at {self._location} cannot be written: {error}")
             _log.warning(
                 "the plan log at %s cannot be written: %s. The run continues and loses nothing; until the log is written "
                 "again, a restarted planner must draw the steps from %d on again",
@@ -238,6 +247,7 @@ class PlanLog:
                 self._needed,
             )
         elif error is None and self._logged_error is not None:
+            self._events.note("log", f"the plan log at {self._location} is written again")
             _log.warning("the plan log at %s is written again, up to step %d", self._location, self._last.step)
         self._logged_error = error
 
@@ -296,7 +306,7 @@ def begin_run(
     steered = drop_lapsed(job, replace(steered, decisions=join_decisions(steered.decisions, decisions, progress.step)))
     header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
     era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
-    _check_writable(era, progress, steered)
+    write_first_segment(era, progress, steered)
     if era.is_wanted:
         warn_of_unseen(fingerprint)
     return progress, steered, era
@@ -358,8 +368,8 @@ def _refuse_damage(name: str, contents: SegmentContents) -> None:
         )
 
 
-def _check_writable(era: Era, start: Progress, steered: Steered) -> None:
-    """Write the first segment of the era, so that a log that cannot be written stops the run before it starts."""
+def write_first_segment(era: Era, start: Progress, steered: Steered) -> None:
+    """Write the first segment of an era durably, so that a log that cannot be written stops it before it begins."""
     log = PlanLog(era, start, 0, steered)
     try:
         log.sync()

@@ -70,6 +70,19 @@ def segments_at(location: str | os.PathLike[str], storage_options: Mapping[str, 
     return FileSegments(location)
 
 
+def store_at(location: str, storage_options: Mapping[str, str]) -> tuple[ObjectStore, str]:
+    """The object store of a log's URL, and the prefix of the log in it."""
+    scheme, rest = location.split("://", 1)
+    bucket, _, prefix = rest.partition("/")
+    if scheme not in WRITABLE_SCHEMES:
+        raise SpecError(f"log={location!r}: a log can be written to a folder or to {', '.join(WRITABLE_SCHEMES)}")
+    if not bucket or not prefix:
+        raise SpecError(f"log={location!r} names no folder in a bucket: write {scheme}://bucket/name")
+    store = shared_store(f"{scheme}://{bucket}", tuple(sorted(storage_options.items())), _RETRY)
+    assert isinstance(store, ObjectStore), "the schemes that can be written to are obstore's"
+    return store, prefix
+
+
 class LogTable(Protocol):
     """A table of bytes that every machine of a cluster reaches. It pickles, and ends with the cluster."""
 
@@ -158,14 +171,7 @@ class ObjectSegments:
 
     def __init__(self, location: str, storage_options: Mapping[str, str]) -> None:
         self.location = location.rstrip("/")
-        scheme, rest = self.location.split("://", 1)
-        bucket, _, prefix = rest.partition("/")
-        if scheme not in WRITABLE_SCHEMES:
-            raise SpecError(f"log={location!r}: a log can be written to a folder or to {', '.join(WRITABLE_SCHEMES)}")
-        if not bucket or not prefix:
-            raise SpecError(f"log={location!r} names no folder in a bucket: write {scheme}://bucket/name")
-        self._store = shared_store(f"{scheme}://{bucket}", tuple(sorted(storage_options.items())), _RETRY)
-        self._prefix = prefix
+        self._store, self._prefix = store_at(self.location, storage_options)
 
     def numbers(self) -> list[int]:
         return sorted(self._parts())

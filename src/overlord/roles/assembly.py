@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from overlord.arrange.graph import deal_rows
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.batches.buffers import Arenas
+from overlord.caches.bucket import open_cache
+from overlord.caches.folder import CacheFolder
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
 from overlord.chunks.shared_rows import ChunkArenas, share_chunk
@@ -23,17 +27,22 @@ from overlord.loaders.model import (
     evenly,
     shares_by_load,
 )
+from overlord.planlog.lineage_run import begin_lineage
 from overlord.planlog.plan_log import Era, PlanLog
 from overlord.roles.borrowed_chunks import BorrowedChunks, BorrowedRows
+from overlord.roles.chunk_copies import ChunkCopies
+from overlord.roles.chunk_snapshots import ChunkSnapshots
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.loader_host import LoaderHost, OpenSource
-from overlord.roles.plan_requests import PlanRequests
+from overlord.roles.plan_requests import HostPlans, SinglePlans
 from overlord.roles.plan_window import STEPS_AHEAD
 from overlord.roles.planner import Planner
+from overlord.roles.rows_ahead import RowsAhead
 from overlord.roles.source_loader import SourceLoader
 from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.long_waits import warn_if_long
 from overlord.runtime.threads import Threads, make_executor
+from overlord.sources.files import units_of
 from overlord.sources.storage import is_remote
 from overlord.steering.steering import Steering
 from overlord.stream.chunk_order import chunks_per_epoch, default_window
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
     from overlord.declare.batch import Batch
     from overlord.declare.job import Job
     from overlord.declare.source import Source, Unit
+    from overlord.roles.chunk_snapshots import SnapshotPlace
     from overlord.roles.plan_window import SharedPlans
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Engine, Handle, Workplace
@@ -59,6 +69,8 @@ _PLANS_TOGETHER = STEPS_AHEAD + 1
 """Plans that a group requests together, where processes share memory: as many as the planner has ready."""
 PLANNER = "planner"
 """The name of the planner's role."""
+SOURCES = "sources"
+"""Under which sources that were added to a run are published, by name."""
 _INLINE_S = 0.1
 """To make a chunk, in a process whose threads contend for the GIL. Steps are built ahead: nobody notices so short a time."""
 _IDLE_VALUES = 2  # buffers for the values of chunks that a process keeps for the next ones
@@ -68,7 +80,7 @@ _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
     """List the units of every source, sources side by side. A source without any is an error."""
     threads = Threads(min(_LISTING_THREADS, len(sources)), "overlord-list")
-    pending = {name: threads.submit(source.units) for name, source in sources.items()}
+    pending = {name: threads.submit(units_of, source) for name, source in sources.items()}
     listed: dict[str, Sequence[Unit]] = {}
     try:
         for name, future in pending.items():
@@ -83,6 +95,7 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
                 raise SourceError(f"source {name!r} has no data: its files hold no rows; remove it or check its paths")
     finally:
         threads.shutdown()  # after an error or Ctrl-C a listing may still wait for storage: it is abandoned
+    pa.default_memory_pool().release_unused()  # the footers of thousands of files were read
     return listed
 
 
@@ -101,6 +114,23 @@ def with_windows(job: Job, units: Mapping[str, Sequence[Unit]], saved: Mapping[s
     return replace(job, sources=sources)
 
 
+def with_caches(job: Job) -> Job:
+    """The job with its cache for every source that has none of its own."""
+    cache = job.cache
+    if cache is None:
+        return job
+    sources = {name: source.with_cache(source.cache or cache) for name, source in job.sources.items()}
+    return replace(job, sources=sources)
+
+
+def check_caches(job: Job) -> None:
+    """Raise SpecError for a cache that can never be used; what may pass is logged."""
+    for cache in {source.cache for source in job.sources.values() if source.cache is not None}:
+        store = open_cache(cache)
+        if isinstance(store, CacheFolder):
+            store.check()
+
+
 def make_partition(
     job: Job, units: Mapping[str, Sequence[Unit]], engine: Engine, given: Partition | None = None
 ) -> Partition:
@@ -114,7 +144,9 @@ def make_partition(
     num_hosts = engine.num_hosts
     if num_hosts is None:
         return by_share(num_shares)
-    loads = {name: _expected_load(job, name, units[name]) for name in job.sources}
+    shares = [job.mix.at(step) for step, _ in job.mix.schedule]
+    most = {name: max(share.get(name, 0.0) for share in shares) for name in job.sources}
+    loads = {name: _expected_load(most[name], units[name], job.mix.unit) for name in job.sources}
     if engine.is_one_machine:
         num_shares = shares_by_load(num_shares, loads, num_hosts)
     return evenly(num_shares, loads, num_hosts)
@@ -127,63 +159,109 @@ def publish_units(engine: Engine, units: Mapping[str, Sequence[Unit]]) -> None:
 
 
 def make_loader_host(
-    job: Job, engine: Engine, shares: Sequence[Share], num_threads: int | None, workplace: Workplace
+    job: Job,
+    engine: Engine,
+    shares: Sequence[Share],
+    num_threads: int | None,
+    workplace: Workplace,
+    *,
+    place: SnapshotPlace | None = None,
+    row_keys: Mapping[str, str] | None = None,
 ) -> LoaderHost:
     """The host of some shares of sources, whose units are published. It reads on `num_threads` threads of its own, or on
-    those of its process (None)."""
+    those of its process (None). `place`: where chunks are saved. `row_keys`: what the rows in the caches of sources depend
+    on beside their unit."""
     threads = workplace.read_threads if num_threads is None else make_executor(num_threads, "overlord-read")
-    has_threads = isinstance(threads, Threads)
-    num_held = Counter(share.source for share in shares)
-    num_shares = {share.source: share.of for share in shares}
-    # The threads of the process contend for the GIL with each other and with the threads that build steps. Where there is a
-    # process per core, what takes less CPU time is better.
-    is_contended = num_threads is None and has_threads and not engine.shares_memory
-
     arenas = workplace.share("chunks", ChunkArenas) if engine.shares_memory else None
-
-    def open_source(name: str) -> OpenSource:
-        source = job.sources[name]
-        bad_rows = BadRowLog(name, source.bad_rows)
-        units: Sequence[Unit] = engine.look_up(f"units/{name}")
-        maker = ChunkMaker(
-            name,
-            source,
-            units,
-            seed=job.seed,
-            batch=job.batch,
-            bad_rows=bad_rows,
-            transforms=Transforms(source.transforms, workplace.processes, threads),
-            release_gil=is_contended,
-            arenas=workplace.share("chunk values", partial(Arenas, _IDLE_VALUES)),
-        )
-        # Never less than each of the declared loaders has: when a source is spread over more of them, its chunks must still
-        # fit.
-        part = source.buffer_bytes * num_held[name] // num_shares.get(name, 1)
-        buffer_bytes = max(part, source.buffer_bytes // source.loaders)
-        # A remote store may block at any time, so nothing is read from it before it is needed, except on threads.
-        is_near = not any(is_remote(unit.path) for unit in units[:1])
-        loader = SourceLoader(
-            name,
-            maker.make if arenas is None else partial(_make_shared, maker, _columns_of(source, job.batch), arenas),
-            maker.expected_bytes,
-            buffer_bytes=buffer_bytes,
-            ahead_bytes=part,
-            threads=threads,
-            inline_s=_INLINE_S if is_contended and is_near else 0.0,
-            makes_inline=is_near and not has_threads,
-            on_made=partial(_send_facts, engine, name) if engine.shares_memory else None,
-            at_close=maker.close,
-        )
-        return OpenSource(loader, bad_rows, source.decode, maker.report_bad_decode)
-
+    opener = _SourceOpener(
+        job=job,
+        engine=engine,
+        workplace=workplace,
+        threads=threads,
+        # The threads of the process contend for the GIL with each other and with the threads that build steps. Where there
+        # is a process per core, what takes less CPU time is better.
+        is_contended=num_threads is None and isinstance(threads, Threads) and not engine.shares_memory,
+        arenas=arenas,
+        place=place,
+        row_keys=row_keys or {},
+        num_held=Counter(share.source for share in shares),
+        num_shares={share.source: share.of for share in shares},
+    )
     return LoaderHost(
-        open_source,
-        tuple(num_held),
+        opener.open,
+        tuple(opener.num_held),
         job.batch.columns,
         threads,
         arenas=workplace.arenas,
         owns_threads=num_threads is not None,
+        copies=None if arenas is None else ChunkCopies(engine, tuple(job.sources), arenas),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SourceOpener:
+    """Makes the Source Loader of any source of a job, on one loader host."""
+
+    job: Job
+    engine: Engine
+    workplace: Workplace
+    threads: Executor
+    is_contended: bool
+    """True if threads contend for the GIL."""
+    arenas: ChunkArenas | None
+    place: SnapshotPlace | None
+    row_keys: Mapping[str, str]
+    num_held: Counter[str]
+    """How many shares of each source the host has, of `num_shares`."""
+    num_shares: Mapping[str, int]
+
+    def open(self, name: str) -> OpenSource:
+        job, engine = self.job, self.engine
+        is_added = name not in job.sources
+        source: Source = engine.look_up(f"{SOURCES}/{name}") if is_added else job.sources[name]
+        bad_rows = BadRowLog(name, source.bad_rows)
+        units: Sequence[Unit] = engine.look_up(f"units/{name}")
+        maker = self._make_maker(name, source, units, bad_rows)
+        columns = _columns_of(source, job.batch)
+        snapshots = None if self.place is None or is_added else ChunkSnapshots(self.place, name, columns, bad_rows)
+        # Never less than each of the declared loaders has: when a source is spread over more of them, its chunks must still
+        # fit.
+        num_own = 1 if is_added else self.num_held[name]
+        part = source.buffer_bytes * num_own // self.num_shares.get(name, source.loaders if is_added else 1)
+        buffer_bytes = max(part, source.buffer_bytes // source.loaders)
+        # A remote store may block at any time, so nothing is read from it before it is needed, except on threads.
+        is_near = not any(is_remote(unit.path) for unit in units[:1]) and not (source.cache and source.cache.is_remote)
+        is_plain = self.arenas is snapshots is None
+        loader = SourceLoader(
+            name,
+            maker.make if is_plain else partial(_make_chunk, maker, snapshots, columns, self.arenas),
+            maker.expected_bytes,
+            buffer_bytes=buffer_bytes,
+            ahead_bytes=part,
+            threads=self.threads,
+            inline_s=_INLINE_S if self.is_contended and is_near else 0.0,
+            makes_inline=is_near and not isinstance(self.threads, Threads),
+            on_made=partial(_send_facts, engine, name) if engine.shares_memory else None,
+            at_close=maker.close,
+        )
+        return OpenSource(loader, bad_rows, source.decode, maker.report_bad_decode, snapshots)
+
+    def _make_maker(self, name: str, source: Source, units: Sequence[Unit], bad_rows: BadRowLog) -> ChunkMaker:
+        key = self.row_keys.get(name)
+        # A request for each unit to a store far away would cost more than reading it.
+        is_kept = source.cache is not None and key is not None and (bool(source.transforms) or not source.cache.is_remote)
+        return ChunkMaker(
+            name,
+            source,
+            units,
+            seed=self.job.seed,
+            batch=self.job.batch,
+            bad_rows=bad_rows,
+            transforms=Transforms(source.transforms, self.workplace.processes, self.threads),
+            release_gil=self.is_contended,
+            arenas=self.workplace.share("chunk values", partial(Arenas, _IDLE_VALUES)),
+            kept=(open_cache(source.cache), key) if is_kept and source.cache and key else None,
+        )
 
 
 def _columns_of(source: Source, batch: Batch) -> frozenset[str]:
@@ -192,8 +270,13 @@ def _columns_of(source: Source, batch: Batch) -> frozenset[str]:
     return frozenset((*batch.columns, decode) if decode is not None else batch.columns)
 
 
-def _make_shared(maker: ChunkMaker, columns: Collection[str], arenas: ChunkArenas, number: int) -> Chunk:
-    return share_chunk(maker.make(number), columns, arenas)
+def _make_chunk(
+    maker: ChunkMaker, snapshots: ChunkSnapshots | None, columns: Collection[str], arenas: ChunkArenas | None, number: int
+) -> Chunk:
+    """A chunk from its snapshot, or made; in shared memory where there is some."""
+    chunk = None if snapshots is None else snapshots.restore(number, maker.units_of(number), maker.unit_numbers(number))
+    chunk = chunk or maker.make(number)
+    return chunk if arenas is None else share_chunk(chunk, columns, arenas)
 
 
 def _send_facts(engine: Engine, source: str, number: int, facts: ChunkFacts) -> None:
@@ -221,20 +304,28 @@ def make_constructor(
     job: Job, group: int, tree: ClientPlaceTree, workplace: Workplace, *, planner: Handle[Planner], routes: Routes
 ) -> DataConstructor:
     """The Data Constructor of a group. Where processes share memory, it reads rows straight from the chunks of loader
-    hosts, and requests the plans of several steps together."""
+    hosts, and shares what it gets from the planner with the other constructors of its process."""
     if planner.engine.shares_memory:
-        chunks = workplace.share("borrowed chunks", partial(BorrowedChunks, routes, job.sources))
+        # Columns and images of a request have one type, so what has them is requested step by step.
+        is_plain = not job.batch.columns and not any(source.decode for source in job.sources.values())
+        is_far = is_plain and not planner.engine.is_one_machine
+        # Of these sources: after one was added, a process may have constructors of both runs for a moment.
+        known = f"of {len(job.sources)} sources"
+        ahead = workplace.share(f"rows ahead {known}", partial(RowsAhead, routes)) if is_far else None
+        chunks = workplace.share(f"borrowed chunks {known}", partial(BorrowedChunks, routes, job.sources, ahead))
         threads = workplace.share("decoding", partial(_make_decode_threads, job, workplace))
         rows = BorrowedRows(chunks, routes, job.batch.columns, threads, workplace.arenas)
-        listener = chunks
+        # Of one mesh: after a resize a process may have constructors of both for a moment.
+        of_host = workplace.share(f"plans of {tree.mesh} {known}", partial(HostPlans, planner, tree, chunks))
+        plans = of_host.of_group(group)
     else:
-        rows, listener = routes, None
+        rows, plans = routes, SinglePlans(planner, group)
     return DataConstructor(
         group,
         job.batch,
         tree,
         planner=planner,
-        plans=PlanRequests(planner, group, tree, listener),
+        plans=plans,
         rows=rows,
         prefetch=job.prefetch,
         threads=workplace.build_threads,
@@ -274,10 +365,11 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
     is_served: bool,
     plans_together: int = 1,
     engine: Engine | None = None,
+    skips: Sequence[tuple[int, Mapping[str, object]]] = (),
 ) -> Planner:
     """`is_safe`: the decisions of the planner outlive it; `is_served`: trainers in other processes will come;
     `plans_together`: how many plans a group gets at a time. `engine`: where processes share memory, and the planner sends
-    plans to the constructors there."""
+    plans to the constructors there. `skips`: what the job leaves out, with the units of its files."""
     max_lead = job.prefetch + 1 + plans_together
     place = ClientPlaceTree(job.mesh)
     log = None if era is None else PlanLog(era, start, max_lead, steered)
@@ -295,16 +387,17 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
         size_columns=job.size_columns,
         max_lead=max_lead,
         log=log,
-        steering=Steering(job.mix, start, place, steered, log=log, is_safe=is_safe),
+        steering=Steering(job.mix, start, place, steered, log=log, is_safe=is_safe, skips=skips),
         expected=range(job.mesh.dp) if is_served else (),
         send=None if engine is None else partial(_send_plans, engine),
+        warn_epochs=[source.warn_epochs for source in job.sources.values()],
+        lineage=None if era is None or not era.has_lineage else begin_lineage(era, job.mesh, start.step),
     )
 
 
-def _expected_load(job: Job, name: str, units: Sequence[Unit]) -> float:
-    """Bytes of a source that a sample of the mixture takes on average, at the step where the source has most weight."""
-    weight = max(job.mix.at(step).get(name, 0.0) for step, _ in job.mix.schedule)
+def _expected_load(weight: float, units: Sequence[Unit], unit: str) -> float:
+    """Bytes of a source with this weight that a sample of the mixture takes on average."""
     num_bytes = sum(unit.num_bytes for unit in units)
     num_rows = sum(unit.num_rows or 0 for unit in units)
-    per_sample = num_bytes / num_rows if num_rows and job.mix.unit == "samples" else 1.0
+    per_sample = num_bytes / num_rows if num_rows and unit == "samples" else 1.0
     return weight * (per_sample or 1.0)

@@ -5,7 +5,8 @@ What it promises: `fetch_each` returns the payload that loader hosts would retur
 hosts meanwhile. A chunk is requested once for all constructors of the process, with others of its host, and before it is
 needed if the plan is known early enough. It is returned when the planner says that no step needs it any more. A chunk that
 is needed after that is requested again. Chunks that are not in shared memory, or whose host is on another machine, gone or
-silent, are read through `Routes`, which waits for the host or takes its shadow.
+silent, are read through `Routes`, which waits for the host or takes its shadow; rows on other machines for several steps at
+a time (`rows_ahead.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from overlord.declare.source import Source
     from overlord.roles.chunk_rows import ChunkRows, Find
     from overlord.roles.routes import Routes
+    from overlord.roles.rows_ahead import RowsAhead
     from overlord.runtime.engine import Reply
     from overlord.runtime.threads import Executor
     from overlord.runtime.transport import ErrorEnvelope
@@ -76,8 +78,10 @@ class BorrowedChunk:
 class BorrowedChunks:
     """The borrowed chunks of this process. The module's docstring has the promises. Thread-safe."""
 
-    def __init__(self, routes: Routes, sources: Mapping[str, Source]) -> None:
+    def __init__(self, routes: Routes, sources: Mapping[str, Source], ahead: RowsAhead | None = None) -> None:
+        """`ahead`: requests rows on other machines for several steps at a time."""
         self._routes = routes
+        self.ahead = ahead
         self._names = tuple(sources)
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._decoders: dict[str, Any] = {name: source.decode for name, source in sources.items()}
@@ -85,14 +89,17 @@ class BorrowedChunks:
         self._finders: list[Find] = [chunks.get for chunks in self._chunks]
         self._unshared: set[Key] = set()
         self._lock = threading.Lock()
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, LoanLink] = {}
         self._first: Ints | None = None
         self.has_decoders = any(decoder is not None for decoder in self._decoders.values())
 
     def note_plans(self, plans: Sequence[GroupPlan], first_chunks: Ints) -> None:
         """Return the chunks that no step needs any more, and request those of the next steps."""
         self.release_before(first_chunks)
-        self.expect(samples for plan in plans for samples in plan.all_samples())
+        parts = [samples for plan in plans for samples in plan.all_samples()]
+        self.expect(parts)
+        if self.ahead is not None:
+            self.ahead.expect(parts)
 
     def expect(self, samples: Iterable[Samples]) -> None:
         """Request the chunks of samples that will be needed soon. Waits for nothing, and raises nothing."""
@@ -172,11 +179,13 @@ class BorrowedChunks:
         chunks, unshared = self._chunks, self._unshared
         return [key for key in dict.fromkeys(keys) if key[1] not in chunks[key[0]] and key not in unshared]
 
-    def _link(self, host: str) -> _Link:
+    def _link(self, host: str) -> LoanLink:
         with self._lock:
             link = self._links.get(host)
             if link is None:
-                link = self._links[host] = _Link(self._names, lambda *args: self._routes.call_near(host, *args), self._keep)
+                link = self._links[host] = LoanLink(
+                    self._names, lambda *args: self._routes.call_near(host, *args), self._keep
+                )
             return link
 
     def _borrow(self, by_host: Mapping[str, Sequence[Key]]) -> set[Key]:
@@ -188,7 +197,7 @@ class BorrowedChunks:
             links = [(host, self._link(host), keys) for host, keys in sorted(by_host.items())]  # one order, so no deadlock
             for _, link, _ in links:
                 locks.enter_context(link.lock)
-            waiting: list[tuple[str, _Link, Sequence[Key]]] = []
+            waiting: list[tuple[str, LoanLink, Sequence[Key]]] = []
             for host, link, keys in links:
                 try:
                     link.receive(self._routes.patience_with(host))  # of a request that was sent ahead
@@ -207,9 +216,9 @@ class BorrowedChunks:
             raise errors[0].open()
         return out_of_reach
 
-    def _keep(self, key: Key, chunk: BorrowedChunk | None) -> None:
-        if chunk is not None:
-            self._chunks[key[0]][key[1]] = chunk
+    def _keep(self, key: Key, rows: RowsInMemory | None) -> None:
+        if rows is not None:
+            self._chunks[key[0]][key[1]] = BorrowedChunk.of(rows)
         else:
             with self._lock:
                 self._unshared = self._unshared | {key}
@@ -219,15 +228,16 @@ class BorrowedChunks:
         return {} if first is None else {self._names[source]: int(first[source]) for source, _ in keys}
 
 
-class _Link:
+class LoanLink:
     """The loans of one loader host. Requests follow one another; callers hold `lock`."""
 
     def __init__(
         self,
         names: Sequence[str],
         call: Callable[..., Reply[LoanAnswer]],
-        keep: Callable[[Key, BorrowedChunk | None], None],
+        keep: Callable[[Key, RowsInMemory | None], None],
     ) -> None:
+        """`keep` is called with the rows of each chunk that is lent; None for one that is not in shared memory."""
         self.lock = threading.Lock()
         self._names = names
         self._call = call
@@ -287,7 +297,7 @@ class _Link:
         for key, lent in zip(keys, answer.chunks, strict=True):
             if isinstance(lent, LentChunk):
                 memory = self._borrower.borrow(lent.loan)[lent.first : lent.first + lent.num_bytes]
-                self._keep(key, BorrowedChunk.of(RowsInMemory(memory, lent.places)))
+                self._keep(key, RowsInMemory(memory, lent.places))
             elif lent is None:
                 self._keep(key, None)
             else:
@@ -347,10 +357,15 @@ class BorrowedRows:
         is_shared = np.array([key not in absent for key in pairs], bool)
         places = [np.flatnonzero(is_shared), np.flatnonzero(~is_shared)]
         if not len(places[0]):
-            return self._routes.fetch(samples)
+            return self._fetch(samples)
         parts = [samples.take(where) for where in places]
-        payloads = [self._take(parts[0]), self._routes.fetch(parts[1])]
+        payloads = [self._take(parts[0]), self._fetch(parts[1])]
         return Payload.merge(payloads, places, list(map(names_of_sources, parts)))
+
+    def _fetch(self, samples: Samples) -> Payload:
+        """The payload of samples that cannot be borrowed."""
+        ahead = None if self._chunks.ahead is None else self._chunks.ahead.take(samples)
+        return self._routes.fetch(samples) if ahead is None else ahead
 
 
 def _keys_of(samples: Samples) -> set[Key]:

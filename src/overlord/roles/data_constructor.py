@@ -5,8 +5,8 @@ steps are kept until all ranks have taken them, and at most `prefetch` steps bey
 stops reading stops its group instead of filling memory. A step that is requested again after that is built again. The
 constructor decides nothing.
 
-A rank that is expected but has not requested a step yet holds nobody back. No step is recorded as taken by all before that
-rank has requested one or has left.
+A rank that is expected but has not requested a step yet holds nobody back, unless the run waits for all ranks: then it is
+where the first of its group began. No step is recorded as taken by all before that rank has requested one or has left.
 
 A rank may fetch steps ahead of its trainer. Such a fetch moves nothing: where a rank stands, what was taken and whether a
 rank reads at all is decided by what its trainer takes. A fetch that is not ahead takes its step too. No step is fetched
@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
+from bisect import bisect_left
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
@@ -32,7 +34,9 @@ from overlord.batches.slices import cp_slices, fields_for, receive_only
 from overlord.errors import ClosedError, SpecError
 from overlord.messages import Delivery, Fields, Later
 from overlord.roles.planner import Planner
+from overlord.runtime.recorder import SpanBatch, SpanRing, current_recorder
 from overlord.runtime.threads import StealingFuture
+from overlord.status import WAIT_BOUNDS_S, ConstructorCounters, RankCounters, process_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
     from overlord.batches.buffers import Arenas
     from overlord.batches.payload import Payload
     from overlord.declare.batch import Batch
-    from overlord.roles.plan_requests import PlanRequests
+    from overlord.roles.plan_requests import GroupPlans
     from overlord.roles.plan_window import SharedPlans
     from overlord.runtime.engine import Handle
     from overlord.runtime.threads import Executor
@@ -82,9 +86,10 @@ class _Built:
             index = tree.ranks_of(place.dp).index(place.rank) if self.axis == "world" else place.cp
             first = sum(self.counts[:index])
             own = slice(first, first + self.counts[index])
-        if self.counts is None and cp > 1 and "cp" in self.broadcast:
+        is_cut = self.counts is None and cp > 1 and "cp" in tree.cut
+        if is_cut and "cp" in self.broadcast:
             micros = [fields | {"cp_size": cp, "cp_index": place.cp} for fields in self.whole]  # cut by the trainer
-        elif self.counts is None and cp > 1:
+        elif is_cut:
             with self.lock:
                 if not self.slices:
                     self.slices = [cp_slices(fields, cp, self.arenas) for fields in self.whole]
@@ -94,7 +99,7 @@ class _Built:
         for i, parts in enumerate(self.rank_parts[own]):
             for part in parts:
                 micros[i] = micros[i] | part.fields_for(place, tree)
-        if pp > 1 and "pp" not in self.broadcast and self.axis != "world":
+        if pp > 1 and "pp" in tree.cut and "pp" not in self.broadcast and self.axis != "world":
             micros = [fields_for(fields, place.pp, pp, tree.stage_fields) for fields in micros]
         if self.broadcast and tree.source_of(place.rank, self.broadcast) != place.rank:
             micros = [receive_only(fields) for fields in micros]
@@ -119,7 +124,7 @@ class DataConstructor:
         tree: ClientPlaceTree,
         *,
         planner: Handle[Planner],
-        plans: PlanRequests,
+        plans: GroupPlans,
         rows: RowSource,
         prefetch: int,
         threads: Executor,
@@ -145,6 +150,8 @@ class DataConstructor:
         self._lock = threading.Lock()
         self._at: dict[int, int] = {}  # rank to the step that its trainer requested or took last
         self._expected: set[int] = set()  # ranks that have not requested a step yet
+        self._awaited: set[int] = set()  # those of them that hold the others back all the same
+        self._first: int | None = None  # the first step that was requested while some rank was awaited
         self._taken: dict[int, int] = {}  # rank to the first step that it has not taken
         self._held: dict[int, int] = {}  # rank to the first step that it has neither taken nor fetched ahead
         self._untaken = 0
@@ -153,7 +160,10 @@ class DataConstructor:
         self._frozen_from: int | None = None
         self._steps: dict[int, StealingFuture[_Built | Later | None]] = {}
         self._doing: dict[int, str] = {}
-        self._paces = PaceMeter()
+        self._recorder = current_recorder()
+        self._paces = PaceMeter(spans=self._recorder.spans)
+        self._instance = uuid.uuid4().hex
+        self._built_s = 0.0
         self._closed = False
 
     def fetch(
@@ -182,6 +192,7 @@ class DataConstructor:
                     self._taken[rank] = self._held[rank] = step + 1
                 self._untaken = max(self._untaken, step + 1)
                 self._paces.note_delivery(rank, step)
+            self._paces.note_tokens(rank, step, microbatches)
             self._unfetched = max(self._unfetched, step + 1)
             self._drop_held()
         return Delivery(step, built.loss_tokens, microbatches)
@@ -197,7 +208,7 @@ class DataConstructor:
                 return later
             self._at[rank], self._taken[rank] = step, step + 1
             self._held[rank] = max(self._held.get(rank, 0), step + 1)
-            self._expected.discard(rank)
+            self._note_came(rank, step)
             self._untaken = max(self._untaken, step + 1)
             self._unfetched = max(self._unfetched, step + 1)
             self._paces.note_take(rank, step, waited_s)
@@ -243,34 +254,49 @@ class DataConstructor:
     def _move(self, step: int, rank: int) -> Later | None:
         """Note that a rank is at a step, and needs it; returns why it cannot be built yet."""
         self._at[rank] = self._taken[rank] = self._held[rank] = step
-        self._expected.discard(rank)
+        self._note_came(rank, step)
         self._paces.note_request(rank, step)
         self._drop_old()
         slowest = min(self._taken, key=lambda r: self._taken[r])
         if step > self._taken[slowest] + self._prefetch:
             return Later(f"rank {slowest} of the same data-parallel group has not taken step {self._taken[slowest]} yet")
+        if self._awaited and self._first is not None and step > self._first + self._prefetch:
+            return Later(
+                f"rank {min(self._awaited)} of the same data-parallel group has not read a step yet, and all ranks are "
+                "expected to; close the client of a rank that is not to read"
+            )
         return None
+
+    def _note_came(self, rank: int, step: int) -> None:
+        """Note that a rank that was expected has come, at a step."""
+        if self._awaited:
+            self._first = step if self._first is None else min(self._first, step)
+            self._awaited.discard(rank)
+        self._expected.discard(rank)
 
     def _find_room_ahead(self, step: int, rank: int) -> Later | None:
         """Returns why a step cannot be fetched ahead now."""
         if rank not in self._at:
             return Later(f"rank {rank} reads nothing here now: its trainer requests the first step itself")
         slowest = min(self._at, key=lambda r: self._at[r])
-        if step > self._at[slowest] + self._prefetch:
+        oldest = self._at[slowest] if not self._awaited or self._first is None else self._first
+        if step > oldest + self._prefetch:
             return Later(f"step {step} is more than {self._prefetch} steps ahead of rank {slowest}")
         return None
 
     def receive_plans(self, plans: SharedPlans) -> None:
-        """Keep plans that the planner sent before they were requested."""
+        """Keep plans that the planner sent to this process before they were requested."""
         self._plans.receive(plans)
 
-    def expect(self, ranks: Collection[int]) -> None:
-        """Note that these ranks will come: late is not gone."""
+    def expect(self, ranks: Collection[int], holds: bool = False) -> None:
+        """Note that these ranks will come: late is not gone. If it `holds`, they hold others back before they have come."""
         with self._lock:
             self._expected |= set(ranks) - self._at.keys()
+            self._awaited |= self._expected if holds else set()
+            self._first = min(self._at.values(), default=None)
             is_late = bool(self._expected)
         if is_late:
-            self._planner.call(Planner.expect, self._group).result()
+            self._planner.call(Planner.expect, self._group, holds).result()
 
     def late(self) -> frozenset[int]:
         """The ranks that are expected and have neither requested a step nor left."""
@@ -285,6 +311,7 @@ class DataConstructor:
             self._held.pop(rank, None)
             self._ahead_by_themselves.discard(rank)
             self._expected.discard(rank)
+            self._awaited.discard(rank)
             self._paces.rank_left(rank)
             nobody_reads, is_late = not self._at, bool(self._expected)
             if nobody_reads:
@@ -305,19 +332,26 @@ class DataConstructor:
             self._frozen_from = to
             return HandedOut(dict(self._taken), self._untaken)
 
-    def restart(self, generation: int) -> None:
-        """Forget everything: the run goes on from another state."""
+    def restart(self, generation: int, keep_from: int | None = None) -> None:
+        """Forget everything: the run goes on from another state. With `keep_from` it is the same run, which hands out steps
+        from there on again: what was built or planned of them is kept."""
         with self._lock:
             self.generation = generation
             self._expected.clear()
+            self._awaited.clear()
             self._at.clear()
             self._taken.clear()
             self._held.clear()
             self._ahead_by_themselves.clear()
             self._untaken = self._unfetched = 0
             self._frozen_from = None
-            self._drop_all()
-            self._plans.reset()
+            if keep_from is None:
+                self._drop_all()
+                self._plans.reset()
+            else:
+                for number in [n for n in self._steps if n < keep_from]:
+                    self._steps.pop(number).cancel()
+            self._paces.restart()
 
     def status_lines(self) -> list[str]:
         """What it is busy with. Returns at once."""
@@ -328,6 +362,28 @@ class DataConstructor:
         """How fast the ranks of this group go through their steps."""
         with self._lock:
             return self._paces.pace
+
+    def counters(self) -> ConstructorCounters:
+        """What it and its ranks have done. Returns at once."""
+        with self._lock:
+            ranks, reading = self._paces.ranks, {rank: self._taken.get(rank, step) for rank, step in self._at.items()}
+            num_ready, num_building, built_s = len(self._steps), len(self._doing), self._built_s
+            waiting = self._paces.waiting()
+        return ConstructorCounters(
+            instance=self._instance,
+            use=process_use(self._recorder.events),
+            ranks=ranks,
+            reading=reading,
+            waiting=waiting,
+            num_ready=num_ready,
+            num_building=num_building,
+            busy_s=built_s,
+            shared_bytes=self._arenas.shared_bytes,
+        )
+
+    def take_spans(self) -> SpanBatch:
+        """As `Planner.take_spans`."""
+        return self._recorder.spans.take()
 
     def reached(self) -> int:
         """The first step that this constructor has requested no plan for."""
@@ -345,6 +401,7 @@ class DataConstructor:
             self._closed = True
             self._at.clear()
             self._drop_all()
+        self._plans.reset()
 
     def _future_of(self, step: int) -> StealingFuture[_Built | Later | None] | None:
         """The step if it is built or on its way; None too when it could not be planned yet, so that it is tried again."""
@@ -418,13 +475,18 @@ class DataConstructor:
                 self._expected.add(rank)
 
     def _build(self, step: int) -> _Built | Later | None:
+        began, spans = time.perf_counter(), self._recorder.spans
         try:
             self._doing[step] = f"step {step} waits for its plan"
             plan = self._plan(step)
+            if spans.is_on:
+                spans.add(f"wait for the plan of step {step}", began)
             if plan is None or isinstance(plan, Later):
                 return plan
             self._doing[step] = f"step {step} waits for its rows"
             payloads = self._rows.fetch_each(plan.all_samples())
+            if spans.is_on:
+                payloads = spans.around_each(f"rows of step {step}", payloads)
             whole = [
                 collate(micro, payload, self._batch, self._arenas, self._weighted)
                 for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of features come after
@@ -437,6 +499,9 @@ class DataConstructor:
             raise
         finally:
             self._doing.pop(step, None)
+            if spans.is_on:
+                spans.add(f"build step {step} of group {self._group}", began)
+            self._built_s += time.perf_counter() - began  # an update lost to another thread is no matter
 
     def _keep_buffers(self, per_step: int) -> None:
         """Let the pool keep the buffers of as many steps as there are at once. `per_step` is how many a step takes."""
@@ -500,19 +565,75 @@ class Pace:
         return self.plus(Pace(-other.num_steps, -other.busy_s, -other.num_waits, -other.waited_s))
 
 
+@dataclass(slots=True)
+class _RankMeter:
+    """What one rank has taken, and how long it waited."""
+
+    taken: int = -1
+    """The last step that the rank has taken."""
+    fetched: int = -1
+    """The last step whose tokens are counted."""
+    num_steps: int = 0
+    tokens: int = 0
+    waited_s: float = 0.0
+    waits: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS_S) + 1))
+
+    def note_wait(self, step: int, waited_s: float) -> None:
+        # A trainer that shares memory may have taken several steps since the last look: the wait is that of all of them.
+        num_steps = step - self.taken if 0 <= self.taken < step <= self.taken + _MOST_AT_ONCE else 1
+        self.taken = step
+        self.num_steps += num_steps
+        self.waited_s += waited_s
+        self.waits[bisect_left(WAIT_BOUNDS_S, waited_s / num_steps)] += num_steps
+
+    def counters(self) -> RankCounters:
+        return RankCounters(self.num_steps, self.tokens, self.waited_s, tuple(self.waits))
+
+
+_MOST_AT_ONCE = 64
+
+
 class PaceMeter:
     """Measures a `Pace` from when ranks request steps and when they receive them. Callers hold a lock."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, spans: SpanRing | None = None) -> None:
         self._clock = clock
+        self._spans = spans or current_recorder().spans
+        self._offset = time.perf_counter() - clock()  # once: two spans that touch must not overlap
         self._requested: dict[int, tuple[int, float]] = {}
         self._got: dict[int, tuple[int, float]] = {}
         self._num_steps = self._num_waits = 0
         self._busy_s = self._waited_s = 0.0
+        self._ranks: dict[int, _RankMeter] = {}
 
     @property
     def pace(self) -> Pace:
         return Pace(self._num_steps, self._busy_s, self._num_waits, self._waited_s)
+
+    @property
+    def ranks(self) -> dict[int, RankCounters]:
+        """The same by rank, also of ranks that have left."""
+        return {rank: meter.counters() for rank, meter in self._ranks.items()}
+
+    def waiting(self) -> dict[int, float]:
+        """The ranks that have requested a step and not received it, with the seconds since then."""
+        now, got = self._clock(), self._got
+        return {
+            rank: now - since for rank, (step, since) in self._requested.items() if rank not in got or got[rank][0] != step
+        }
+
+    def note_tokens(self, rank: int, step: int, microbatches: Sequence[Fields]) -> None:
+        """A rank gets the batches of a step, maybe again."""
+        meter = self._meter_of(rank)
+        if step > meter.fetched or step < meter.fetched - _MOST_AT_ONCE:  # the second: the rank reads again from before
+            meter.fetched = step
+            meter.tokens += sum([micro.get("num_tokens", 0) for micro in microbatches])
+
+    def _meter_of(self, rank: int) -> _RankMeter:
+        meter = self._ranks.get(rank)
+        if meter is None:
+            meter = self._ranks[rank] = _RankMeter()
+        return meter
 
     def note_request(self, rank: int, step: int, waited_s: float = 0.0) -> None:
         """A rank requests a step, maybe again, or has requested it `waited_s` ago."""
@@ -524,12 +645,17 @@ class PaceMeter:
         if got is not None and got[0] == step - 1:
             self._num_steps += 1
             self._busy_s += began - got[1]
+            if self._spans.is_on:
+                self._add_span(f"train on step {got[0]}", rank, got[1], began)
 
     def note_delivery(self, rank: int, step: int) -> None:
         requested, got, now = self._requested.get(rank), self._got.get(rank), self._clock()
         if requested is not None and requested[0] == step and (got is None or got[0] != step):
             self._num_waits += 1
             self._waited_s += now - requested[1]
+            self._meter_of(rank).note_wait(step, now - requested[1])
+            if self._spans.is_on:
+                self._add_span(f"wait for step {step}", rank, requested[1], now)
         self._got[rank] = step, now
 
     def note_take(self, rank: int, step: int, waited_s: float) -> None:
@@ -537,6 +663,16 @@ class PaceMeter:
         self.note_request(rank, step, waited_s)
         self.note_delivery(rank, step)
 
+    def _add_span(self, name: str, rank: int, began: float, ended: float) -> None:
+        self._spans.add(name, began + self._offset, track=f"rank {rank}", ended=ended + self._offset)
+
+    def restart(self) -> None:
+        """The run goes on from another state: the next step of each rank follows no other."""
+        for meter in self._ranks.values():
+            meter.taken = meter.fetched = -1
+
     def rank_left(self, rank: int) -> None:
         self._requested.pop(rank, None)
         self._got.pop(rank, None)
+        meter = self._meter_of(rank)
+        meter.taken = meter.fetched = -1

@@ -2,6 +2,8 @@
 
 It serves any source. One that it does not hold yet is opened on request, because the caller may still use an older routing
 table.
+
+It may be the shadow of another host, whose chunks it copies or makes as well.
 """
 
 from __future__ import annotations
@@ -9,29 +11,43 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from overlord.batches.buffers import Arenas
+from overlord.caches.bucket import cache_use
 from overlord.chunks.bad_rows import BadRowKey, BadRowLog
+from overlord.chunks.shared_rows import ChunkHead
 from overlord.errors import ClosedError
+from overlord.loaders.shadowing import FILE, is_copied
 from overlord.roles.chunk_loans import ChunkLoans, LoanAnswer, LoanRequest
 from overlord.roles.chunk_rows import ChunkRows, Find, RowTaker
-from overlord.roles.source_loader import BufferUse, HotChunk, SourceLoader, Work
+from overlord.roles.source_loader import HotChunk, SourceLoader, Work
+from overlord.runtime.recorder import SpanBatch, current_recorder
 from overlord.runtime.transport import ErrorEnvelope
+from overlord.sources.object_store import storage_use
+from overlord.status import BufferUse, HostCounters, process_use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from overlord.batches.payload import Payload
     from overlord.chunks.chunk import Chunk
     from overlord.chunks.shared_rows import RowsInMemory
+    from overlord.roles.chunk_copies import ChunkCopies
+    from overlord.roles.chunk_snapshots import ChunkSnapshots
     from overlord.runtime.threads import Executor
     from overlord.stream.facts import (
         ChunkFacts,
-        LossCount,
+        Ints,
+        Losses,
         Samples,
     )
+
+
+ChunkAsked: TypeAlias = tuple[str, int, int]
+"""A source, the number of a chunk, and the first chunk of the source that is still needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +59,7 @@ class OpenSource:
     decode: Any = None
     bad_decode: Callable[[Chunk, int, str], None] | None = None
     """Called with (chunk, table row, error) when a deferred decode fails."""
+    snapshots: ChunkSnapshots | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,19 @@ class HostStatus:
     holding: dict[str, list[int]]
     """The chunks of each source that it has or is making."""
     work: dict[str, Work]
+    copyable: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """The finished chunks of each source whose chunks a shadow can copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChunk:
+    """A chunk for a shadow that holds it too."""
+
+    head: ChunkHead
+    rows: RowsInMemory | None
+    """None where they are lent."""
+    bad_rows: frozenset[BadRowKey]
+    """Rows of its source that the host has dropped."""
 
 
 class LoaderHost:
@@ -69,16 +99,22 @@ class LoaderHost:
         *,
         arenas: Arenas | None = None,
         owns_threads: bool = False,
+        copies: ChunkCopies | None = None,
     ) -> None:
-        """Images are decoded into memory of `arenas`. `owns_threads`: shut `threads` down at `close`."""
+        """Images are decoded into memory of `arenas`. `owns_threads`: shut `threads` down at `close`. `copies`: how chunks
+        are copied while this host is a shadow; None if it makes them."""
         self._open_source = open_source
         self._threads = threads
         self._owns_threads = owns_threads
+        self._copies = copies
+        self._is_shadow = False
+        self._saving = threading.Lock()
         arenas = arenas or Arenas()
         arenas.keep_more(_MOST_IDLE_ARENAS)
         self._rows = RowTaker(self, columns, threads, arenas)
         self._loans = ChunkLoans()
         self._instance = uuid.uuid4().hex
+        self._recorder = current_recorder()
         self._lock = threading.Lock()
         self._closed = False
         self._sources: dict[str, OpenSource] = {}
@@ -89,30 +125,36 @@ class LoaderHost:
             self._open(name)
 
     def describe(self, source: str, chunk: int, keep_from: int = 0) -> ChunkFacts:
+        self._stand_in()
         return self._open(source).loader.describe(chunk, keep_from)
+
+    def describe_all(self, chunks: Sequence[ChunkAsked]) -> list[ChunkFacts]:
+        """The facts of chunks of any sources, in their order. Those that were announced are being made on other threads."""
+        return [self.describe(source, number, keep_from) for source, number, keep_from in chunks]
 
     def note_described(self, source: str, chunk: int, keep_from: int) -> None:
         """Note that the facts of a chunk, which were sent when it was made, are in use."""
         self._open(source).loader.note_described(chunk, keep_from)
 
-    def peek(self, source: str, chunk: int, keep_from: int = 0) -> ChunkFacts | None:
+    def peek(self, source: str, chunk: int, keep_from: int = 0, may_make: bool = True) -> ChunkFacts | None:
         """The facts of a chunk if that takes no waiting."""
-        return self._open(source).loader.peek(chunk, keep_from)
+        return self._open(source).loader.peek(chunk, keep_from, may_make)
 
     def prefetch(self, source: str, chunks: Sequence[int]) -> None:
         """Note which chunks of a source will be requested here, soonest first."""
         self._open(source).loader.prefetch(chunks)
 
-    def count_loss(self, source: str, chunk: int, row: int, start: int, stop: int) -> LossCount:
-        return self._open(source).loader.get(chunk).chunk.count_loss(row, start, stop)
+    def count_losses(self, asked: Sequence[tuple[str, int, Ints]]) -> list[Losses]:
+        """The losses of parts of rows: for each (source, chunk) the columns row, start and stop."""
+        return [self._open(source).loader.get(chunk).chunk.count_losses(*columns) for source, chunk, columns in asked]
 
     def origins(self, source: str, chunk: int, rows: Sequence[int]) -> list[tuple[str, int]]:
         """The unit, and the row in it, that each of these rows was read from; row -1 where a transform lost track."""
-        found = self._open(source).loader.get(chunk).chunk
-        return [found.where(int(found.table_row[row])) for row in rows]
+        return self._open(source).loader.get(chunk).chunk.origins_of(source, chunk, rows)
 
     def fetch(self, samples: Samples) -> Payload:
         """Return the payload of planned samples, in their order."""
+        self._stand_in()
         return self._rows.take(samples)
 
     def lend(self, request: LoanRequest) -> LoanAnswer:
@@ -124,6 +166,10 @@ class LoaderHost:
     def report_bad_decode(self, source: str, number: int, table_row: int, error: str) -> None:
         """Report a row of a lent chunk whose images cannot be decoded. Raises where the source's policy forbids it."""
         self.note_bad_decode(source, number, self.obtain(source, number), table_row, error)
+
+    def take_spans(self) -> SpanBatch:
+        """As `Planner.take_spans`."""
+        return self._recorder.spans.take()
 
     def status_lines(self) -> list[str]:
         return [line for held in self._now().values() for line in held.loader.status_lines()]
@@ -143,13 +189,36 @@ class LoaderHost:
         for name, (before, _) in self._past.items():
             work[name] = work.get(name, Work()).plus(before)
         holding = {name: held.loader.chunks_held() for name, held in now.items()}
-        return HostStatus(self._instance, os.getpid(), holding, work)
+        copyable = {name: numbers for name, held in now.items() if (numbers := held.loader.chunks_copyable()) is not None}
+        return HostStatus(self._instance, os.getpid(), holding, work, copyable)
 
-    def mirror(self, holding: Mapping[str, Sequence[int]]) -> None:
+    def counters(self) -> HostCounters:
+        """What it has done for each source. Returns at once."""
+        past = {name: work for name, (work, _) in list(self._past.items())}
+        sources = {name: work.loaded() for name, work in past.items()}
+        sources |= {name: held.loader.counters(past.get(name, Work())) for name, held in self._now().items()}
+        return HostCounters(self._instance, process_use(self._recorder.events, storage_use(), cache_use()), sources)
+
+    def mirror(self, host: str, status: HostStatus) -> None:
         """Hold the chunks that another host holds, as far as there is room: this one is its shadow."""
-        self.keep(tuple(holding))
-        for name, numbers in holding.items():
-            self._open(name).loader.mirror(frozenset(numbers))
+        self.keep(tuple(status.holding))
+        self._is_shadow = True
+        for name, numbers in status.holding.items():
+            held = self._open(name)
+            if self._is_copied(host, name, status):
+                held.loader.mirror(frozenset(status.copyable[name]), partial(self._copy, held, host, name))
+            else:
+                held.loader.mirror(frozenset(numbers))
+
+    def finished(self, source: str, number: int, *, with_rows: bool) -> FinishedChunk | None:
+        """A chunk for the shadow of this host, with its rows or without; None if it is not in shared memory."""
+        held = self._open(source)
+        held.loader.note_copied()
+        found = held.loader.find(number)
+        if found is None or found.chunk.shared is None:
+            return None
+        rows = found.chunk.shared if with_rows else None
+        return FinishedChunk(ChunkHead.of(found.chunk), rows, held.bad_rows.dropped)
 
     def keep(self, sources: Collection[str]) -> None:
         """Close every other source, which frees its memory."""
@@ -169,6 +238,47 @@ class LoaderHost:
         self._loans.close()
         if self._owns_threads:
             self._threads.shutdown(wait=False)
+
+    def save_chunks(self) -> None:
+        """Save the chunks in the buffers that are expensive to make again. Returns at once; a host that still saves does not
+        begin again."""
+        self._threads.submit_ahead(self._save_chunks)
+
+    def _save_chunks(self) -> None:
+        if not self._saving.acquire(blocking=False):
+            return
+        try:
+            for held in self._now().values():
+                work = held.loader.work()
+                n = work.num_chunks
+                if held.snapshots and n and is_copied(work.cpu_s / n, work.wait_s / n, work.num_bytes / n, FILE):
+                    held.snapshots.save(*held.loader.chunks_to_save())
+        finally:
+            self._saving.release()
+
+    def _is_copied(self, host: str, source: str, status: HostStatus) -> bool:
+        """True if copying the chunks of a source costs less than making them."""
+        if self._copies is None or source not in status.copyable:
+            return False
+        work = status.work.get(source, Work()).plus(self._open(source).loader.work())
+        n = work.num_chunks
+        # A host that has copied all of its chunks so far knows no better.
+        return not n or is_copied(work.cpu_s / n, work.wait_s / n, work.num_bytes / n, self._copies.cost_of(host))
+
+    def _copy(self, held: OpenSource, host: str, source: str, number: int) -> Chunk | None:
+        assert self._copies is not None  # else nothing is copied
+        copied = self._copies.take(host, source, number)
+        if copied is None:
+            return None
+        held.bad_rows.note_dropped(copied.finished.bad_rows)
+        return copied.chunk
+
+    def _stand_in(self) -> None:
+        """Read ahead if this host is a shadow: it gets requests when the host that it mirrors is silent."""
+        if self._is_shadow:
+            self._is_shadow = False
+            for held in self._now().values():
+                held.loader.stand_in()
 
     def _find_shared(self, source: str, number: int) -> RowsInMemory | ErrorEnvelope | None:
         """A chunk in shared memory; None if it is not there. An error is only for whoever needs this chunk."""

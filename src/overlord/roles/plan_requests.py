@@ -1,25 +1,34 @@
-"""Gets the plans of a group from the planner. Where processes share memory, the planner sends those of several steps before
-they are needed; otherwise, and where one is missing, they are requested.
+"""Gets the plans of groups from the planner. Where constructors are in other processes, the planner sends the plans of some
+steps to each process before they are needed, for all groups whose constructors are there. Those that are missing are
+requested.
 
-The planner learns as much as from single requests: which step the group may still come back for.
+The planner learns as much as from single requests of groups: which step they may still come back for. A process tells it in
+one message, when all of its groups have come to a step.
 """
 
 from __future__ import annotations
 
 import threading
+import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from overlord.messages import Later
+from overlord.roles.plan_window import OldestSteps, PlanHost, PlanRequest
 from overlord.roles.planner import Planner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from overlord.arrange.mesh_tree import ClientPlaceTree
-    from overlord.arrange.plan import GroupPlan, Plan
-    from overlord.roles.plan_window import SharedPlans
+    from overlord.arrange.plan import GroupPlan
+    from overlord.roles.plan_window import SharedPlans, StepPlans
     from overlord.runtime.engine import Handle
     from overlord.stream.facts import Ints
+
+_TOLD_EVERY = 2
+"""Steps that a group takes, while another of its process takes none, until the planner is told: it must know the slowest."""
 
 
 class PlanListener(Protocol):
@@ -30,75 +39,220 @@ class PlanListener(Protocol):
         ...
 
 
-class PlanRequests:
-    """The plans of one group. Thread-safe."""
-
-    def __init__(
-        self, planner: Handle[Planner], group: int, place: ClientPlaceTree, listener: PlanListener | None = None
-    ) -> None:
-        """With a `listener`, plans come through shared memory, several steps at a time."""
-        self._planner = planner
-        self._group = group
-        self._place = place
-        self._listener = listener
-        self._lock = threading.Lock()
-        self._kept: dict[int, GroupPlan] = {}
-        self._noted = -1  # the oldest step that the planner was told
-        self._cut_to = -1  # the newest step whose plan has arrived
-        self._sender = ""  # the planner whose plans are kept
-        self._num_resets = 0
+class GroupPlans(Protocol):
+    """The plans of one group."""
 
     def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
         """See `Planner.plan`."""
-        if self._listener is None:
-            return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
-        with self._lock:
-            kept, num_resets = self._kept.pop(step, None), self._num_resets
-            is_news, self._noted = oldest > self._noted, max(self._noted, oldest)
-        if kept is not None:
-            if is_news:
-                self._planner.tell(Planner.note_oldest, self._group, oldest)
-            return kept
-        try:
-            found = self._planner.call(Planner.shared_plans, step, self._group, oldest, is_late).result()
-        except OSError:  # the system has no shared memory left
-            return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
-        if found is None or isinstance(found, Later):
-            return found
-        plans = self._cut(found, step)
-        with self._lock:
-            if num_resets == self._num_resets:
-                self._sender = found.planner
-                later = {number: plan for number, plan in self._kept.items() if number >= oldest}
-                self._kept = later | {plan.step: plan for plan in plans[1:]}
-                self._cut_to = max(self._cut_to, plans[-1].step)
-        self._listener.note_plans(plans, found.first_chunks)
-        return plans[0]
+        ...
 
     def receive(self, found: SharedPlans) -> None:
-        """Keep plans that the planner sent by itself, unless they are of a planner whose plans were never requested: that of
-        another state."""
-        with self._lock:
-            if self._listener is None or found.planner != self._sender:
-                return
-            num_resets, first = self._num_resets, self._cut_to + 1
-        plans = self._cut(found, first)
-        with self._lock:
-            plans = [plan for plan in plans if plan.step > self._cut_to]  # others were requested meanwhile
-            if num_resets != self._num_resets or not plans:
-                return
-            later = {number: plan for number, plan in self._kept.items() if number >= self._noted}
-            self._kept = later | {plan.step: plan for plan in plans}
-            self._cut_to = plans[-1].step
-        self._listener.note_plans(plans, found.first_chunks)
-
-    def _cut(self, found: SharedPlans, first: int) -> list[GroupPlan]:
-        whole: tuple[tuple[int, Plan], ...] = found.plans.open()
-        wanted = [(number, plan) for number, plan in whole if first <= number <= found.last]
-        return [plan.for_constructor(number, self._group, self._place) for number, plan in wanted]
+        """Keep plans that the planner sent by itself."""
+        ...
 
     def reset(self) -> None:
         """Forget the plans: the run goes on from another state, or nobody reads the group."""
+        ...
+
+
+class SinglePlans:
+    """Requests every plan when it is needed: for a planner in the same process."""
+
+    def __init__(self, planner: Handle[Planner], group: int) -> None:
+        self._planner = planner
+        self._group = group
+
+    def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
+        return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
+
+    def receive(self, found: SharedPlans) -> None:
+        """Nothing is sent to a constructor in the process of its planner."""
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a process knows of one group."""
+
+    plans: dict[int, GroupPlan] = field(default_factory=lambda: {})
+    noted: int = -1
+    """The oldest step that the group may still request."""
+    told: int = -1
+    """The same, as the planner was told it last."""
+    cut_to: int = -1
+    """The newest step whose plan has arrived."""
+    sender: str = ""
+    """The planner whose plans are kept: one that the group itself has called."""
+    num_resets: int = 0
+
+
+class HostPlans:
+    """The plans of all groups whose constructors are in this process. Thread-safe."""
+
+    def __init__(self, planner: Handle[Planner], place: ClientPlaceTree, listener: PlanListener) -> None:
+        self._planner = planner
+        self._place = place
+        self._listener = listener
+        self._name = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._groups: dict[int, _Kept] = {}
+        self._requests: dict[int, Future[SharedPlans | Later | None]] = {}  # under way, by step
+
+    def of_group(self, group: int) -> PlanRequests:
         with self._lock:
-            self._kept, self._noted, self._cut_to, self._sender = {}, -1, -1, ""
-            self._num_resets += 1
+            self._groups[group] = _Kept()
+        return PlanRequests(self, group)
+
+    def plan(self, group: int, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
+        """The plan of a group for a step: see `Planner.plan`."""
+        with self._lock:
+            of_group = self._groups[group]
+            of_group.noted = max(of_group.noted, oldest)
+            kept = of_group.plans.pop(step, None)
+            news = None if kept is None or not self._is_news(of_group) else self._take_news(of_group.sender)
+            under_way = self._requests.get(step) if kept is None and of_group.sender else None
+        self._tell(news)
+        if kept is not None:
+            return kept
+        if under_way is not None:
+            found = self._wait_for_other(under_way, group, step)
+            if found is not None:
+                return found
+        return self._request(group, step, oldest, is_late)
+
+    def receive(self, found: SharedPlans) -> None:
+        """Keep plans that the planner sent by itself, except for groups that have never called that planner: it may have
+        another state."""
+        arrived = self._keep(found)
+        if arrived:
+            self._listener.note_plans(arrived, found.first_chunks)
+
+    def reset(self, group: int) -> None:
+        """Forget the plans of a group, and tell the planner where the others are: they may have waited for it."""
+        with self._lock:
+            old = self._groups[group]
+            self._groups[group] = _Kept(num_resets=old.num_resets + 1)
+            news = self._take_news(old.sender)
+        self._tell(news)
+
+    def _tell(self, news: OldestSteps | None) -> None:
+        if news is not None:
+            self._planner.tell(Planner.note_oldest, news)
+
+    def _reading(self, planner: str) -> dict[int, _Kept]:
+        """The groups that read from a planner."""
+        return {group: kept for group, kept in self._groups.items() if planner and kept.sender == planner}
+
+    def _is_news(self, of_group: _Kept) -> bool:
+        """True if the planner is to be told where this group is: not while others of the process are behind, unless it goes
+        on without them."""
+        reading = self._reading(of_group.sender).values()
+        least = min((each.noted for each in reading), default=-1)
+        return least > min((each.told for each in reading), default=-1) or of_group.noted - of_group.told >= _TOLD_EVERY
+
+    def _take_news(self, planner: str) -> OldestSteps | None:
+        """What a planner has not been told yet, which it is told now."""
+        news = {group: kept for group, kept in self._reading(planner).items() if kept.noted > kept.told}
+        for kept in news.values():
+            kept.told = kept.noted
+        return OldestSteps({group: kept.noted for group, kept in news.items()}, planner) if news else None
+
+    def _wait_for_other(
+        self, under_way: Future[SharedPlans | Later | None], group: int, step: int
+    ) -> GroupPlan | Later | None:
+        """The plan that the request of another group brings; None if it brings none for this group."""
+        try:
+            found = under_way.result()
+        except Exception:  # noqa: BLE001 - raised in the thread that requested it; this one requests the step itself
+            return None
+        if isinstance(found, Later):
+            return found
+        with self._lock:
+            return self._groups[group].plans.pop(step, None)
+
+    def _request(self, group: int, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
+        done: Future[SharedPlans | Later | None] = Future()
+        with self._lock:
+            of_group = self._groups[group]
+            of_group.noted = of_group.told = oldest  # it may have gone back
+            num_resets = of_group.num_resets
+            news = self._take_news(of_group.sender)
+            self._requests.setdefault(step, done)
+        try:
+            host = PlanHost(self._name, self._planner.engine.shares_memory_with(self._planner.name))
+            request = PlanRequest(step, group, oldest, is_late, host, news)
+            found = self._planner.call(Planner.plans_for_host, request).result()
+            plan = found if found is None or isinstance(found, Later) else self._take(group, step, found, num_resets)
+            done.set_result(found)
+        except OSError as error:  # the system has no shared memory left
+            done.set_exception(error)
+            return self._planner.call(Planner.plan, step, group, oldest, is_late).result()
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                if self._requests.get(step) is done:
+                    del self._requests[step]
+        return plan
+
+    def _take(self, group: int, step: int, found: SharedPlans, num_resets: int) -> GroupPlan:
+        """Keep the plans that a request of a group has brought, for other groups too; returns that of the step."""
+        whole = found.plans.open()
+        plans = self._cut(whole, group, step, found.last)
+        with self._lock:
+            of_group = self._groups[group]
+            if num_resets == of_group.num_resets:
+                of_group.sender = found.planner
+                later = {number: plan for number, plan in of_group.plans.items() if number >= of_group.noted}
+                of_group.plans = later | {plan.step: plan for plan in plans[1:]}
+                of_group.cut_to = max(of_group.cut_to, plans[-1].step)
+        self._listener.note_plans([*plans, *self._keep(found, whole)], found.first_chunks)
+        return plans[0]
+
+    def _keep(self, found: SharedPlans, whole: StepPlans = ()) -> list[GroupPlan]:
+        """Keep the plans of every group that the group does not have yet; returns them."""
+        with self._lock:
+            missing = {
+                group: (kept.num_resets, kept.cut_to)
+                for group, kept in self._reading(found.planner).items()
+                if kept.cut_to < found.last
+            }
+        arrived: list[GroupPlan] = []
+        whole = whole or (found.plans.open() if missing else ())
+        for group, (num_resets, cut_to) in missing.items():
+            plans = self._cut(whole, group, cut_to + 1, found.last)
+            with self._lock:
+                of_group = self._groups[group]
+                plans = [plan for plan in plans if plan.step > of_group.cut_to]  # others were requested meanwhile
+                if num_resets != of_group.num_resets or not plans:
+                    continue
+                later = {number: plan for number, plan in of_group.plans.items() if number >= of_group.noted}
+                of_group.plans = later | {plan.step: plan for plan in plans}
+                of_group.cut_to = plans[-1].step
+            arrived += plans
+        return arrived
+
+    def _cut(self, whole: StepPlans, group: int, first: int, last: int) -> list[GroupPlan]:
+        wanted = [(step, plans) for step, plans in whole if first <= step <= last and plans.has_group(group)]
+        return [plans.for_constructor(step, group, self._place) for step, plans in wanted]
+
+
+class PlanRequests:
+    """The plans of one group of a process."""
+
+    def __init__(self, plans: HostPlans, group: int) -> None:
+        self._plans = plans
+        self._group = group
+
+    def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
+        return self._plans.plan(self._group, step, oldest, is_late)
+
+    def receive(self, found: SharedPlans) -> None:
+        """Keep plans that the planner sent to this process, for this group and the others."""
+        self._plans.receive(found)
+
+    def reset(self) -> None:
+        self._plans.reset(self._group)

@@ -2,11 +2,11 @@
 
 What it promises: `plan(step, group)` returns the same plan however often, by whomever and in whatever order it is called,
 until the run ends, where it returns None to every group for the same step. A step that is no longer kept is planned again
-from the start of the run. No group gets more than `max_lead` steps ahead of the slowest, so memory is bounded.
+from a milestone before it. No group gets more than `max_lead` steps ahead of the slowest, so memory is bounded.
 
-No caller blocks another for long: steps are drawn a few at a time, and waiting callers take turns. Steps further than
-`MOST_AHEAD` from what was drawn so far are refused (`MOST_LOOKED_AHEAD` for callers that only look at plans): a wrong number
-must not keep the planner busy for days.
+No caller blocks another for long: steps are drawn a few at a time, waiting callers take turns, and nobody holds a lock while
+facts are on their way from a loader. Steps further than `MOST_AHEAD` from what was drawn so far are refused
+(`MOST_LOOKED_AHEAD` for callers that only look at plans): a wrong number must not keep the planner busy for days.
 
 With a log, each step's progress is written down before its plan is returned. A planner that is made again with the same
 arguments reads the log and goes on where the lost one was: it returns every step that anybody may still request, as it was.
@@ -22,27 +22,32 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 from collections import Counter, deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from overlord.arrange.graph import DGraph
+from overlord.arrange.graph import arrange_step
 from overlord.declare.mixture import MixtureProgress
 from overlord.errors import DataError, OverlordError, SpecError
 from overlord.messages import Later
 from overlord.planlog.records import same
-from overlord.roles.facts_cache import FactsCache
+from overlord.roles.facts_cache import FactsCache, FetchedFacts
 from overlord.roles.plan_window import STEPS_AHEAD, Planned, PlanWindow, SharedPlans
+from overlord.runtime.recorder import SpanBatch, current_recorder
 from overlord.runtime.threads import Threads
+from overlord.status import Mix, PlannerCounters, PlannerStatus, process_use
 from overlord.steering.decisions import Decision, Steered
 from overlord.steering.steering import Steering
+from overlord.stream.drawing import FactsMissing
+from overlord.stream.epoch_watch import EpochWatch
 from overlord.stream.membership import DrawnStep, StepDrawer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from overlord.arrange.mesh_tree import ClientPlaceTree
     from overlord.arrange.plan import GroupPlan, Plan
@@ -50,8 +55,9 @@ if TYPE_CHECKING:
     from overlord.declare.batch import Batch
     from overlord.declare.mixture import Mixture
     from overlord.messages import StepReport, WeightChange
-    from overlord.planlog.append_log import LogPosition
+    from overlord.planlog.lineage import LineageWriter
     from overlord.planlog.plan_log import PlanLog
+    from overlord.roles.plan_window import OldestSteps, PlanHost, PlanRequest
     from overlord.roles.routes import Routes
     from overlord.stream.drawing import Extent
     from overlord.stream.facts import ChunkFacts
@@ -68,7 +74,8 @@ MOST_LOOKED_AHEAD = 1_000_000
 
 _CLOSE_S = 1.0
 _log = logging.getLogger(__name__)
-_SENT_TOGETHER = 4  # steps that are planned before they are sent
+_SENT_TOGETHER = 4  # steps that are planned ahead and sent in one message: a message costs as much as several small steps
+_LOOK_STEPS = 16  # between two looks at how often sources were read
 _SLICE_STEPS = 16  # drawn in a row before another caller gets its turn
 
 
@@ -92,9 +99,12 @@ class Planner:
         steering: Steering | None = None,
         expected: Collection[int] = (),
         send: Callable[[int, SharedPlans], None] | None = None,
+        lineage: LineageWriter | None = None,
+        warn_epochs: Sequence[bool | int] | None = None,
     ) -> None:
-        """`expected`: groups with ranks that will come. With `send`, which sends plans to the constructor of a group, the
-        planner plans ahead by itself, so that constructors in other processes need not ask."""
+        """`expected`: groups with ranks that will come. With `send`, which sends plans to the host of a group's constructor,
+        the planner plans ahead by itself, so that constructors in other processes need not ask. `lineage` records which
+        documents made each step, `warn_epochs` has `Source.warn_epochs` of each source."""
         self._start = start
         self._batch = batch
         self._mixture = mixture
@@ -105,16 +115,23 @@ class Planner:
         self._size_columns = size_columns
         self._max_lead = max_lead
         self._log = log
+        self._lineage = lineage
         self._steering = steering or Steering(mixture, start, place, Steered(), log=log)
         self._lock = _Turns()
         self._send = send
         self._threads = Threads(1, "overlord-plan")
         self._is_planning = threading.Lock()  # held while a call that plans ahead is queued or runs
         self._id = uuid.uuid4().hex
+        self._recorder = current_recorder()
         self._busy = ""
+        self._num_planned, self._spent_s = 0, 0.0  # without waits for facts
+        self._began_s = time.monotonic()
+        self._epochs = None if warn_epochs is None else EpochWatch(start, extents, mixture.stop, warn_epochs)
+        self._is_looking, self._next_look = threading.Lock(), start.step + _LOOK_STEPS
+        self._settled = 0  # what is decided during the run is decided for the steps before this one
         self._window = PlanWindow(
             start,
-            place.mesh.dp,
+            place,
             max_lead,
             logged={} if log is None else log.before,
             needed=None if log is None else log.needed,
@@ -124,7 +141,10 @@ class Planner:
         # A source that starts again after its end never ends, as far as prefetching is concerned.
         self._ends = [None if mixture.stop == "all_exhausted" else extent.end for extent in extents]
         self._numbers = {name: number for number, name in enumerate(start.names)}
-        self._facts = FactsCache(routes, start.names, self._ends, self._window.first_chunk)
+        note_origins = None if lineage is None else lineage.note_origins
+        self._facts = FactsCache(routes, start.names, self._ends, self._window.first_chunk, on_facts=note_origins)
+        if lineage is not None:
+            lineage.look_up = self._facts.origins
         progress = self._window.first_progress()
         self._drawer = self._drawer_at(progress)
         for source in np.flatnonzero(self._steering.schedule.at(progress.step) > 0).tolist():
@@ -138,22 +158,27 @@ class Planner:
             return planned
         return planned.plan.for_constructor(step, group, self._place)
 
-    def shared_plans(
-        self, step: int, group: int, oldest: int | None = None, is_late: bool = False
-    ) -> SharedPlans | Later | None:
-        """Like `plan`, for a constructor of this machine: the plans of all groups for this step and some others, in shared
-        memory. They are pickled once, however many groups request them, and each constructor cuts its own part."""
-        planned = self._planned(step, group, oldest, is_late)
+    def plans_for_host(self, request: PlanRequest) -> SharedPlans | Later | None:
+        """Like `plan`, for a constructor in another process: the plans of this step and some others, for all groups that are
+        known to read there. A step is cut once, however many groups request it."""
+        planned = self._planned(request.step, request.group, request.oldest, request.is_late, request.host)
+        if request.noted is not None:
+            self.note_oldest(request.noted)
         if planned is None or isinstance(planned, Later):
             return planned
-        return self._share(planned)
+        groups = self._window.groups_of(request.host)
+        if request.group not in groups:  # it left while the step was planned
+            groups = tuple(sorted((*groups, request.group)))
+        return self._share(planned, request.host, groups)
 
-    def _planned(self, step: int, group: int, oldest: int | None, is_late: bool) -> Planned | Later | None:
+    def _planned(
+        self, step: int, group: int, oldest: int | None, is_late: bool, host: PlanHost | None = None
+    ) -> Planned | Later | None:
         """Note a request of a group; returns the planned step."""
         if group >= self._place.mesh.dp:
             raise OverlordError(f"the mesh has {self._place.mesh.dp} data-parallel groups; there is no group {group}")
         self._check_reachable(step)  # before it is noted as what the group needs
-        self._window.note_request(group, step, oldest, is_late)
+        self._window.note_request(group, step, oldest, is_late, host)
         later = self._window.wait_for_slowest(step)
         if later is not None:
             return later
@@ -163,23 +188,39 @@ class Planner:
         else:
             self._release_if_free()
         self._wake()
+        self._look_at_epochs()
         return planned
 
-    def _share(self, planned: Planned) -> SharedPlans:
-        shared, step = self._window.share_plans(planned), planned.step.number
-        return SharedPlans(shared, max(self._window.last_for_all(), step), self._window.needed_chunks(), self._id)
+    def _look_at_epochs(self) -> None:
+        """Tell of sources that come to the end of their epochs, now and then."""
+        if self._epochs is None or self._drawer.number < self._next_look or not self._is_looking.acquire(blocking=False):
+            return
+        try:
+            self._next_look = self._drawer.number + _LOOK_STEPS
+            for text in self._epochs.look(self._window.newest_progress()):
+                _log.warning("%s", text)
+                self._recorder.events.note("epochs", text)
+        finally:
+            self._is_looking.release()
+
+    def _share(self, planned: Planned, host: PlanHost, groups: Sequence[int]) -> SharedPlans:
+        plans, step = self._window.plans_for(host, groups, planned), planned.step.number
+        return SharedPlans(plans, max(self._window.last_for_all(), step), self._window.needed_chunks(), self._id)
 
     def _wake(self) -> None:
         """Go on planning ahead, in a thread, if there are steps that some group may have by now."""
-        is_due = self._send is not None and self._drawer.number <= self._window.last_for_all()
-        if is_due and self._is_planning.acquire(blocking=False):
+        if self._is_ahead_due() and self._is_planning.acquire(blocking=False):
             self._threads.submit(self._plan_ahead)
+
+    def _is_ahead_due(self) -> bool:
+        """True if there are enough steps to plan ahead that they are worth a message to each host."""
+        return self._send is not None and self._drawer.number + _SENT_TOGETHER - 1 <= self._window.last_for_all()
 
     def _plan_ahead(self) -> None:
         """Plan the steps that groups may have, and send them. It waits for facts; an error is left to the request for the
         step."""
         try:
-            while self._plan_some():
+            while self._is_ahead_due() and self._plan_some():
                 pass
         except Exception as error:  # noqa: BLE001 - raised again by the request for the step
             _log.debug("a step could not be planned ahead: %s", error)
@@ -190,33 +231,45 @@ class Planner:
         """Plan a few steps ahead, and send them to all groups that read. False if there was none to plan."""
         assert self._send is not None  # checked by `_wake`
         first: int | None = None
-        for _ in range(_SENT_TOGETHER):
+        fetched = FetchedFacts()
+        num_planned = 0
+        while num_planned < _SENT_TOGETHER:
+            missing: FactsMissing | None = None
             with self._lock:
                 step = self._drawer.number
-                is_new = self._window.reached <= step <= self._window.last_for_all()
-                if not (is_new and self._may_go_on(step) and self._draw_one(step)):
+                if not (self._window.reached <= step <= self._window.last_for_all() and self._may_go_on(step)):
                     break
-                first = step if first is None else first
+                self._facts.give(fetched)
+                try:
+                    if not self._draw_one(step):
+                        break
+                except FactsMissing as found:
+                    missing = found
+            if missing is not None:
+                self._facts.fetch(missing, fetched)  # without the lock
+                continue
+            first, num_planned, fetched = step if first is None else first, num_planned + 1, FetchedFacts()
         planned = None if first is None else self._window.plan(first)
         if planned is not None:
-            shared = self._share(planned)
-            for group in self._window.reading():
-                self._send(group, shared)
+            for host, groups in self._window.hosts():
+                self._send(groups[0], self._share(planned, host, groups))
+            self._look_at_epochs()
         return first is not None
 
     def receive_facts(self, source: str, chunk: int, facts: ChunkFacts) -> None:
         """Keep the facts of a chunk that a loader has made. Returns at once."""
         self._facts.receive(self._numbers[source], chunk, facts)
 
-    def note_oldest(self, group: int, oldest: int) -> None:
-        """Note the oldest step that a group may still request, if it reads."""
-        self._window.note_oldest(group, oldest)
-        self._release_if_free()
-        self._wake()
+    def note_oldest(self, noted: OldestSteps) -> None:
+        """Note the oldest step that groups may still request, if they read from this planner."""
+        if noted.planner == self._id and self._window.note_oldest(noted.of_group):
+            self._release_if_free()
+            self._wake()
 
-    def expect(self, group: int) -> None:
-        """Note that ranks of a group will come that have not requested a step yet."""
-        self._window.expect(group)
+    def expect(self, group: int, holds: bool = False) -> None:
+        """Note that ranks of a group will come that have not requested a step yet. If it `holds`, other groups wait for it
+        as for one that reads."""
+        self._window.expect(group, holds)
 
     def group_left(self, group: int, is_late: bool = False) -> None:
         """Note that nobody reads a group now, so that it holds nobody back. `is_late`: some rank of it may still come."""
@@ -244,7 +297,12 @@ class Planner:
     def change_weights(self, change: WeightChange, first: int) -> int:
         """Draw by other weights; returns the step from which. Steps before `first` are known to be delivered."""
         with self._lock:
-            return self._steering.change(change, max(first, self._window.reached))
+            return self._steering.change(change, max(first, self._window.reached, self._settled))
+
+    def skip(self, value: Mapping[str, Any], from_step: int | None, first: int) -> int:
+        """Leave something out; returns the step from which. Steps before `first` are known to be delivered."""
+        with self._lock:
+            return self._steering.skip(value, from_step, max(first, self._window.reached))
 
     def decisions(self) -> tuple[Decision, ...]:
         """The decisions taken while the run ran, in the order of steps."""
@@ -254,6 +312,10 @@ class Planner:
         """The plan of all groups, for `explain` and tests."""
         self._check_reachable(step, MOST_LOOKED_AHEAD)
         return self._draw_to(step, lambda: self._window.plan(step), only_looks=True)
+
+    def kept_plan(self, step: int) -> Planned | None:
+        """The plan of all groups if it is kept now; None otherwise. Draws nothing, and returns at once."""
+        return self._window.plan(step)
 
     def mix(self, step: int) -> dict[str, Mix]:
         """Requested and realised mix over all steps before `step`."""
@@ -282,8 +344,10 @@ class Planner:
         return {name: Cursor(needed[i], int(newest.chunk[i]), self._ends[i]) for i, name in enumerate(self._start.names)}
 
     def status_lines(self) -> list[str]:
-        busy, waits_for = self._busy, self._facts.waits_for
-        return [f"{busy}, and waits for {waits_for}" if waits_for else busy] if busy else []
+        waits_for, number = self._facts.waits_for, self._drawer.number
+        if waits_for:
+            return [f"the planner is drawing step {number}, and waits for {waits_for}"]
+        return [self._busy] if self._busy else []
 
     def status(self) -> PlannerStatus:
         return PlannerStatus(
@@ -297,6 +361,36 @@ class Planner:
             process=os.getpid(),
         )
 
+    def counters(self, step: int) -> PlannerCounters:
+        """How far it is, and what it has done; `step` is the one that the mix is wanted before. Returns at once."""
+        at, mix = self.known_mix(step)
+        newest = self._window.newest_progress()
+        epochs = [float(chunk) / extent.chunks_per_epoch for chunk, extent in zip(newest.chunk, self._extents, strict=True)]
+        drawn_s = time.monotonic() - self._began_s
+        left_s = {
+            name: left
+            for name, first, now, extent in zip(newest.names, self._start.chunk, newest.chunk, self._extents, strict=True)
+            if (left := extent.seconds_left(int(first), int(now), drawn_s)) is not None
+        }
+        return PlannerCounters(
+            instance=self._id,
+            use=process_use(self._recorder.events),
+            status=self.status(),
+            step=at,
+            mix=mix,
+            epochs=dict(zip(newest.names, epochs, strict=True)),
+            left_s=left_s,
+            documents=self.counts(),
+            num_planned=self._num_planned,
+            plan_s=self._spent_s,
+            facts_s=self._facts.waited_s,
+            straggler=self._window.newest_straggler(),
+        )
+
+    def take_spans(self) -> SpanBatch:
+        """What was done in this process since the last call, and when. It is recorded from the first call on."""
+        return self._recorder.spans.take()
+
     def close(self) -> None:
         self._threads.shutdown(wait=False)
         # A source that hangs while a step is drawn must not hold up the end.
@@ -304,6 +398,8 @@ class Planner:
             try:
                 self._window.note_taken(min(self._window.oldest(), self._window.reached))
                 self._log_readers()
+                if self._lineage is not None:
+                    self._lineage.close()
                 self._log.close()
             finally:
                 self._lock.release()
@@ -316,6 +412,7 @@ class Planner:
             self._extents,
             self._facts,
             schedule=self._steering.schedule,
+            skips=self._steering.skips,
             has_loss_masks=self._has_loss_masks,
         )
 
@@ -335,26 +432,38 @@ class Planner:
             )
 
     def _draw_to(self, step: int, take: Callable[[], T], *, only_looks: bool = False) -> T:
-        """Plan up to a step, and take something from the window then. Other callers get their turns meanwhile."""
-        turn = object()
+        """Plan up to a step, and take something from the window then. Other callers get their turns meanwhile, also while
+        this one waits for facts."""
+        turn, fetched, drawn_to = object(), FetchedFacts(), -1
         try:
             while True:
+                missing: FactsMissing | None = None
                 with self._lock:
                     if not only_looks:
                         self._release()
-                    is_there = self._reach(step)
+                    self._facts.give(fetched)
+                    try:
+                        is_there = self._reach(step)
+                    except FactsMissing as found:
+                        missing, is_there = found, False
                     taken = take() if is_there else None
                     self._window.pin(turn, self._drawer.number)
                     if only_looks:
                         self._window.release(looked_at=step)
                     if is_there:
                         return taken  # type: ignore[return-value] - taken just above
+                    if self._drawer.number != drawn_to:  # what was fetched before is used up
+                        fetched, drawn_to = FetchedFacts(), self._drawer.number
+                if missing is not None:
+                    # Without the lock: requests for steps that are planned, changes of weights, and callers that draw other
+                    # steps go on.
+                    self._facts.fetch(missing, fetched)
         finally:
             self._window.unpin(turn)
 
     def _reach(self, step: int) -> bool:
         """Draw towards a step, a few steps at most; True when it is planned, or the run is known to end before it. Steps
-        before the oldest kept one are planned again from the start."""
+        before the oldest kept one are planned again from a milestone."""
         window = self._window
         if window.plan(step) is not None or (window.end is not None and step >= window.end) or step < self._start.step:
             return True
@@ -365,12 +474,18 @@ class Planner:
         while self._drawer.number <= step or self._can_go_on(step):
             if self._drawer.number >= last and self._drawer.number <= step:
                 return False
-            if not self._draw_one(step):
-                return True
+            try:
+                if not self._draw_one(step):
+                    return True
+            except FactsMissing:
+                if self._drawer.number <= step:
+                    raise
+                return True  # nobody waits for this one
         return True
 
     def _draw_one(self, step: int) -> bool:
         """Draw the next step, and plan it if it is wanted: from `step` on they are. False when the run ends before it."""
+        began = time.perf_counter()
         drawn = self._draw()
         if drawn is None:
             self._window.end = self._drawer.number
@@ -378,6 +493,10 @@ class Planner:
         self._keep_progress(drawn)
         if drawn.number >= step or self._window.is_wanted(drawn.number):
             self._window.keep_plan(Planned(drawn, self._arrange(drawn)))
+            self._num_planned += 1
+        self._spent_s += time.perf_counter() - began
+        if self._recorder.spans.is_on:
+            self._recorder.spans.add(f"plan step {drawn.number}", began, documents=len(drawn.samples))
         return True
 
     def _can_go_on(self, step: int) -> bool:
@@ -394,16 +513,19 @@ class Planner:
 
     def _draw(self) -> DrawnStep | None:
         number = self._drawer.number
-        if number >= self._window.reached and self._steering.may_decide:
+        if number >= max(self._window.reached, self._settled) and self._steering.may_decide:
             self._steering.settle(number, lambda: self._mixture_progress(number))
+            self._settled = number + 1
         self._busy = f"the planner is drawing step {number}"
         try:
             return self._drawer.next_step()
+        except FactsMissing:
+            raise  # the next try draws the same step
         except BaseException:
             self._rewind(number)  # a drawer that was interrupted has lost the samples it had drawn
             raise
         finally:
-            self._busy = self._facts.waits_for = ""
+            self._busy = ""
 
     def _mixture_progress(self, step: int) -> MixtureProgress:
         """What a mixture that is a function of the progress gets before a step."""
@@ -432,6 +554,8 @@ class Planner:
             progress = drawn.after()
             self._window.keep_progress(after, lambda: progress)
             self._log.add_step(progress, self._window.kept_progress)
+        if self._lineage is not None:
+            self._lineage.add(drawn, self._steering.costs_decided(drawn.number) if self._steering.may_decide else None)
 
     def _release_if_free(self) -> None:
         if self._lock.acquire(timeout=0):
@@ -457,17 +581,15 @@ class Planner:
 
     def _arrange(self, step: DrawnStep) -> Plan:
         costs = self._steering.costs_at(step.number) if self._steering.may_decide else None
-        samples, in_rows = step.samples, step.in_rows
-        if self._size_columns:  # also in steps without a sample of the sources that have them
-            samples = samples.with_sizes(self._size_columns)
-            in_rows = None if in_rows is None else in_rows._replace(samples=in_rows.samples.with_sizes(self._size_columns))
-        graph = DGraph(samples, self._batch, self._place, step.rows, in_rows, in_force=costs)
-        try:
-            plan = self._strategy(graph.mix(step.weights, self._mixture.unit))
-            plan.check_groups(self._place)
-        except Exception as error:
-            error.add_note(f"while the strategy arranged step {step.number}")
-            raise
+        plan = arrange_step(
+            step,
+            self._batch,
+            self._place,
+            self._strategy,
+            unit=self._mixture.unit,
+            size_columns=self._size_columns,
+            in_force=costs,
+        )
         if plan.cost is not None:
             self._steering.note_plan(step.number, plan)
         return plan
@@ -515,15 +637,6 @@ class _Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
-    """The weight of a source, and what was drawn of it so far."""
-
-    weight: float
-    samples: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Cursor:
     """Chunks of a source: the first that may still be requested, the one that is drawn from next, and the one that the
     source ends before (None: it never ends)."""
@@ -531,22 +644,3 @@ class Cursor:
     needed: int
     next: int
     end: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerStatus:
-    """How far a planner is."""
-
-    start: int
-    reached: int
-    """The first step that was never drawn."""
-    oldest_needed: int
-    taken_to: int
-    """Every step before this one was taken by all groups that read then, or were expected to; they may have left since."""
-    num_kept: int
-    """The number of plans that are kept."""
-    end: int | None
-    """The step that the run ends before; None while that is not known."""
-    log: LogPosition | None
-    process: int
-    """The id of its process."""

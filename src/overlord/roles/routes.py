@@ -1,8 +1,9 @@
 """Sends requests for chunks to the right loader host, by a routing table that may change at any time.
 
 What it promises: a result, whichever table it knows. The newest table is looked up now and then, and at once when a host is
-gone. Requests to a host with a shadow are hedged: when the host is silent for a moment (it died, it hangs, or it is slow),
-the shadow gets the request too. The first result wins; both are the same.
+gone. Requests to a host with a shadow are hedged: when the host is silent for a moment (it hangs, or it is slow), the shadow
+gets the request too, and the first result wins; both are the same. When the host's process has ended, the shadow gets the
+request at once.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from overlord.runtime import liveness
 from overlord.stream.facts import (
     ChunkFacts,
     Ints,
-    LossCount,
+    Losses,
     Samples,
+    TokenSpans,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from overlord.loaders.routing import RoutingTable
     from overlord.runtime.engine import Engine, Reply
@@ -54,24 +56,45 @@ class Routes:
     def __reduce__(self) -> tuple[object, ...]:
         return Routes, (self._engine, self._names)
 
-    def describe(self, source: int, chunk: int, keep_from: int = 0) -> ChunkFacts:
-        return self._call(source, chunk, LoaderHost.describe, self._names[source], chunk, keep_from)
+    def describe_all(self, chunks: Sequence[tuple[int, int, int]]) -> list[ChunkFacts]:
+        """The facts of chunks, each given as (source, chunk, first chunk of the source that is needed), in their order, by
+        one request to each host."""
+        keys = [(source, chunk) for source, chunk, _ in chunks]
+        asked = {key: (self._names[key[0]], key[1], keep_from) for key, (_, _, keep_from) in zip(keys, chunks, strict=True)}
+        found = self._call_hosts(LoaderHost.describe_all, asked)
+        return [found[key] for key in keys]
 
-    def peek(self, source: int, chunk: int, keep_from: int = 0) -> ChunkFacts | None:
-        """The facts of a chunk if that takes no waiting: only a loader in this process can be peeked at."""
+    def peek(self, source: int, chunk: int, keep_from: int = 0, may_make: bool = True) -> ChunkFacts | None:
+        """The facts of a chunk if that takes no waiting: only a loader in this process can be peeked at. If it `may_make`
+        one, it makes a chunk that takes little time."""
         if not self._engine.is_in_process:
             return None
         lookup = self._lookup()
         host = lookup.host(source, chunk)
+        asked = self._names[source], chunk, keep_from, may_make
         if host in lookup.table.shadows:
-            return self._call(source, chunk, LoaderHost.peek, self._names[source], chunk, keep_from)
+            return self._call(source, chunk, LoaderHost.peek, *asked)
         try:
-            return self._engine.call(host, LoaderHost.peek, self._names[source], chunk, keep_from).result()
+            return self._engine.call(host, LoaderHost.peek, *asked).result()
         except ClosedError:
             return None
 
-    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> LossCount:
-        return self._call(source, chunk, LoaderHost.count_loss, self._names[source], chunk, row, start, stop)
+    def count_losses(self, spans: TokenSpans) -> Losses:
+        """The losses of parts of rows. Takes one request to each host."""
+        source, chunk, *columns = spans.table
+        order = np.lexsort((chunk, source))
+        is_first = np.diff(source[order], prepend=-1).astype(bool) | np.diff(chunk[order], prepend=-1).astype(bool)
+        of_chunk = np.split(order, np.flatnonzero(is_first)[1:])
+        keys = [(int(source[at[0]]), int(chunk[at[0]])) for at in of_chunk]
+        asked = {
+            key: (self._names[key[0]], key[1], np.array([column[at] for column in columns]))
+            for key, at in zip(keys, of_chunk, strict=True)
+        }
+        found: dict[tuple[int, int], Losses] = self._call_hosts(LoaderHost.count_losses, asked)
+        tokens, extra = np.zeros(len(spans), np.int64), np.zeros(len(spans), np.int64)
+        for key, at in zip(keys, of_chunk, strict=True):
+            tokens[at], extra[at] = found[key]
+        return Losses(tokens, extra)
 
     def origins(self, source: int, chunk: int, rows: Sequence[int]) -> list[tuple[str, int]]:
         return self._call(source, chunk, LoaderHost.origins, self._names[source], chunk, rows)
@@ -125,6 +148,10 @@ class Routes:
     def is_near(self, host: str) -> bool:
         """True if a host is on this machine, and can lend its chunks."""
         return self._engine.shares_memory_with(host)
+
+    def far_hosts(self) -> set[str]:
+        """The hosts that are on other machines."""
+        return {host for host in self._lookup().hosts if not self.is_near(host)}
 
     def patience_with(self, host: str) -> float | None:
         """How long to wait for one host alone: not for ever where its shadow can answer instead."""
@@ -182,6 +209,26 @@ class Routes:
                     raise
         raise AssertionError("unreachable: the last try raises")
 
+    def _call_hosts(
+        self, method: Callable[..., Any], asked: Mapping[tuple[int, int], Any], tries: int = 0
+    ) -> dict[tuple[int, int], Any]:
+        """Call the host of each (source, chunk) with a list of what is asked about its chunks; returns the answers. All
+        hosts are called before any is waited for."""
+        lookup = self._lookup()
+        calls = [
+            (keys, self._send(lookup, host, method, [asked[key] for key in keys]))
+            for host, keys in self.hosts_of(asked).items()
+        ]
+        found: dict[tuple[int, int], Any] = {}
+        for keys, wait in calls:
+            try:
+                found.update(zip(keys, wait(), strict=True))
+            except ClosedError:
+                if not self.look_again(tries):
+                    raise
+                found.update(self._call_hosts(method, {key: asked[key] for key in keys}, tries + 1))
+        return found
+
     def _send(self, lookup: _Lookup, host: str, method: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """Call a host; the function that is returned waits for the result of the host, or of its shadow."""
         shadow = lookup.table.shadows.get(host)
@@ -191,7 +238,7 @@ class Routes:
             except ClosedError as error:
                 return _Gone(error).result
         first, second = (shadow, host) if self._is_suspect(host) else (host, shadow)
-        sent = self._send_to(first, method, *args)
+        sent = self._send_once_to(first, method, *args)
         return lambda: self._first_result(host, sent, first, second, method, *args)
 
     def _first_result(
@@ -201,7 +248,9 @@ class Routes:
             return sent.result(_SILENT_S)
         except WaitTimeoutError:
             answers = {second: self._send_to(second, method, *args), first: sent}
-        except ClosedError:  # the shadow took over the name, or is gone: one host is left
+        except ClosedError:  # it is lost, or the shadow took over the name: one host is left, and nothing to wait for
+            if first == host:
+                self._suspects[host] = time.monotonic()
             return self._send_to(second, method, *args).result()
         while True:
             for name, answer in list(answers.items()):
@@ -221,6 +270,12 @@ class Routes:
     def _send_to(self, host: str, method: Callable[..., Any], *args: Any) -> Reply[Any]:
         try:
             return self._engine.call(host, method, *args)
+        except ClosedError as error:
+            return _Gone(error)
+
+    def _send_once_to(self, host: str, method: Callable[..., Any], *args: Any) -> Reply[Any]:
+        try:
+            return self._engine.call_once(host, method, *args)
         except ClosedError as error:
             return _Gone(error)
 

@@ -8,6 +8,9 @@ on the next request; it never holds more than its bytes. Concurrent requests for
 requests asks for (`roles/reading_ahead.py`), side by side, while there are idle threads and room in the buffer. It goes on
 by itself whenever a chunk was made, requested or released. Chunks that take little time may be left to whoever requests
 them: inside one process, a thread that makes them ahead costs more by its share of the GIL than it saves.
+
+The loader of a shadow holds what `mirror` says. Where it copies chunks from the loader that made them, it does not read
+ahead, until `stand_in` says that the other loader is silent.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import threading
 import time
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from overlord.errors import BufferTooSmallError, ClosedError
 from overlord.loaders.model import CHUNKS_AT_HAND
 from overlord.roles.reading_ahead import ChunkPace
+from overlord.runtime.recorder import current_recorder
 from overlord.runtime.threads import StealingFuture, cpu_time
+from overlord.status import BufferUse, LoadedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -90,6 +95,10 @@ class Work:
     num_bytes: int = 0
     waited_s: float = 0.0
     """How long requests waited for a chunk."""
+    num_copied: int = 0
+    """Chunks that were copied from another loader: none of the above counts them."""
+    copied_bytes: int = 0
+    copy_cpu_s: float = 0.0
 
     def plus(self, other: Work) -> Work:
         return Work(
@@ -100,33 +109,34 @@ class Work:
             self.tokens + other.tokens,
             self.num_bytes + other.num_bytes,
             self.waited_s + other.waited_s,
+            self.num_copied + other.num_copied,
+            self.copied_bytes + other.copied_bytes,
+            self.copy_cpu_s + other.copy_cpu_s,
+        )
+
+    def loaded(self, num_pending: int = 0, buffer: BufferUse = BufferUse(0, 0, 0, 0, 0)) -> LoadedSource:  # noqa: B008 - frozen
+        """The same for the metrics of a run."""
+        return LoadedSource(
+            num_chunks=self.num_chunks,
+            rows=self.rows,
+            tokens=self.tokens,
+            num_bytes=self.num_bytes,
+            make_s=self.cpu_s + self.wait_s,
+            waited_s=self.waited_s,
+            num_pending=num_pending,
+            buffer=buffer,
         )
 
     def minus(self, other: Work) -> Work:
         return self.plus(Work(*(-value for value in astuple(other))))
 
 
-@dataclass(frozen=True, slots=True)
-class BufferUse:
-    """How full a loader's buffer is."""
-
-    num_chunks: int
-    num_bytes: int
-    peak_bytes: int
-    limit_bytes: int
-    chunks_made: int
-
-    def plus(self, other: BufferUse) -> BufferUse:
-        return BufferUse(
-            self.num_chunks + other.num_chunks,
-            self.num_bytes + other.num_bytes,
-            self.peak_bytes + other.peak_bytes,
-            self.limit_bytes + other.limit_bytes,
-            self.chunks_made + other.chunks_made,
-        )
+class LoaderLostError(Exception):
+    """A loader is gone or silent while a chunk was to be copied from it. Never leaves a loader host."""
 
 
 _QUICK_S = 0.01  # to make a chunk: making one inline is hardly noticed
+_COPIED_LATELY_S = 5.0
 
 
 class SourceLoader:
@@ -169,6 +179,9 @@ class SourceLoader:
         """Returns a chunk if it is in the buffer, without a lock."""
         self._facts: dict[int, ChunkFacts] = {}
         self._pending: dict[int, _Pending] = {}
+        self._copying: set[int] = set()  # nobody waits for these: a request makes the chunk
+        self._is_mirror = False
+        self._copied_at = -_COPIED_LATELY_S
         self._failed: set[int] = set()  # chunks that could not be made: not tried again before they are requested
         self._keep_from = 0
         self._bytes = 0
@@ -178,6 +191,7 @@ class SourceLoader:
         self._coming: Sequence[int] = ()  # chunks that were announced and not requested yet, in the order of requests
         self._due = -1  # the chunk that is announced to be requested next
         self._last_requested = -1
+        self._spans = current_recorder().spans
         self._seen_ratio = 1.0  # decoded bytes per byte that the list of units promised
         self._closed = False
 
@@ -195,14 +209,14 @@ class SourceLoader:
             self._note_request(number)
             self._release_before(keep_from)
 
-    def peek(self, number: int, keep_from: int = 0) -> ChunkFacts | None:
-        """Return the facts of a chunk if that takes no waiting: it is buffered, or it can be made inline."""
+    def peek(self, number: int, keep_from: int = 0, may_make: bool = True) -> ChunkFacts | None:
+        """Return the facts of a chunk if that takes no waiting: it is buffered, or it may and can be made inline."""
         with self._lock:
             self._release_before(keep_from)
             if number in self._chunks:
                 self._note_request(number)
                 return self._facts.get(number)
-        return self._make_if_quick(number) if self._makes_inline else None
+        return self._make_if_quick(number) if may_make and self._makes_inline else None
 
     def get(self, number: int) -> HotChunk:
         """Return a chunk, for delivering its rows."""
@@ -253,22 +267,58 @@ class SourceLoader:
         with self._lock:
             return self._work
 
+    def counters(self, before: Work) -> LoadedSource:
+        """What it has done, with what loaders of the source have done here `before` it."""
+        with self._lock:
+            work, num_pending = self._work.plus(before), len(self._pending)
+        return work.loaded(num_pending, self.buffer_use())
+
     def chunks_held(self) -> list[int]:
         """The chunks that are in the buffer or on their way into it."""
         with self._lock:
-            return sorted({*self._chunks, *self._pending})
+            return sorted({*self._chunks, *self._pending, *self._copying})
 
-    def mirror(self, numbers: Collection[int]) -> None:
-        """Hold these chunks, lowest first, as far as they fit; of other chunks keep only later ones."""
+    def chunks_copyable(self) -> list[int] | None:
+        """The chunks in the buffer; None if some are not in shared memory, so that others cannot copy them."""
+        with self._lock:
+            are_shared = all(hot.chunk.shared is not None for hot in self._chunks.values())
+            return sorted(self._chunks) if are_shared else None
+
+    def chunks_to_save(self) -> tuple[dict[int, Chunk], int]:
+        """The chunks in the buffer, and the first chunk that may still be needed."""
+        with self._lock:
+            return {number: hot.chunk for number, hot in self._chunks.items()}, self._keep_from
+
+    def note_copied(self) -> None:
+        """Note that a shadow copies chunks from here. What is being made is lost with this loader, so it is made earlier, by
+        as much time as making it again takes."""
+        self._copied_at = self._clock()
+
+    def mirror(self, numbers: Collection[int], copy: Callable[[int], Chunk | None] | None = None) -> None:
+        """Hold these chunks, lowest first, as far as they fit; of other chunks keep only later ones. They are made, or taken
+        from `copy`. That returns None for a chunk which the other loader has dropped, and raises LoaderLostError if that
+        loader is gone or silent: then the chunk is made."""
         newest = max(numbers, default=-1)
         with self._lock:
+            self._is_mirror = copy is not None
             for number in [k for k in self._chunks if k not in numbers and k < newest]:
                 self._drop(number)
             for number in [k for k in self._facts if k not in self._chunks]:
                 del self._facts[number]  # else a chunk that was dropped for room would not be made again
             for number in sorted(numbers):
-                if number not in self._chunks and number not in self._pending:
+                if number in self._chunks or number in self._pending or number in self._copying:
+                    continue
+                if copy is None:
                     self._start(number, self._expected(number))
+                elif self._has_room(self._expected(number)) and self._threads.submit_ahead(self._copy_now, number, copy):
+                    self._copying.add(number)
+
+    def stand_in(self) -> None:
+        """Read ahead again: this loader has mirrored another one, which is silent."""
+        if self._is_mirror:
+            with self._lock:
+                self._is_mirror = False
+                self._read_ahead()
 
     def close(self) -> None:
         with self._lock:
@@ -290,7 +340,11 @@ class SourceLoader:
 
     def _read_ahead(self) -> None:
         """Start making the chunks that should be in the making by now."""
+        if self._is_mirror:
+            return
         wanted = self._pace.num_ahead(self._threads.num_threads)
+        if self._clock() - self._copied_at < _COPIED_LATELY_S:
+            wanted *= 2
         for place, number in enumerate(self._coming):
             is_due = number == self._due
             if place >= wanted and not is_due:
@@ -304,9 +358,7 @@ class SourceLoader:
 
     def _start(self, number: int, room: int) -> bool:
         """Start making a chunk. False if so many bytes are not free, or nobody would make it before it is requested."""
-        reserved = sum(self._expected(other) for other in self._pending)
-        has_some = len(self._chunks) + len(self._pending) >= CHUNKS_AT_HAND
-        if self._closed or self._bytes + reserved + room > (self._ahead_limit if has_some else self._limit):
+        if not self._has_room(room):
             return False
         if self._pace.waits and self._pace.make_s <= self._inline_s:
             return False
@@ -314,6 +366,14 @@ class SourceLoader:
         if future is not None:
             self._pending[number] = _Pending(future, self._clock())
         return future is not None
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """True if so many bytes are free beside the chunks that are on their way."""
+        coming = {*self._pending, *self._copying}
+        reserved = sum(self._expected(other) for other in coming)
+        has_some = len(self._chunks) + len(coming) >= CHUNKS_AT_HAND
+        limit = self._ahead_limit if has_some else self._limit
+        return not self._closed and self._bytes + reserved + num_bytes <= limit
 
     def _close_source(self) -> None:
         if self._at_close is not None:
@@ -345,13 +405,17 @@ class SourceLoader:
             pending = self._pending.get(number)
             if pending is None or pending.future.cancelled():  # by the end of its threads
                 pending = self._pending[number] = _Pending(StealingFuture(partial(self._make_now, number)), began)
+            is_made = pending.future.running()  # by another thread
+        began_at = time.perf_counter()
         hot = self._threads.wait_for(pending.future)
+        if is_made and self._spans.is_on:
+            self._spans.add(f"wait for chunk {number} of {self._name}", began_at)
         with self._lock:
             self._work = self._work.plus(Work(waited_s=self._clock() - began))
         return hot
 
     def _make_now(self, number: int) -> HotChunk:
-        began, began_cpu = self._clock(), cpu_time()
+        began, began_cpu, began_at = self._clock(), cpu_time(), time.perf_counter()
         try:
             hot = HotChunk.of(self._make(number))
         except BaseException:
@@ -361,6 +425,9 @@ class SourceLoader:
             raise
         seconds, cpu_s = self._clock() - began, cpu_time() - began_cpu
         work = _work_on(hot, seconds, cpu_s)
+        if self._spans.is_on:
+            facts: dict[str, Any] = {"rows": work.rows, "tokens": work.tokens, "bytes": work.num_bytes}
+            self._spans.add(f"make chunk {number} of {self._name}", began_at, **facts, cpu_s=round(cpu_s, 6))
         with self._lock:
             self._pending.pop(number, None)
             self._work = self._work.plus(work)
@@ -373,6 +440,28 @@ class SourceLoader:
         if self._closed:
             self._close_source()  # once more: this read may have reopened files after the first time
         return hot
+
+    def _copy_now(self, number: int, copy: Callable[[int], Chunk | None]) -> None:
+        began_cpu = cpu_time()
+        is_lost, hot = False, None
+        try:
+            chunk = copy(number)
+            hot = None if chunk is None else HotChunk.of(chunk)
+        except LoaderLostError:
+            is_lost = True
+        finally:
+            with self._lock:
+                self._copying.discard(number)
+                if hot is not None:
+                    copied = Work(num_copied=1, copied_bytes=hot.num_bytes, copy_cpu_s=cpu_time() - began_cpu)
+                    self._work = self._work.plus(copied)
+                    self._facts[number] = hot.chunk.facts
+                    self._admit(number, hot, is_needed=False)
+                if is_lost:
+                    self._is_mirror = False
+                    if number not in self._chunks and number not in self._pending:
+                        self._start(number, self._expected(number))
+                    self._read_ahead()
 
     def _admit(self, number: int, hot: HotChunk, is_needed: bool) -> HotChunk:
         """Buffer a chunk if there is room; one that is needed now makes room by dropping others, lowest first. Returns the

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
+from overlord.runtime.recorder import Recorder, current_recorder, reset_recorder, set_recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -33,6 +34,7 @@ class Embedded:
     """The engine for one process: no server, no cluster, no setup."""
 
     def __init__(self) -> None:
+        self.recorder = Recorder()
         self._roles: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -42,16 +44,18 @@ class Embedded:
     def open(self, size: WorkplaceSize) -> None:
         if self._workplace is not None:
             raise SpecError("this engine runs a job already; give each overlord.start its own")
-        self._workplace = Workplace(size)
+        with self.recorder.current():
+            self._workplace = Workplace(size)
 
-    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
+    def spawn(self, name: str, make: Callable[[Workplace], R], *, apart_from: str = "") -> Handle[R]:  # noqa: ARG002 - all roles are in this process
         with self._lock:
             if self._closed:
                 raise ClosedError("the engine is closed; call overlord.start again")
             if name in self._roles:
                 raise OverlordError(f"a role named {name!r} is already running")
         assert self._workplace is not None  # start opens an engine before it spawns
-        role = make(self._workplace)
+        with self.recorder.current():
+            role = make(self._workplace)
         with self._lock:
             self._roles[name] = role
         return Handle(self, name)
@@ -61,6 +65,7 @@ class Embedded:
     is_one_machine = True
     keeps_planner = True
     log_table = None
+    most_hosts = None
     roles_live_on = False
 
     @property
@@ -72,6 +77,14 @@ class Embedded:
             f"near={list(nodes)} names nodes of a cluster, and this job runs in one process: leave near out, or run the job "
             "with engine=ol.Ray(address)"
         )
+
+    near = ()
+
+    def expect_trainers(self, names: Sequence[Sequence[str]]) -> None:
+        """Do nothing: there is one machine."""
+
+    def move_near(self, name: str, node_names: Sequence[str]) -> bool:  # noqa: ARG002 - there is one machine
+        return False
 
     def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         """Return at once: `spawn` has made every role before it returned."""
@@ -91,7 +104,16 @@ class Embedded:
         role = self._roles.get(name)
         if role is None:
             raise ClosedError(f"no role named {name!r} is running; the loader was closed")
-        return Immediate(getattr(role, method.__name__)(*args, **kwargs))
+        if current_recorder() is self.recorder:
+            return Immediate(getattr(role, method.__name__)(*args, **kwargs))
+        token = set_recorder(self.recorder)  # the first call of a thread of the user, or of a server
+        try:
+            return Immediate(getattr(role, method.__name__)(*args, **kwargs))
+        finally:
+            reset_recorder(token)
+
+    def call_once(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate[Any]:
+        return self.call(name, method, *args, **kwargs)
 
     def call_near(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Immediate[Any]:
         return self.call(name, method, *args, **kwargs)

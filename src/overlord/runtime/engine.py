@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from overlord.planlog.segments import LogTable
+    from overlord.runtime.recorder import Recorder
+    from overlord.status import StoreUse
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -38,17 +40,13 @@ class Reply(Protocol[T_co]):
     def result(self, timeout: float | None = None) -> T_co: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoreUse:
-    """How full the memory is that roles pass data through."""
-
-    num_bytes: int
-    limit_bytes: int | None
-    """None for shared memory, which is as large as the steps that are kept ready and those that trainers hold."""
-
-
 class Engine(Protocol):
     """Where roles run."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """What the run notes of itself in the process that started it."""
+        ...
 
     @property
     def is_in_process(self) -> bool:
@@ -86,18 +84,40 @@ class Engine(Protocol):
         """How many loader hosts to spread sources over; None where all of them run in this process."""
         ...
 
+    @property
+    def most_hosts(self) -> int | None:
+        """How many loader hosts there is any use for: on a cluster as many as it has CPUs for; None where nothing limits
+        them."""
+        ...
+
     def open(self, size: WorkplaceSize) -> None:
         """Set what each process of this engine may use; called once, before anything is spawned."""
         ...
 
     def place_near(self, nodes: Sequence[str]) -> None:
-        """Place the constructor of each data-parallel group on a node of a cluster; called before `open`. SpecError where
-        there is only one machine."""
+        """Place the constructor of each data-parallel group on a node of a cluster: those that are spawned from now on.
+        SpecError where there is only one machine."""
         ...
 
-    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
+    @property
+    def near(self) -> tuple[str, ...]:
+        """The nodes that `place_near` named."""
+        ...
+
+    def expect_trainers(self, names: Sequence[Sequence[str]]) -> None:
+        """Say where trainers are: for each data-parallel group the names of its node, as far as they are known (see
+        `node_names`). Their constructors are placed there where the engine has that node; called before `open`."""
+        ...
+
+    def move_near(self, name: str, node_names: Sequence[str]) -> bool:
+        """Make a role again on the node that has one of these names, and stop the old one. False if it is there, or if the
+        engine has no such node, or the user has said where the role is. Callers notice nothing, but what the role held is
+        lost, as after a failure."""
+        ...
+
+    def spawn(self, name: str, make: Callable[[Workplace], R], *, apart_from: str = "") -> Handle[R]:
         """Make a role where this engine runs roles, and bind it to a name. `make` must pickle; it is called again when the
-        role has to be restarted."""
+        role has to be restarted. It should not be lost together with the role `apart_from`."""
         ...
 
     def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
@@ -106,6 +126,11 @@ class Engine(Protocol):
 
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reply[Any]:
         """Call a method of the role bound to a name. Use `Handle.call`, which is typed."""
+        ...
+
+    def call_once(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reply[Any]:
+        """Call a role that another can stand in for: the call is not repeated when the role is lost. ClosedError then, now
+        or with the result."""
         ...
 
     def call_near(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reply[Any]:

@@ -56,9 +56,10 @@ def start_interpreter(
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
 
-def belong_to(parent: int, name: str = "") -> None:
+def belong_to(parent: int, name: str = "", *, in_one_thread: bool = False) -> None:
     """Leave Ctrl-C and SIGTERM to the parent, and exit when it does, even in the middle of a call that never returns. `name`
-    is what the system shows as the name of this process."""
+    is what the system shows as the name of this process. `in_one_thread`: the process makes no such calls and notices the
+    parent's end itself where the system does not tell it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # not ignored: programs that this process starts would inherit that
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
@@ -67,7 +68,8 @@ def belong_to(parent: int, name: str = "") -> None:
         system.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if name:
             system.prctl(_PR_SET_NAME, name.encode()[:15])
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if not in_one_thread:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
 
 
 def describe_exit(code: int) -> str:

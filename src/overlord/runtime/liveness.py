@@ -59,6 +59,13 @@ HOST_LOST = Detector(
     misses=2,  # one may be chance: a busy machine
     then="the host is stopped, and its shadow takes over its name",
 )
+HOST_COPIED = Detector(
+    watched="a loader host that has a shadow",
+    watcher="its shadow, while it copies a chunk",
+    sign="it answers the call for the chunk",
+    after_s=5.0,  # requests do not wait for copies
+    then="the shadow makes the chunk itself, and reads ahead until its host answers again",
+)
 HOST_STARTING = Detector(
     watched="a loader host or shadow that is added during a run",
     watcher="the loader control loop",
@@ -291,6 +298,7 @@ DETECTORS = (
     HOST_SLOW,
     HOST_SUSPECT,
     HOST_LOST,
+    HOST_COPIED,
     HOST_STARTING,
     ROLE_OF_LOOP,
     ROLE_BUSY,

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from overlord.runtime.exclusive import OneProcess
+from overlord.runtime.serving_threads import let_others_serve
 from overlord.runtime.shared_memory import Connection, connect_to
 
 RoleCall = tuple[str, tuple[Any, ...], dict[str, Any]]
 """A method's name, its arguments, and those by name."""
 
+_QUICK_S = 0.001
+"""After this time a thread that waits for an answer lets others serve: the answer may depend on that."""
 _ONE_PROCESS = "Its connections belong to the process that started the run; start another run in this one"
 
 
@@ -56,6 +60,10 @@ class Peers:
         else:
             self._idle[address].append(connection)
 
+    def ask(self, address: str, request: Any) -> SentRequest:
+        """Send a request, as `send` does; what is returned has the connection until the answer has come."""
+        return SentRequest(self, address, self.send(address, request))
+
     def tell(self, address: str, number: int, call: RoleCall) -> None:
         """Send a call that nobody waits for. BlockingIOError if the process does not keep up, ConnectionError if it is
         gone."""
@@ -73,6 +81,51 @@ class Peers:
                 idle.pop().close()
         for one_way in self._one_way.values():
             one_way.close()
+
+
+class SentRequest:
+    """A request that waits for its answer. One that is dropped closes its connection: an answer that nobody reads would be
+    taken for that of the next request."""
+
+    __slots__ = ("_address", "_connection", "_peers")
+
+    def __init__(self, peers: Peers, address: str, connection: Connection) -> None:
+        self._peers = peers
+        self._address = address
+        self._connection: Connection | None = connection
+
+    def receive(self, timeout_s: float | None) -> Any:
+        """The answer. TimeoutError if there is none after `timeout_s`; after any other error none will come."""
+        connection = self._connection
+        if connection is None:
+            raise ConnectionResetError("the connection of this request is closed")
+        try:
+            answer = connection.receive() if timeout_s is None else _receive_answer(connection, timeout_s)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self.drop()
+            raise
+        self._connection = None
+        self._peers.give_back(self._address, connection)
+        return answer
+
+    def drop(self) -> None:
+        """Give the request up."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+def _receive_answer(connection: Connection, timeout_s: float) -> Any:
+    """Wait for the answer to a request. TimeoutError after `timeout_s`, EOFError when the other process is gone."""
+    with suppress(TimeoutError):
+        return connection.receive(min(timeout_s, _QUICK_S))
+    let_others_serve()
+    return connection.receive(timeout_s)
 
 
 class _OneWay:

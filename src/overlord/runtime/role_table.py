@@ -1,4 +1,4 @@
-"""The roles of one process, and the threads that run calls of other processes to them: one for each connection of a caller.
+"""The roles of one process, and the threads that run calls of other processes to them.
 
 A role has a number, which no other role of the run ever has. The engine binds names to numbers.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import ClosedError
+from overlord.runtime.serving_threads import ServingThreads
 from overlord.runtime.transport import ErrorEnvelope
 
 if TYPE_CHECKING:
@@ -127,34 +128,34 @@ def _close(held: _Held) -> None:
 
 
 def accept_calls(listener: Listener, table: RoleTable) -> None:
-    """Accept connections until the listener is closed, and answer the calls of each on a thread of its own."""
+    """Accept connections until the listener is closed, and answer the calls of each, one after the other."""
+    threads = ServingThreads("overlord-answering")
     while True:
         try:
             connection = listener.accept()
         except OSError:
-            return
-        threading.Thread(target=_answer, args=(connection, table), name="overlord-answering", daemon=True).start()
+            return threads.close()
+        threads.add(connection, partial(_answer_next, connection, table), connection.close)
 
 
-def _answer(connection: Connection, table: RoleTable) -> None:
-    """Run the calls of one caller, one after the other, until the caller is gone."""
-    with suppress(OSError, EOFError):  # of a caller that is gone
-        while True:
-            try:
-                is_wanted, number, method, args, kwargs = connection.receive()
-            except (OSError, EOFError):
-                raise
-            except Exception as error:  # noqa: BLE001 - unpickling imports the caller's own modules
-                connection.send((RAISED, ErrorEnvelope.pickling(error, _RAISED_IN)))
-                continue
-            kind, value = run_call(table, number, method, args, kwargs)
-            args = kwargs = None  # not kept while the thread waits for the next call
-            if is_wanted:
-                _send(connection, kind, value, table.name_of(number))
-            elif kind == RAISED:
-                _log.debug("%s of %r failed, and nobody waited for it: %s", method, table.name_of(number), value)
-            value = None
-    connection.close()
+def _answer_next(connection: Connection, table: RoleTable) -> bool:
+    """Run the next call of a caller; returns whether the caller is still there."""
+    try:
+        try:
+            is_wanted, number, method, args, kwargs = connection.receive()
+        except (OSError, EOFError):
+            raise
+        except Exception as error:  # noqa: BLE001 - unpickling imports the caller's own modules
+            connection.send((RAISED, ErrorEnvelope.pickling(error, _RAISED_IN)))
+            return True
+        kind, value = run_call(table, number, method, args, kwargs)
+        if is_wanted:
+            _send(connection, kind, value, table.name_of(number))
+        elif kind == RAISED:
+            _log.debug("%s of %r failed, and nobody waited for it: %s", method, table.name_of(number), value)
+    except (OSError, EOFError):
+        return False
+    return True
 
 
 def run_call(table: RoleTable, number: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, Any]:

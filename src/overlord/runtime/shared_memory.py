@@ -23,6 +23,7 @@ import struct
 import sys
 import threading
 from contextlib import suppress
+from ctypes import addressof, c_char
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -60,7 +61,7 @@ class SharedSegment:
     """Shared memory, mapped in this process. Arrays over `memory` keep the mapping; the descriptor is closed with the
     segment."""
 
-    __slots__ = ("__weakref__", "descriptor", "is_retired", "memory", "number")
+    __slots__ = ("__weakref__", "address", "descriptor", "is_retired", "memory", "number")
 
     def __init__(self, descriptor: int, *, writable: bool) -> None:
         """Map a descriptor, which belongs to the segment from now on."""
@@ -78,6 +79,7 @@ class SharedSegment:
             raise
         self.descriptor = descriptor
         self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self.address = address_of(self.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _receive_segment, (_add_to_message(self),)
@@ -100,6 +102,15 @@ class SharedSegment:
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where the memory of a contiguous array begins."""
+    try:
+        # A tenth of the time of `__array_interface__`.
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type] - an array is a buffer
+    except (TypeError, ValueError):  # it is read-only, or empty
+        return array.__array_interface__["data"][0]
 
 
 def why_unavailable() -> str | None:

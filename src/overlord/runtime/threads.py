@@ -11,6 +11,8 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
@@ -214,6 +216,7 @@ class Threads:
     def __init__(self, num_threads: int, name: str) -> None:
         self.num_threads = num_threads
         self._name = name
+        self._context = copy_context()  # its threads work for the run that made it
         self._calls: queue.SimpleQueue[StealingFuture[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
@@ -239,7 +242,8 @@ class Threads:
                 return future
             self._calls.put(future)
             if self._num_idle < self._calls.qsize() and len(self._threads) < self.num_threads:
-                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                name, run = f"{self._name}-{len(self._threads)}", self._context.copy().run
+                thread = threading.Thread(target=run, args=(self._work,), name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
         return future
@@ -301,7 +305,8 @@ class Threads:
         deadline = time.monotonic() + timeout_s
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            with suppress(RuntimeError):  # Ctrl-C came while it was being started
+                thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in others)
 
     def _first_shared(self) -> SharedCalls[Any] | None:

@@ -8,10 +8,13 @@ import logging
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from overlord.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PLAIN, TLS = "grpc", "grpc+tls"
 
@@ -107,6 +110,11 @@ class Listen:
             )
         if self.tls is None:
             _log.warning("listening on %s without TLS: the token and the data can be read in transit", self.bound.host)
+
+    def serve(self, method: Callable[..., str], **more: Any) -> str:
+        """Call `Loader.serve` or `serve_metrics` with these settings."""
+        tls = None if self.tls is None else (self.tls.certificate, self.tls.key)
+        return method(self.address, token=self.token, tls=tls, advertise=self.advertise, **more)
 
     @property
     def bound(self) -> Address:

@@ -32,6 +32,7 @@ from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import SERVER_ANSWER, SERVER_PAUSE_S
 from overlord.runtime.long_waits import FIRST_S, warn_if_long
 from overlord.runtime.retry import FailedAttempt, retry
+from overlord.runtime.whereabouts import node_names
 from overlord.service import wire
 from overlord.service.auth import Address, check_token, read_pem, service_address
 from overlord.service.client import Client
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     from overlord.messages import State
     from overlord.service.link import Link
-    from overlord.service.run_api import Call, RunApi, RunRequest
+    from overlord.service.run_api import Call, Channel, RunApi, RunRequest
     from overlord.service.wire import Action
 
 T = TypeVar("T")
@@ -75,8 +76,10 @@ class FlightChannel:
         root: str | None = None,
         timeout_s: float | None,
         local: bool = True,
+        reads: bool = True,
     ) -> None:
-        """`local`: use shared memory where the service is on this host."""
+        """`local`: use shared memory where the service is on this host. `reads`: False for one that only calls the run, and
+        is none of its ranks."""
         self._rank = rank
         self._token = token
         self._root = root
@@ -92,12 +95,14 @@ class FlightChannel:
         self._is_lost = False
         self._trouble = ""
         self._address = service_address(address, root)
+        self._reads = reads
+        self._nodes = node_names(Address.parse(self._address).host) if reads else ()
         self._not_here: str | None = None if local else ""  # the unix socket that cannot be used; "" for any
         self._door: Link | LocalLink | None = None  # the way to the run; opened by the first call
         self._welcome = self._retry(self._greet)
         self._generations = [self._welcome.generation]
-        self._steps = self._retry(lambda: self._find_server(self._welcome, None))
-        if self._welcome.heartbeat_s is not None:
+        self._steps = self._retry(lambda: self._find_server(self._welcome, None) if reads else self._open_door())
+        if self._welcome.heartbeat_s is not None and reads:
             _start_heartbeat(self, self._closed, self._welcome.heartbeat_s)
 
     @property
@@ -111,6 +116,17 @@ class FlightChannel:
 
     def start(self) -> int:
         return self._retry(self._renew).start
+
+    def eval_channel(self, name: str, known: Channel | None) -> Channel:
+        address = self.run.open_eval(name)
+        if isinstance(known, FlightChannel) and known.address == address:
+            return known
+        return FlightChannel(address, self._rank, token=self._token, root=self._root, timeout_s=self._timeout_s)
+
+    @property
+    def address(self) -> str:
+        """The address of the service."""
+        return self._address
 
     def generation(self) -> int:
         return len(self._generations) - 1
@@ -271,7 +287,7 @@ class FlightChannel:
         if door is None:
             door = self._door = self._open_door()
         try:
-            return door.call(action, request, _CALL_S)
+            return door.call(action, request, _CALL_S + getattr(request, "patience_s", 0.0))
         except Unreachable:
             if isinstance(door, LocalLink):  # it may come back in another way
                 self._door = None
@@ -362,10 +378,12 @@ class FlightChannel:
         return welcome
 
     def _greet(self, needs_flight: bool = False) -> wire.Welcome:
-        return self._ask(wire.HELLO, wire.Hello(wire.VERSION, self._rank, needs_flight))
+        return self._ask(wire.HELLO, wire.Hello(wire.VERSION, self._rank, needs_flight, self._nodes))
 
     def _follow(self, welcome: wire.Welcome) -> None:
         """Connect to the server that has this rank's steps."""
+        if not self._reads:
+            return
         old, self._steps = self._steps, self._find_server(welcome, self._steps)
         if old not in (self._steps, self._door):
             old.close()
@@ -476,11 +494,41 @@ def connect(  # noqa: PLR0913 - all but the address by name
     """
     rank = whole(rank, "rank")
     timeout_s = seconds_or_none(timeout_s, "timeout_s")
-    destination = Destination(torch, pin_memory, device)  # checked before any wait
+    Destination(torch, pin_memory, device)  # checked before any wait
     fetch_ahead = None if fetch_ahead is None else whole(fetch_ahead, "fetch_ahead")
+    channel = connect_channel(address, rank, token=token, tls_root=tls_root, timeout_s=timeout_s)
+    return open_client(
+        channel, rank, torch=torch, pin_memory=pin_memory, device=device, fetch_ahead=fetch_ahead, timeout_s=timeout_s
+    )
+
+
+def connect_channel(
+    address: str,
+    rank: int,
+    *,
+    token: str | None,
+    tls_root: str | Path | None,
+    timeout_s: float | None,
+    reads: bool = True,
+) -> FlightChannel:
+    """The channel of a rank to the service at an address, or one that only calls the run."""
     check_token(token)
     root = None if tls_root is None else read_pem(tls_root, "the TLS root certificate")
-    channel = FlightChannel(address, rank, token=token, root=root, timeout_s=timeout_s)
+    return FlightChannel(address, rank, token=token, root=root, timeout_s=timeout_s, reads=reads)
+
+
+def open_client(
+    channel: FlightChannel,
+    rank: int,
+    *,
+    torch: bool,
+    pin_memory: bool,
+    device: Any,
+    fetch_ahead: int | None,
+    timeout_s: float | None,
+) -> Client:
+    """The client of a rank over its channel, which it closes."""
+    destination = Destination(torch, pin_memory, device)
     client = Client(rank, channel, destination=destination, fetch_ahead=fetch_ahead, timeout_s=timeout_s)
     client.at_close(channel.close)
     return client

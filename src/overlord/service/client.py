@@ -8,6 +8,7 @@ import re
 import threading
 import time
 import weakref
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from overlord.batches.tensors import Destination
@@ -20,10 +21,11 @@ from overlord.runtime.long_waits import FIRST_S, warn_if_long
 from overlord.service.prefetch import RequestedSteps, StepsAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from overlord.batches.tensors import Placed, Placer
-    from overlord.messages import MicrobatchWithColumns
+    from overlord.messages import EvalTerms, MicrobatchWithColumns
+    from overlord.service.handle import RunHandle
     from overlord.service.prefetch import FetchedStep
     from overlord.service.run_api import Channel
 
@@ -33,6 +35,7 @@ _SLOW_S = 0.005  # of work on a step: for such a trainer the time of `next` matt
 _MANY_SLOW = 3  # such steps in a row
 
 _WAIT_S = 0.25  # how long one fetch waits before the client checks its own deadline
+_COUNTED_BYTES = 256 << 20  # that `len` reads to know how many steps there are: seconds, also of text to be tokenised
 _PAUSE_S = 0.01  # between fetches while another rank is behind
 _NUMBERS = re.compile(r"[\d.]+")
 _log = logging.getLogger(__name__)
@@ -77,6 +80,8 @@ class Client:
         self._turn = OneThread(f"the client of rank {rank}", _ONE_THREAD)
         self._reason = ""  # why the next step is not ready
         self._next, self._generation = _beginning(channel)
+        self._origin = _ClientStates(weakref.ref(self), self._generation)  # of the steps of this generation
+        self._furthest = self._next  # the step after the last that it has returned, also where it has gone back since
         self._ended = False
         self._has_read = False  # since it joined the run or loaded a state
         self._warned: set[str] = set()
@@ -87,12 +92,15 @@ class Client:
         self._ahead: StepsAhead | RequestedSteps | None = None  # made when it is first useful
         self._returned_at = clock()  # when the trainer got its last step
         self._num_slow = 0  # how many steps in a row it worked on for long
+        self._meter = _StepMeter()
+        self._evals: dict[str, Client] = {}  # clients of evaluations that were begun
+        self._eval_terms: Sequence[EvalTerms] | None = None
 
     def __iter__(self) -> Client:
         self._home.check()
         with self._turn:
             if self._ended:
-                self._restart()
+                self._begin_again()
         return self
 
     def __next__(self) -> Step:
@@ -102,9 +110,14 @@ class Client:
         if not self._turn.lock.acquire(blocking=False):
             raise self._turn.error()
         self._turn.user = threading.get_ident()
-        self._num_slow = self._num_slow + 1 if self._clock() - self._returned_at > _SLOW_S else 0
+        began = self._clock()
+        worked_s = began - self._returned_at
+        self._num_slow = self._num_slow + 1 if worked_s > _SLOW_S else 0
         try:
-            return self._take_step()
+            step = self._take_step()
+            now = self._clock()
+            self._meter.note(step, now - began, worked_s)
+            return step
         finally:
             self._returned_at = self._clock()
             self._turn.lock.release()
@@ -159,8 +172,11 @@ class Client:
 
     def _step(self, loss_tokens: int | float, placed: Placed) -> Step:
         microbatches = cast("tuple[MicrobatchWithColumns, ...]", placed.use())
-        step = Step(self._next, loss_tokens, microbatches)
+        if self._origin.generation != self._generation:
+            self._origin, self._furthest = _ClientStates(weakref.ref(self), self._generation), self._next
+        step = Step(self._next, loss_tokens, microbatches, self._origin)
         self._next += 1  # last: the step of an error is requested again
+        self._furthest = max(self._furthest, self._next)
         self._has_read = True
         return step
 
@@ -168,6 +184,40 @@ class Client:
     def step(self) -> int:
         """The number of the next step."""
         return self._next
+
+    @property
+    def generation(self) -> int:
+        """How often this client has followed its run to another state or mesh."""
+        return self._generation
+
+    def evaluate(self, name: str) -> Iterator[Step]:
+        """Iterate over the steps of an evaluation that the job declares: the same ones each time, for this rank. Every rank
+        does so, and all end after the same step. The training stream does not notice."""
+        self._home.check()
+        terms = next((each for each in self._channel.run.evaluations() if each.name == name), None)
+        known = self._evals.get(name)
+        # Where there is no such evaluation, opening it says which there are.
+        channel = self._channel.eval_channel(name, None if known is None else known.channel)
+        if known is None or known.channel is not channel:
+            if known is not None:
+                known.close()
+            options: Any = {"destination": self._destination, "timeout_s": self._timeout_s}
+            known = self._evals[name] = Client(self.rank, channel, **options)
+            known.at_close(channel.close)
+            self.at_close(known.close)
+        known.rewind()
+        return islice(known, None if terms is None else terms.limit)
+
+    def evals_due(self, step: int) -> list[str]:
+        """The evaluations that follow a training step, by `every`: after steps every - 1, 2 every - 1, ..."""
+        if self._eval_terms is None:
+            self._eval_terms = self._channel.run.evaluations()
+        return [each.name for each in self._eval_terms if each.every is not None and (step + 1) % each.every == 0]
+
+    @property
+    def channel(self) -> Channel:
+        """How this client reaches its run."""
+        return self._channel
 
     def rewind(self) -> None:
         """Go back to the step that the run began at, and read the same steps again. Every rank that reads must do so."""
@@ -180,18 +230,78 @@ class Client:
         self._next = self._channel.start()
         self._ended = False
 
-    def state_dict(self, before: int | None = None) -> State:
+    def _begin_again(self) -> None:
+        """Begin the run anew after its end: at step 0, also where it was resumed from a later one. Then the whole run is
+        moved to its beginning, by the first rank that gets there once all have come to the end; the others follow."""
+        start = self._channel.start()
+        if start == 0 and not self.is_stale:
+            self._restart()
+            return
+        if start and self.is_stale:
+            self._restart()  # the run was moved elsewhere: `next` says how to follow
+            return
+        if start:
+            self._wait_for_end_of_others()
+        self._drop_ahead()
+        run = self._channel.run
+        self._generation = run.load_state(run.state_before(0), self._generation)
+        self._next = self._channel.start()
+        self._ended = self._has_read = False
+
+    def _wait_for_end_of_others(self) -> None:
+        began = self._clock()
+        while True:
+            found = self._channel.run.metrics()
+            others = [rank for rank, each in found.ranks.items() if each.step is not None and rank != self.rank]
+            is_moved = found.planner is not None and found.planner.start == 0
+            # A rank that has read nothing yet is in no metrics, but a state of the run waits for it.
+            if is_moved or (not others and self._channel.run.state_dict()["step"] >= self._next):
+                return
+            self._check_reading()
+            if self._timeout_s is not None and self._clock() - began >= self._timeout_s:
+                raise WaitTimeoutError(
+                    f"rank {self.rank} has come to the end of the run and begins it again at step 0, but "
+                    f"{f'rank {others[0]}' if others else 'another rank'} still reads it after {self._timeout_s:g} s: all "
+                    "ranks have to come to the end first"
+                )
+            self._closed.wait(_PAUSE_S)
+
+    def __len__(self) -> int:
+        """The number of steps of the whole run, also where it was resumed: `len(client) - client.step` are left. TypeError
+        if the run never ends, and if much data would have to be read to count them (`client.run.count_steps` does that)."""
+        self._home.check()
+        run, wait_s = self._channel.run, 0.0
+        wait = f"rank {self.rank} counts the steps of its run, for len(client), and reads its data for that"
+        with warn_if_long(lambda: wait, self._warn_after_s):
+            while (count := run.count_steps(wait_s, _COUNTED_BYTES)).steps is None:
+                if count.endless:
+                    raise TypeError(f"the run of this client has no length: {count.endless}")
+                if count.num_bytes > _COUNTED_BYTES:
+                    raise TypeError(
+                        f"the length of this run is not known yet, and {count.num_bytes / 2**30:.1f} GiB of data have to be "
+                        "read to count its steps; client.run.count_steps() does so, and len(client) knows it from then on"
+                    )
+                wait_s = _WAIT_S
+        return count.steps
+
+    def __bool__(self) -> bool:
+        return True  # without this `if client:` would count steps
+
+    def state_dict(self, before: int | Step | None = None) -> State:
         """Returns the state before the next step: {"overlord": 2, "step": ..., "state": "<JSON>"}. The keys are always the
         same, so that torch.distributed.checkpoint and other libraries that load in place can hold it.
 
         Steps that this client has fetched ahead are not taken. A library that prefetches, however, has taken steps that the
-        model has not seen: pass the first of those as `before`."""
-        if before is not None and not 0 <= before <= self._next:
-            raise SpecError(f"before is a step from 0 to {self._next}, the one that comes next, got {before}")
-        return self._channel.run.state_before(self._next if before is None else before)
+        model has not seen: pass the first of those as `before`, the step or its number. `step.state_after()` is the same
+        from the other side, for the last step that the model has seen."""
+        number = before.number if isinstance(before, Step) else self._next if before is None else whole(before, "before")
+        last = max(self._next, self._furthest if self._origin.generation == self._generation else 0)
+        if number > last:
+            raise SpecError(f"before is a step from 0 to {last}, the one that comes next, got {number}")
+        return self._channel.run.state_before(number)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. Every client of the run must load the same one."""
+    def load_state_dict(self, state: Mapping[str, Any] | str | bytes) -> None:
+        """Continue from a state, in any form that it was saved in. Every client of the run must load the same one."""
         self._home.check()
         state = seal(contents_of(state))  # as text: a state that is no JSON is refused here, not in the service
         # A client that has read nothing yet calls as one of the generation before: if another client has moved the run to
@@ -225,6 +335,18 @@ class Client:
             if kind not in self._warned:
                 self._warned.add(kind)
                 _log.warning("a report of rank %d for step %d is not used: %s", self.rank, report.step, reason)
+
+    @property
+    def run(self) -> RunHandle:
+        """The run that this client reads: its metrics, and what can be changed while it goes on."""
+        from overlord.service.handle import RunHandle  # most trainers never ask
+
+        return RunHandle(lambda: self._channel.run)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what this rank's last step was like, and totals since the client was made, as numbers for TensorBoard,
+        W&B or any other logger. Costs microseconds: nobody is asked. `client.run.metrics()` has the whole run."""
+        return self._meter.to_dict()
 
     def rejoin(self, at: int | None = None) -> None:
         """Continue in a run whose mesh was changed, as the same rank of the new mesh, from the step that the new mesh begins
@@ -292,11 +414,21 @@ class Client:
     def _check_reading(self) -> None:
         if self._closed.is_set():
             raise ClosedError(f"the client of rank {self.rank} is closed; ask the loader for a new one")
-        if self.is_stale:
+        if self.is_stale and not self._follow():
             raise ClosedError(
                 f"the run was moved to another state; call load_state_dict on the client of rank {self.rank} too, or "
                 "rejoin if its mesh was changed"
             )
+
+    def _follow(self) -> bool:
+        """Go on in a run that was moved without changing its steps, because a source was added. False if it was moved in
+        another way."""
+        generation = self._channel.generation()
+        if not self._channel.run.may_follow(self._generation):
+            return False
+        self._drop_ahead()
+        self._generation = generation
+        return True
 
     def _fetch_next(self, began: float) -> Delivery | None:
         """Request the next step until it comes, from this thread, whose rank is then at that step. None at the end."""
@@ -323,6 +455,59 @@ class Client:
 
     def _status_text(self) -> str:
         return "".join(f"\n  - {line}" for line in self._channel.run.status_lines())
+
+
+class _ClientStates:
+    """The states of a client's run, for the steps that the client returned. A step that is kept keeps no client alive."""
+
+    __slots__ = ("_client", "generation")
+
+    def __init__(self, client: weakref.ref[Client], generation: int) -> None:
+        self._client = client
+        self.generation = generation
+
+    def state_before(self, step: int) -> State:
+        client = self._client()
+        if client is None:
+            raise ClosedError(
+                f"the client that returned step {step - 1} is gone, and with it the state after that step; keep the client"
+            )
+        if client.generation != self.generation:
+            raise ClosedError(
+                f"the run was moved to another state or mesh since it returned step {step - 1}; save client.state_dict()"
+            )
+        return client.state_dict(before=step)
+
+
+class _StepMeter:
+    """Counts the steps that a trainer took."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int, int] = -1, 0, 0  # number, tokens, microbatches; not the step, which holds its batches
+        self._wait_s = self._worked_s = 0.0
+        self._num_steps = self._tokens = 0
+        self._waited_s = 0.0
+
+    def note(self, step: Step, wait_s: float, worked_s: float) -> None:
+        tokens = sum([micro.get("num_tokens", 0) for micro in step.microbatches])
+        self._last = step.number, tokens, len(step.microbatches)
+        self._wait_s, self._worked_s = wait_s, worked_s
+        self._num_steps += 1
+        self._tokens += tokens
+        self._waited_s += wait_s
+
+    def to_dict(self) -> dict[str, float]:
+        number, tokens, num_microbatches = self._last
+        return {
+            "overlord/step": number,
+            "overlord/wait_s": self._wait_s,
+            "overlord/wait_share": self._wait_s / max(self._wait_s + self._worked_s, 1e-9),
+            "overlord/tokens": tokens,
+            "overlord/microbatches": num_microbatches,
+            "overlord/steps_total": self._num_steps,
+            "overlord/tokens_total": self._tokens,
+            "overlord/wait_s_total": self._waited_s,
+        }
 
 
 def _beginning(channel: Channel) -> tuple[int, int]:

@@ -19,17 +19,19 @@ if TYPE_CHECKING:
     from overlord.roles.planner import Planner
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Handle, Workplace
+    from overlord.runtime.recorder import SpanBatch
     from overlord.service.auth import Listen
-    from overlord.service.server import Addresses, Service
+    from overlord.service.server import Addresses, RankCalls, Service
+    from overlord.status import ConstructorCounters
 
 
 def make_serving_constructor(
     job: Job, group: int, planner: Handle[Planner], routes: Routes, workplace: Workplace, *, generation: int
 ) -> ServingConstructor:
-    tree = ClientPlaceTree(job.mesh, job.stage_fields)
+    tree = ClientPlaceTree(job.mesh, job.stage_fields, tuple(job.cut))
     constructor = make_constructor(job, group, tree, workplace, planner=planner, routes=routes)
     constructor.generation = generation
-    return ServingConstructor(constructor, tree, group, workplace.arenas)
+    return ServingConstructor(constructor, tree, group, workplace)
 
 
 class ServerIdentity(NamedTuple):
@@ -46,21 +48,30 @@ class ServingConstructor:
     Every call may be repeated. A constructor that was made again after a failure has no server until `serve` is called.
     """
 
-    def __init__(self, constructor: DataConstructor, tree: ClientPlaceTree, group: int, arenas: Arenas) -> None:
+    def __init__(self, constructor: DataConstructor, tree: ClientPlaceTree, group: int, workplace: Workplace) -> None:
         self._constructor = constructor
         self.fetch = constructor.fetch
         self.take = constructor.take
         self._tree = tree
         self._group = group
-        self._arenas = arenas
+        self._workplace = workplace
+        self._arenas = workplace.arenas
         self._serving = threading.Lock()
         self._service: Service | None = None
 
     # The server
 
-    def serve(self, identity: ServerIdentity, listen: Listen, leave_after_s: float | None, needs_flight: bool) -> Addresses:
+    def serve(
+        self,
+        identity: ServerIdentity,
+        listen: Listen,
+        leave_after_s: float | None,
+        needs_flight: bool,
+        wait_for_all: bool = False,
+    ) -> Addresses:
         """Serve the ranks of this group, unless it does already; returns where. Trainers on this host need no Flight server,
         so there is none until a client needs one."""
+        from overlord.service.local_server import serving_threads
         from overlord.service.server import Service
 
         with self._serving:
@@ -77,7 +88,9 @@ class ServingConstructor:
                     ranks=lambda: ranks,
                     leave_after_s=leave_after_s,
                     arenas=self._arenas,
+                    threads=self._workplace.share("serving threads", serving_threads),
                     on_network=False,
+                    wait_for_all=wait_for_all,
                 )
             if needs_flight or self._service.addresses.local is None:
                 self._service.open_network()
@@ -100,6 +113,11 @@ class ServingConstructor:
         """Every rank that ever read from here, with the next step of each."""
         service = self._service
         return {} if service is None else service.last()
+
+    def rank_calls(self) -> RankCalls | None:
+        """What its server knows of its ranks; None where it has none yet."""
+        service = self._service
+        return None if service is None else service.rank_calls()
 
     def pause_takes(self) -> list[int]:
         """Let trainers take no step without a message until `resume_takes`; returns the ranks of which it is not known
@@ -150,8 +168,8 @@ class ServingConstructor:
     def receive_plans(self, plans: SharedPlans) -> None:
         self._constructor.receive_plans(plans)
 
-    def expect(self, ranks: Collection[int]) -> None:
-        self._constructor.expect(ranks)
+    def expect(self, ranks: Collection[int], holds: bool = False) -> None:
+        self._constructor.expect(ranks, holds)
 
     def late(self) -> frozenset[int]:
         return self._constructor.late()
@@ -162,14 +180,23 @@ class ServingConstructor:
     def thaw(self, to: int | None = None) -> HandedOut:
         return self._constructor.thaw(to)
 
-    def restart(self, generation: int) -> None:
-        self._constructor.restart(generation)
+    def restart(self, generation: int, keep_from: int | None = None) -> None:
+        self._constructor.restart(generation, keep_from)
 
     def reached(self) -> int:
         return self._constructor.reached()
 
     def pace(self) -> Pace:
         return self._constructor.pace()
+
+    def counters(self) -> ConstructorCounters:
+        service = self._service
+        if service is not None:
+            service.takes.follow_all()
+        return self._constructor.counters()
+
+    def take_spans(self) -> SpanBatch:
+        return self._constructor.take_spans()
 
     def status_lines(self) -> list[str]:
         return self._constructor.status_lines()

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from overlord.messages import Step
-    from overlord.roles.planner import Mix
-    from overlord.service.run import Loader
+    from overlord.service.loader import Loader
+    from overlord.status import Mix
 
 
 @dataclass(frozen=True, slots=True)

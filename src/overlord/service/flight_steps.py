@@ -17,11 +17,10 @@ from overlord.service.steps import (
     ALIGNMENT,
     SMALL_BYTES,
     DamagedStepError,
-    Region,
     SmallArrays,
     bytes_of,
-    check_sendable,
     pack_fields,
+    sendable_type,
 )
 from overlord.service.wire import Array, Contents
 from overlord.sources.views import VIEW
@@ -58,10 +57,10 @@ class _MessageRegions:
         self._large: list[NDArray[np.uint8]] = []
 
     def add(self, name: str, array: NDArray[Any]) -> Array:
-        check_sendable(name, array)
-        dtype, shape, content = array.dtype.str, array.shape, bytes_of(array)
-        if len(content) <= SMALL_BYTES:
-            return Array(name, dtype, shape, 0, self._small.add(content))
+        dtype, shape = sendable_type(name, array), array.shape
+        if array.nbytes <= SMALL_BYTES:
+            return Array(name, dtype, shape, 0, self._small.add(array))
+        content = bytes_of(array)
         pieces = [content[begin : begin + MESSAGE_BYTES] for begin in range(0, len(content), MESSAGE_BYTES)]
         first = len(self._large) + 1
         self._large += pieces
@@ -69,7 +68,8 @@ class _MessageRegions:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         # At least 64 bytes: Arrow stores shorter values inline, in the view itself.
-        message, num_bytes = [self._small.joined(ALIGNMENT)], self._small.num_bytes
+        small = self._small.joined().ljust(ALIGNMENT, b"\0")
+        message, num_bytes = [np.frombuffer(small, np.uint8)], self._small.num_bytes
         for region in self._large:
             if num_bytes and num_bytes + len(region) > MESSAGE_BYTES:
                 yield batch_of(message)
@@ -91,13 +91,9 @@ def batch_of(regions: Sequence[NDArray[np.uint8]]) -> pa.RecordBatch:
     return arrow.RecordBatch.from_arrays([pa.Array.from_buffers(pa.binary_view(), len(regions), buffers)], schema=SCHEMA)
 
 
-def regions_of(batches: Sequence[pa.RecordBatch]) -> list[Region]:
+def regions_of(batches: Sequence[pa.RecordBatch]) -> list[NDArray[np.uint8]]:
     """The regions that came in these messages."""
-    return [
-        Region(np.frombuffer(memoryview(buffer).toreadonly(), np.uint8), buffer.address)
-        for batch in batches
-        for buffer in _buffers(batch)
-    ]
+    return [np.frombuffer(memoryview(buffer).toreadonly(), np.uint8) for batch in batches for buffer in _buffers(batch)]
 
 
 def _buffers(batch: pa.RecordBatch) -> list[pa.Buffer]:

@@ -6,7 +6,8 @@ reads from the kernel how many bytes each connection has received, and closes a 
 `STRANGER_BYTES`, or takes longer than `STRANGER_S`, before its first call with the token. A connection that has shown the
 token is not watched any more.
 
-So strangers, however many they are, can make a service buffer only the bytes that arrive between two scans: milliseconds.
+So strangers, however many they are, can make a service buffer only the bytes that arrive between two scans: milliseconds,
+or as long as a busy machine keeps the gate's thread from running.
 The gate needs Linux, where `TCP_INFO` counts received bytes; on other systems there is none.
 """
 
@@ -92,7 +93,8 @@ class Gate:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._wake.send(b"x")
+            with suppress(OSError):  # the thread may have seen it already, and closed its sockets
+                self._wake.send(b"x")
             self._thread.join(5.0)
 
     def _watch(self) -> None:

@@ -3,7 +3,8 @@
 What it promises: the run, with its engine, its control loop over loaders and its front server, is a role of the cluster.
 When the process that started it (its *driver*) is killed, nothing happens to the run. When the role's own process is killed,
 Ray starts it again; it takes over the run's roles, which have gone on meanwhile, and serves at the same address. Where they
-do not make a whole run any more it starts them again from the plan log, and trainers reconnect. No step is lost or repeated.
+do not make a whole run any more it starts those that are missing from the plan log, and trainers reconnect. No step is lost
+or repeated.
 A driver that is started again under the same name takes the run back. A run that has no driver and no trainer ends.
 """
 
@@ -54,6 +55,10 @@ class ServeRequest:
     listen: Listen
     leave_after_s: float | None
     resume: Mapping[str, Any] | str | None
+    metrics: Listen | None = None
+    """Where metrics are served for Prometheus."""
+    page: Listen | None = None
+    """Where the live page is served."""
     forgotten_after_s: float = liveness.RUN_FORGOTTEN.after_s
     """The run ends after so long without a driver and a reader."""
     digest: str = ""
@@ -66,6 +71,8 @@ class Announcement(NamedTuple):
     address: str
     num_ranks: int
     step: int
+    metrics: str | None = None
+    page: str | None = None
 
 
 class Attendance(NamedTuple):
@@ -111,13 +118,9 @@ class RunKeeper:
             loader = start(request.job, engine=self._engine_in(roles), resume=resume, **options.to_arguments())
         self._loader = loader
         try:
-            self._address = self._loader.serve(
-                listen.address,
-                token=listen.token,
-                tls=None if listen.tls is None else (listen.tls.certificate, listen.tls.key),
-                advertise=listen.advertise,
-                leave_after_s=request.leave_after_s,
-            )
+            self._address = listen.serve(self._loader.serve, leave_after_s=request.leave_after_s)
+            self._metrics_url = None if request.metrics is None else request.metrics.serve(self._loader.serve_metrics)
+            self._page_url = None if request.page is None else request.page.serve(self._loader.page)
             table.put(_PARTITION, msgspec.json.encode(self._loader.partition))
             table.put(_SERVING, self._address.encode())
         except BaseException:
@@ -135,7 +138,8 @@ class RunKeeper:
         return engine
 
     def announcement(self) -> Announcement:
-        return Announcement(self._address, self._loader.tree.world_size, self._loader.start_step)
+        num_ranks, step = self._loader.tree.world_size, self._loader.start_step
+        return Announcement(self._address, num_ranks, step, self._metrics_url, self._page_url)
 
     def attendance(self) -> Attendance:
         return Attendance(self._driver, time.monotonic() - self._attended_at, self._request.digest)

@@ -1,18 +1,20 @@
 """The unix socket of a service, for trainers on its host. Their batches are not copied: see `local_steps.py`.
 
-Only processes of the same user can connect, and they must show the token where the service has one. A thread serves each
-connection; it ends with the connection. Then whatever the trainer had borrowed is retired, because the trainer may be alive
-and hold arrays. For its rank a closed connection means nothing: only what the client says counts, and its silence.
+Only processes of the same user can connect, and they must show the token where the service has one. When a connection ends,
+whatever its trainer had borrowed is retired, because the trainer may be alive and hold arrays. For its rank a closed
+connection means nothing: only what the client says counts, and its silence.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from overlord.runtime.serving_threads import ServingThreads
 from overlord.runtime.shared_memory import Listener
 from overlord.service import wire
 from overlord.service.auth import is_token
@@ -25,6 +27,7 @@ from overlord.service.local_steps import (
     LocalMessage,
     NoSharedMemoryError,
     NotLocal,
+    Returned,
     ShareTakes,
     StepLender,
     pack_answer,
@@ -46,17 +49,32 @@ _GREETING_S = 10.0  # how long a connection may take to greet
 _log = logging.getLogger(__name__)
 
 
+def serving_threads() -> ServingThreads:
+    """Threads for the servers of a process."""
+    return ServingThreads("overlord-local-rank")
+
+
 class LocalServer:
     """Listens at `address`, an abstract unix socket, until it is closed."""
 
-    def __init__(self, service: Service, arenas: Arenas | None, token: str | None, address: str | None = None) -> None:
-        """Without `arenas` it answers calls and hands out no steps. OSError where another process has that address."""
+    def __init__(
+        self,
+        service: Service,
+        arenas: Arenas | None,
+        token: str | None,
+        address: str | None = None,
+        threads: ServingThreads | None = None,
+    ) -> None:
+        """Without `arenas` it answers calls and hands out no steps. OSError where another process has that address. With
+        `threads`, servers of one process share them: they would take the interpreter from each other."""
         self._service = service
         self._arenas = arenas
         self._token = token
         self._listener = Listener(address=address)
         close_in_forks(self._listener)
         self.address = self._listener.address
+        self._threads = threads or serving_threads()
+        self._are_threads_own = threads is None
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._is_closed = False
@@ -66,10 +84,12 @@ class LocalServer:
         """Accept and receive no more. Requests in progress are answered."""
         with self._lock:
             self._is_closed = True
-            connections = list(self._connections)
+            connections, self._connections = self._connections, set()
         self._listener.close()
         for connection in connections:
-            connection.stop_receiving()
+            self._threads.end(connection)
+        if self._are_threads_own:
+            self._threads.close()
 
     def _accept(self) -> None:
         while True:
@@ -80,28 +100,40 @@ class LocalServer:
                     _log.warning("no more trainers of this host are accepted; they use Flight: %s", error)
                 return
             close_in_forks(connection)
-            with self._lock:
-                if self._is_closed:
-                    connection.close()
-                    return
-                self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="overlord-local-rank", daemon=True).start()
+            threading.Thread(target=self._greet, args=(connection,), name="overlord-greeting", daemon=True).start()
 
-    def _serve(self, connection: Connection) -> None:
-        session = _TrainerSession(self._service, self._arenas)
+    def _greet(self, connection: Connection) -> None:
+        """Have a connection served once it has greeted: a stranger may take its time."""
         try:
-            if self._admit(connection):
-                session.answer_all(connection)
+            self._admit(connection)
         except (EOFError, OSError, Refused) as error:
-            _log.debug("the connection of %s ended: %s", session.name, error)
-        finally:
+            _log.debug("a connection ended before it was served: %s", error)
+            connection.close()
+            return
+        session = _TrainerSession(self._service, self._arenas)
+
+        def serve_next() -> bool:
+            try:
+                session.answer_next(connection)
+            except (EOFError, OSError, Refused) as error:
+                _log.debug("the connection of %s ended: %s", session.name, error)
+                return False
+            return True
+
+        def end() -> None:
             with self._lock:
                 self._connections.discard(connection)
             connection.close()
             session.close(was_expected=self._is_closed)
 
-    def _admit(self, connection: Connection) -> bool:
-        """Read the greeting; returns whether the peer may go on."""
+        with self._lock:
+            self._connections.add(connection)
+        self._threads.add(connection, serve_next, end)
+        if self._is_closed:
+            self._threads.end(connection)
+
+    def _admit(self, connection: Connection) -> None:
+        """Read the greeting, and answer it. Raises Refused for a peer that may not go on."""
         request = _receive(connection, _GREETING_S)
         if not isinstance(request, Greeting):
             raise refusal("a connection begins with a greeting")
@@ -115,7 +147,6 @@ class LocalServer:
         connection.send_raw(wire.pack(reply))
         if reason is not None:
             raise refusal(reason)
-        return True
 
 
 class _TrainerSession:
@@ -132,26 +163,30 @@ class _TrainerSession:
     def name(self) -> str:
         return "a client" if self._last is None else f"rank {self._last.rank}"
 
-    def answer_all(self, connection: Connection) -> None:
-        """Answer until the connection ends."""
-        while True:
-            request = _receive(connection)
-            if isinstance(request, Act):
-                send_long(connection, wire.pack(self._act(request)))
-            elif isinstance(request, Greeting):
-                raise refusal("a connection has greeted already")
-            elif self._lender is None:
-                raise refusal("this server hands out no steps; ask it for the address of the rank's")
-            elif isinstance(request, Fetch):
-                self._lender.take_back(request.returned)
-                for message in self._fetch(self._lender, request.ticket):
+    def answer_next(self, connection: Connection) -> None:
+        """Answer the next request."""
+        request = _receive(connection)
+        if isinstance(request, Act):
+            send_long(connection, wire.pack(self._act(request)))
+        elif isinstance(request, Greeting):
+            raise refusal("a connection has greeted already")
+        elif self._lender is None:
+            raise refusal("this server hands out no steps; ask it for the address of the rank's")
+        elif isinstance(request, Fetch):
+            self._lender.take_back(request.returned)
+            messages = self._fetch(self._lender, request.ticket)
+            try:
+                for message in messages:
                     connection.send_raw(message.data, segments=message.segments)
-            elif isinstance(request, ShareTakes):
-                self._share_takes(connection, request)
-            else:
-                self._lender.take_back(request)
-                if request.is_last:
-                    self._last = None
+            except ConnectionError:
+                self._read_last(connection)
+                raise
+        elif isinstance(request, ShareTakes):
+            self._share_takes(connection, request)
+        else:
+            self._lender.take_back(request)
+            if request.is_last:
+                self._last = None
 
     def close(self, was_expected: bool) -> None:
         if self._lender is not None:
@@ -165,6 +200,14 @@ class _TrainerSession:
                 "for a silent one",
                 last.rank,
             )
+
+    def _read_last(self, connection: Connection) -> None:
+        """Look whether a client that is gone had requested steps ahead and then said that it closes the connection."""
+        with suppress(EOFError, OSError, Refused):
+            while True:
+                request = _receive(connection, 0.0)
+                if isinstance(request, Returned) and request.is_last:
+                    self._last = None
 
     def _share_takes(self, connection: Connection, request: ShareTakes) -> None:
         if self._page is not None:

@@ -21,15 +21,14 @@ from msgspec import Meta, Struct
 
 from overlord.batches.buffers import segment_of
 from overlord.batches.lending import Borrower, Lender, Loan
-from overlord.runtime.shared_memory import SharedSegment
+from overlord.runtime.shared_memory import SharedSegment, address_of
 from overlord.service.steps import (
     SMALL_BYTES,
     DamagedStepError,
-    Region,
     SmallArrays,
     bytes_of,
-    check_sendable,
     pack_fields,
+    sendable_type,
     unpack_step,
 )
 from overlord.service.wire import Answer, Array, Contents, Count, NoStep, Session, Ticket, pack
@@ -199,7 +198,7 @@ class StepLender:
         regions = _SharedRegions(is_copied)
         microbatches = [pack_fields(regions, fields, {}) for fields in delivery.microbatches]
         contents = Contents(delivery.step, delivery.loss_tokens, microbatches)
-        body, body_at = pack(_Body(contents, regions.small.joined().tobytes())), None
+        body, body_at = pack(_Body(contents, regions.small.joined())), None
         if len(body) > _IN_MESSAGE:
             region, begin = regions.copy(np.frombuffer(body, np.uint8))
             body, body_at = b"", (region, begin, begin + len(body))
@@ -263,23 +262,20 @@ class _SharedRegions:
         self.held: list[NDArray[Any]] = []
         """An array in each segment: it keeps the segment from being used again. Region i + 1 is that of entry i."""
         self._copies = copies
-        self._found: dict[int, tuple[int, int]] = {}  # the region of each segment, and its address
+        self._found: dict[int, int] = {}  # the region of each segment
         self._copied: list[tuple[int, NDArray[np.uint8]]] = []
         self._copy_region = 0
         self._copy_bytes = 0
 
     def add(self, name: str, array: NDArray[Any]) -> Array:
-        check_sendable(name, array)
-        dtype, shape = array.dtype.str, array.shape
-        if not self._copies and array.nbytes > _ALIGNMENT and array.flags.c_contiguous:
+        dtype, shape, num_bytes = sendable_type(name, array), array.shape, array.nbytes
+        if not self._copies and num_bytes > _ALIGNMENT and array.flags.c_contiguous:
             segment = segment_of(array)
             if segment is not None:
-                region, address = self._region_of(segment, array)
-                return Array(name, dtype, shape, region, _address(array) - address)
-        content = bytes_of(array)
-        if len(content) <= SMALL_BYTES:
-            return Array(name, dtype, shape, 0, self.small.add(content))
-        return Array(name, dtype, shape, *self.copy(content))
+                return Array(name, dtype, shape, self._region_of(segment, array), address_of(array) - segment.address)
+        if num_bytes <= SMALL_BYTES:
+            return Array(name, dtype, shape, 0, self.small.add(array))
+        return Array(name, dtype, shape, *self.copy(bytes_of(array)))
 
     def copy(self, content: NDArray[np.uint8]) -> tuple[int, int]:
         """Copy bytes; returns the region and the offset where they will be."""
@@ -314,11 +310,11 @@ class _SharedRegions:
         for offset, content in self._copied:
             memory[offset : offset + len(content)] = content
 
-    def _region_of(self, segment: SharedSegment, array: NDArray[Any]) -> tuple[int, int]:
+    def _region_of(self, segment: SharedSegment, array: NDArray[Any]) -> int:
         found = self._found.get(segment.number)
         if found is None:
             self.held.append(array)
-            found = self._found[segment.number] = len(self.held), _address(segment.memory)
+            found = self._found[segment.number] = len(self.held)
         return found
 
 
@@ -359,10 +355,4 @@ class StepBorrower:
             raise DamagedStepError(f"the message cannot be read: {error!r}") from None
         if not isinstance(answer.answer, Contents):
             return answer.answer
-        small = np.frombuffer(answer.small, np.uint8)
-        regions = [Region(memory, _address(memory)) for memory in (small, *memories)]
-        return unpack_step(answer.answer, regions, arenas)
-
-
-def _address(array: NDArray[Any]) -> int:
-    return array.__array_interface__["data"][0]
+        return unpack_step(answer.answer, [np.frombuffer(answer.small, np.uint8), *memories], arenas)

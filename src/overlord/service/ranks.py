@@ -44,6 +44,8 @@ class RankRegistry:
         self._ranks: dict[int, _RankEntry] = {}
         self._late: set[int] = set()
         self._first_came: float | None = None
+        self._lost: set[int] = set()  # ranks that left by their silence
+        self._called: set[int] = set()  # ranks whose client has called since the run was moved
 
     def expect(self, ranks: Collection[int]) -> None:
         """Note that these ranks will connect. Until their first request they are late."""
@@ -91,12 +93,30 @@ class RankRegistry:
             self._changed.notify_all()
             return True
 
-    def silent(self, patience_s: float) -> list[int]:
-        """The ranks that read, or are expected to, and did not call for `patience_s`."""
+    def note_silence(self, rank: int) -> bool:
+        """As `note_leave`, for a rank that was silent: it is lost, until it calls again."""
+        has_left = self.note_leave(rank)
+        with self._lock:
+            if has_left:
+                self._lost.add(rank)
+        return has_left
+
+    def lost(self) -> set[int]:
+        """The ranks that went silent since the run began or was moved."""
+        with self._lock:
+            return set(self._lost)
+
+    def called(self) -> set[int]:
+        """The ranks whose client has called since the run began or was moved."""
+        with self._lock:
+            return set(self._called)
+
+    def silent(self, patience_s: float, *, with_late: bool = True) -> list[int]:
+        """The ranks that read, or (`with_late`) are expected to, and did not call for `patience_s`."""
         with self._lock:
             since = self._clock() - patience_s
             silent = [rank for rank, entry in self._ranks.items() if entry.is_reading and entry.heard < since]
-            if self._first_came is not None and self._first_came < since:
+            if with_late and self._first_came is not None and self._first_came < since:
                 silent += [rank for rank in self._late if self._heard_at(rank) < since]
             return silent
 
@@ -133,6 +153,8 @@ class RankRegistry:
         with self._lock:
             self._late |= {*expected, *(rank for rank, entry in self._ranks.items() if entry.is_reading)}
             self._first_came = None
+            self._lost.clear()
+            self._called.clear()
             for entry in self._ranks.values():
                 entry.step, entry.is_reading = None, False
 
@@ -159,6 +181,7 @@ class RankRegistry:
 
     def _of(self, rank: int, session: str) -> _RankEntry:
         entry = self._ranks.get(rank)
+        self._called.add(rank)
         if entry is None:
             entry = self._ranks[rank] = _RankEntry(session, self._clock())
         elif entry.session != session:
@@ -166,4 +189,5 @@ class RankRegistry:
                 raise ClosedError(f"another client has taken the place of this one for rank {rank}; connect again to return")
             entry.displaced.append(entry.session)
             entry.session = session
+        self._lost.discard(rank)
         return entry

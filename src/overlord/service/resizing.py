@@ -30,7 +30,8 @@ def freeze_at(
     and return it.
 
     `readers` returns the ranks that are known to read, with the next step of each, whether they have asked for it or not.
-    Every step before `taken_to` is known to be taken; a constructor that was made again may not know it.
+    Every step before `taken_to` is known to be taken; a constructor that was made again may not know it. `start` is the
+    first step that can be handed out again.
     """
     found = _wait_all([constructor.call(ServingConstructor.freeze) for constructor in constructors])
     at_step = _next_steps(readers(), found)

@@ -23,16 +23,37 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from overlord.messages import Decision, Delivery, Later, StepReport, WeightChange
-from overlord.service.wire import HELLO, HERE, LEAVE, TAKE, Action, BySource, Count, JobId, Session
+from overlord.declare.mesh import Axis, Mesh
+from overlord.messages import (
+    Decision,
+    Delivery,
+    DocumentOrigin,
+    EvalTerms,
+    Later,
+    MeshChange,
+    Seat,
+    SeatRequest,
+    SkipChange,
+    SourceChange,
+    StepReport,
+    WeightChange,
+    document_ids,
+)
+from overlord.service.wire import HELLO, HERE, LEAVE, TAKE, Action, BySource, Count, JobId, Seconds, Session
+from overlord.status import PlannerStatus, Report, RunMetrics, StepCount, StepSummary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from overlord.messages import State
+    from overlord.messages import DocumentIds, State
 
 MOVED = "the run was moved to another state or mesh"
 """Why a client that does not know of it gets no step."""
+
+_MOST_TEXT = 4096  # of a name, as long as a path may be
+_MOST_ROWS = 1 << 16  # that one request leaves out
+ADD_SOURCE_S = 30.0
+"""How long ranks that are behind are waited for when a source is added."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,6 +84,69 @@ class RunApi(Protocol):
 
     def decisions(self) -> Sequence[Decision]:
         """Returns what was decided while the run ran."""
+        ...
+
+    def metrics(self) -> RunMetrics:
+        """Returns the run at this moment as plain values."""
+        ...
+
+    def status(self) -> PlannerStatus:
+        """Returns how far the planner is, and the state of its log."""
+        ...
+
+    def report(self, step: int | None = None) -> Report:
+        """Returns how the run stood before a step, by default that of the slowest rank."""
+        ...
+
+    def plan_summary(self, step: int) -> StepSummary | None:
+        """Returns the plan of a step in numbers; None when the run ends before it."""
+        ...
+
+    def locate(self, documents: DocumentIds) -> list[DocumentOrigin]:
+        """Returns where documents were read."""
+        ...
+
+    def evaluations(self) -> list[EvalTerms]:
+        """Returns the evaluations that the job declares."""
+        ...
+
+    def open_eval(self, name: str) -> str:
+        """Start the run of an evaluation, if it does not run yet; returns the address at which it is served."""
+        ...
+
+    def change_mesh(self, change: MeshChange) -> int:
+        """Continue for another mesh; returns the first step of it. Repeating a change has no further effect."""
+        ...
+
+    def state_dict(self) -> State:
+        """Returns the state before the first step that not every reading rank has taken."""
+        ...
+
+    def drain(self, timeout_s: float = 30.0) -> bool:
+        """Hand out no new step. False when some rank did not come for the last one within `timeout_s`."""
+        ...
+
+    def leave_out(self, change: SkipChange) -> int:
+        """Leave rows, a file or a source out; returns the first step without them. Repeating a change has no further
+        effect."""
+        ...
+
+    def count_steps(self, wait_s: float = 0.0, most_bytes: int | None = None) -> StepCount:
+        """Count the steps of a run that ends, beside it; returns what is known after `wait_s`. Nothing is counted where more
+        than `most_bytes` would have to be read."""
+        ...
+
+    def may_follow(self, generation: int) -> bool:
+        """True if a client of a generation goes on with its next step: the run was only moved to add sources."""
+        ...
+
+    def add_declared_source(self, change: SourceChange) -> int:
+        """Add a source that the run's job file declares by now; returns its first step. Repeating a change has no further
+        effect."""
+        ...
+
+    def seat_of(self, request: SeatRequest) -> Seat | None:
+        """Returns which rank a trainer of an elastic run is now; None while there is no place for it."""
         ...
 
 
@@ -125,6 +209,12 @@ class Channel(StepSource, Protocol):
         """Returns the step that clients begin at."""
         ...
 
+    def eval_channel(self, name: str, known: Channel | None) -> Channel:
+        """A channel to the run of an evaluation: the known one, if it still leads there."""
+        ...
+
+    def close(self) -> None: ...
+
     def origin(self) -> str:
         """Names what steps come from now: another name after the run was moved, or its service restarted."""
         ...
@@ -157,6 +247,11 @@ class RunRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generations by itself translates it."""
 
     job: JobId
+
+    @property
+    def patience_s(self) -> float:
+        """How long the run may take for the call by itself; the caller waits so much longer for the reply."""
+        return 0.0
 
     @classmethod
     def of(cls, job: str, *args: Any, **kwargs: Any) -> Self:
@@ -225,6 +320,134 @@ class DecisionsRequest(RunRequest, frozen=True):
     pass
 
 
+class MetricsRequest(RunRequest, frozen=True):
+    pass
+
+
+class PlannerRequest(RunRequest, frozen=True):
+    pass
+
+
+class ReportRequest(RunRequest, frozen=True):
+    step: Count | None = None
+
+
+class StepPlanRequest(RunRequest, frozen=True):
+    step: Count
+
+
+class ChangeMeshRequest(RunRequest, frozen=True):
+    """A `MeshChange`, field by field."""
+
+    sizes: dict[Axis, Annotated[int, Meta(ge=1, le=1 << 24)]]
+    order: tuple[Axis, ...]
+    at: Count | None
+    timeout_s: Seconds
+    id: Session
+
+    @property
+    def patience_s(self) -> float:
+        return self.timeout_s
+
+    @classmethod
+    def of(cls, job: str, change: MeshChange) -> Self:
+        sizes: dict[Axis, int] = {axis: getattr(change.mesh, axis) for axis in change.mesh.order}
+        return cls(job, sizes, change.mesh.order, change.at, change.timeout_s, change.id)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (MeshChange(Mesh(**self.sizes, order=self.order), self.at, self.timeout_s, self.id),)
+
+
+class CheckpointRequest(RunRequest, frozen=True):
+    pass
+
+
+class DrainRequest(RunRequest, frozen=True):
+    timeout_s: Seconds = 30.0
+
+    @property
+    def patience_s(self) -> float:
+        return self.timeout_s
+
+
+class SkipRequest(RunRequest, frozen=True):
+    """A `SkipChange`, field by field."""
+
+    source: Annotated[str, Meta(max_length=_MOST_TEXT)]
+    file: Annotated[str, Meta(max_length=_MOST_TEXT)] | None
+    rows: Annotated[tuple[Count, ...], Meta(max_length=_MOST_ROWS)] | None
+    from_step: Count | None
+    id: Session
+
+    @classmethod
+    def of(cls, job: str, change: SkipChange) -> Self:
+        return cls(job, change.source, change.file, change.rows, change.from_step, change.id)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (SkipChange(self.source, self.file, self.rows, self.from_step, self.id),)
+
+
+class LocateRequest(RunRequest, frozen=True):
+    documents: Annotated[list[tuple[Count, Count, Count]], Meta(max_length=65_536)]
+
+    @classmethod
+    def of(cls, job: str, documents: DocumentIds) -> Self:
+        return cls(job, document_ids(documents))
+
+
+class CountStepsRequest(RunRequest, frozen=True):
+    wait_s: Seconds = 0.0
+    most_bytes: Count | None = None
+
+    @property
+    def patience_s(self) -> float:
+        return self.wait_s
+
+
+class MayFollowRequest(RunRequest, frozen=True):
+    generation: Count
+
+
+class AddSourceRequest(RunRequest, frozen=True):
+    """A `SourceChange`, field by field."""
+
+    source: Annotated[str, Meta(max_length=_MOST_TEXT)]
+    share: float
+    from_step: Count | None
+    id: Session
+
+    @property
+    def patience_s(self) -> float:
+        return ADD_SOURCE_S
+
+    @classmethod
+    def of(cls, job: str, change: SourceChange) -> Self:
+        return cls(job, change.source, change.share, change.from_step, change.id)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (SourceChange(self.source, self.share, self.from_step, self.id),)
+
+
+class RankSeatRequest(RunRequest, frozen=True):
+    """A `SeatRequest`, field by field."""
+
+    rank: Count
+    session: Session
+    unfinished: Count | None
+    after: Annotated[str, Meta(max_length=64)] | None
+
+    @classmethod
+    def of(cls, job: str, request: SeatRequest) -> Self:
+        return cls(job, request.rank, request.session, request.unfinished, request.after)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (SeatRequest(self.rank, self.session, self.unfinished, self.after),)
+
+
+class EvalRequest(RunRequest, frozen=True):
+    name: Annotated[str, Meta(max_length=_MOST_TEXT)]
+
+
 class Call(Generic[P, R]):
     """A row of the table: a method of `RunApi`, its Flight action, its request, and the type of its reply.
 
@@ -282,6 +505,21 @@ CALLS: dict[str, Call[..., Any]] = {
             to_plain=lambda decisions: [decision.to_plain() for decision in decisions],
             from_plain=lambda entries: [Decision(*entry) for entry in entries],
         ),
+        Call(RunApi.metrics, "metrics", MetricsRequest, RunMetrics),
+        Call(RunApi.status, "status", PlannerRequest, PlannerStatus),
+        Call(RunApi.report, "report", ReportRequest, Report),
+        Call(RunApi.plan_summary, "plan", StepPlanRequest, StepSummary | None),
+        Call(RunApi.change_mesh, "resize", ChangeMeshRequest, Count),
+        Call(RunApi.state_dict, "checkpoint", CheckpointRequest, dict[str, Any]),
+        Call(RunApi.drain, "drain", DrainRequest, bool),
+        Call(RunApi.leave_out, "skip", SkipRequest, Count),
+        Call(RunApi.locate, "locate", LocateRequest, list[DocumentOrigin]),
+        Call(RunApi.count_steps, "count_steps", CountStepsRequest, StepCount),
+        Call(RunApi.seat_of, "seat", RankSeatRequest, Seat | None),
+        Call(RunApi.may_follow, "may_follow", MayFollowRequest, bool),
+        Call(RunApi.add_declared_source, "add_source", AddSourceRequest, Count),
+        Call(RunApi.evaluations, "evaluations", StatusRequest, list[EvalTerms]),
+        Call(RunApi.open_eval, "open_eval", EvalRequest, str),
     )
 }
 """The table of calls, by the names of their actions."""

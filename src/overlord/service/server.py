@@ -29,6 +29,7 @@ from overlord.declare.arguments import seconds_or_none
 from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later
 from overlord.runtime.liveness import RANK_SILENT
+from overlord.runtime.recorder import current_recorder
 from overlord.runtime.shared_memory import why_unavailable
 from overlord.service import wire
 from overlord.service.local_server import LocalServer
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from overlord.batches.buffers import Arenas
+    from overlord.runtime.serving_threads import ServingThreads
     from overlord.service.auth import Address, Listen
     from overlord.service.flight_server import FlightServer
     from overlord.service.run_api import Channel, StepSource
@@ -64,12 +66,22 @@ class Addresses(NamedTuple):
     """For processes of the same host; None where there is no shared memory."""
 
 
+class RankCalls(NamedTuple):
+    """The ranks of a server since the run began or was moved: those that went silent, those that have called, and the next
+    step of each that has read."""
+
+    lost: frozenset[int]
+    called: frozenset[int]
+    last: dict[int, int]
+
+
 class Service:
     """A server over a run, over the steps of some of its ranks, or over both; it serves until it is closed.
 
-    `locate` returns the addresses of the server that has a rank's steps, or None when it is this one, and raises SpecError
-    for a rank that the run does not have; it is told whether the client needs Flight. With `arenas`, whose memory is shared
-    from then on, trainers on this host map their batches. Without `on_network` Flight starts when `open_network` is called.
+    `locate` returns the addresses of the server that has the steps of a client that greets, or None when it is this one, and
+    raises SpecError for a rank that the run does not have. With `arenas`, whose memory is shared
+    from then on, trainers on this host map their batches; `threads` serve them, and those of other servers of this process.
+    Without `on_network` Flight starts when `open_network` is called.
     `serves` says whether a rank's steps are here; a rank may be moved elsewhere. `ranks`
     returns those that are expected to come. Servers of one run share an `instance`; another one tells clients that the
     service was restarted.
@@ -83,12 +95,14 @@ class Service:
         instance: str | None = None,
         steps: StepSource | None = None,
         run: Channel | None = None,
-        locate: Callable[[int, bool], Addresses | None] = lambda _rank, _needs_flight: None,
+        locate: Callable[[wire.Hello], Addresses | None] = lambda _: None,
         serves: Callable[[int], bool] = lambda _: True,
         ranks: Callable[[], Collection[int]] = tuple,
         leave_after_s: float | None = LEAVE_AFTER_S,
         arenas: Arenas | None = None,
+        threads: ServingThreads | None = None,
         on_network: bool = True,
+        wait_for_all: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         leave_after_s = seconds_or_none(leave_after_s, "leave_after_s")
@@ -103,11 +117,13 @@ class Service:
         self._expected_ranks = ranks
         self.ranks.expect(ranks())
         self._leave_after_s = leave_after_s
+        self._wait_for_all = wait_for_all
         self._clock = clock
         self._generation = 0 if steps is None else steps.generation()
         self._last_step: int | None = None  # the last to hand out, once draining
         self._taking = threading.Lock()
         self._closing = threading.Event()
+        self._events = current_recorder().events
         self._listen = listen
         self._opening = threading.Lock()
         self._flight: FlightServer | None = None
@@ -115,7 +131,7 @@ class Service:
         self._door: LocalServer | None = None
         # Before the network: a trainer may greet at once, and is told of it.
         if steps is not None and arenas is not None and arenas.share():
-            self._local = LocalServer(self, arenas, listen.token)
+            self._local = LocalServer(self, arenas, listen.token, threads=threads)
         if on_network:
             self.open_network()
         if leave_after_s is not None and steps is not None:
@@ -188,6 +204,12 @@ class Service:
         """Every rank that ever read, with its next step."""
         self.takes.follow_all()
         return self.ranks.last()
+
+    def rank_calls(self) -> RankCalls:
+        """What is known of the ranks of the run's present generation."""
+        if self._steps is not None:
+            self._follow_generation(self._steps)
+        return RankCalls(frozenset(self.ranks.lost()), frozenset(self.ranks.called()), self.last())
 
     def close(self) -> None:
         """Stop serving, once calls in progress are answered. Safe to call twice."""
@@ -308,13 +330,18 @@ class Service:
 
     def _find_move(self, steps: StepSource, ticket: wire.Ticket | wire.Take) -> wire.Moved | None:
         """Note the run's generation; returns the answer for a client that knows the run as of another one."""
+        generation = self._follow_generation(steps)
+        if (ticket.instance, ticket.generation) == (self.instance, generation):
+            return None
+        return wire.Moved(self.instance, generation)
+
+    def _follow_generation(self, steps: StepSource) -> int:
+        """Forget where ranks were if the run was moved; returns its generation."""
         generation = steps.generation()
         if generation != self._generation:
             self._generation = generation
             self.ranks.forget(self._expected_ranks())
-        if (ticket.instance, ticket.generation) == (self.instance, generation):
-            return None
-        return wire.Moved(self.instance, generation)
+        return generation
 
     def act(self, name: str, body: bytes | memoryview) -> wire.Value[Any] | wire.Failure:
         """Returns the reply of an action. Raises Refused for a call that is refused."""
@@ -362,7 +389,7 @@ class Service:
             )
         run = self._require_run()
         every_s = None if self._leave_after_s is None else self._leave_after_s / RANK_SILENT.checks
-        found = self._locate(hello.rank, hello.needs_flight)
+        found = self._locate(hello)
         flight, local = (None, self.addresses.local) if found is None else found
         generation = run.generation()  # before the start: a client that got an older one is told of the move
         return wire.Welcome(self.job, self.instance, flight, run.start(), generation, every_s, local)
@@ -381,8 +408,12 @@ class Service:
         steps = self._steps
         assert steps is not None  # only then is this thread started
         while not self._closing.wait(leave_after_s / RANK_SILENT.checks):
-            for rank in self.ranks.silent(leave_after_s):
+            # Where all ranks are waited for, one that has not come yet is not gone, however long it takes.
+            for rank in self.ranks.silent(leave_after_s, with_late=not self._wait_for_all):
                 self.takes.shut(rank)  # if it comes back, it says so
-                if self.ranks.note_leave(rank):
+                if self.ranks.note_silence(rank):
                     _log.warning("rank %d was silent for %.0f s: others no longer wait for it", rank, leave_after_s)
+                    self._events.note(
+                        "rank_lost", f"rank {rank} was silent for {leave_after_s:g} s: others no longer wait for it"
+                    )
                     steps.leave(rank)

@@ -6,14 +6,14 @@ import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from overlord.errors import ClosedError, OverlordError
 from overlord.runtime.liveness import ROLE_REPORT
 from overlord.service.auth import Address, Listen
 from overlord.service.constructor import ServerIdentity, ServingConstructor
-from overlord.service.server import Addresses, Service
+from overlord.service.server import Addresses, RankCalls, Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -21,9 +21,20 @@ if TYPE_CHECKING:
     from overlord.arrange.mesh_tree import ClientPlaceTree
     from overlord.runtime.engine import Handle
     from overlord.service.run_api import Channel
+    from overlord.service.wire import Hello
 
 _MOST_AT_ONCE = 32
 _WAIT_S = ROLE_REPORT.after_s
+
+
+@dataclass(frozen=True, slots=True)
+class ServedGroups:
+    """The data-parallel groups of a run. Both the tree and the constructors are others once the run has another mesh."""
+
+    tree: Callable[[], ClientPlaceTree]
+    constructors: Sequence[Handle[ServingConstructor]]
+    bring_near: Callable[[int, Sequence[str]], None]
+    """Moves the constructor of a rank to the node that has one of these names."""
 
 
 class OneServer:
@@ -33,22 +44,25 @@ class OneServer:
         self,
         job: str,
         channel: Channel,
-        tree: Callable[[], ClientPlaceTree],
-        constructors: Sequence[Handle[ServingConstructor]],
+        groups: ServedGroups,
         *,
         listen: Listen,
         leave_after_s: float | None,
         instance: str | None = None,
         is_new: bool = True,
+        wait_for_all: bool = False,
     ) -> None:
         """`is_new`: ranks are expected that have not come yet. False where trainers read already, and another process served
-        them."""
+        them. `wait_for_all`: ranks that have not come yet hold the others back."""
 
-        def check_rank(rank: int, needs_flight: bool) -> None:  # noqa: ARG001 - this server has both
-            tree().coordinates(rank)  # raises for a rank that the mesh does not have
+        tree, constructors = groups.tree, groups.constructors
+
+        def check_rank(hello: Hello) -> None:
+            tree().coordinates(hello.rank)  # raises for a rank that the mesh does not have
 
         self._tree = tree
         self._constructors = constructors
+        self._wait_for_all = wait_for_all
         if is_new:
             self.expect()
         self._service = Service(
@@ -61,12 +75,13 @@ class OneServer:
             ranks=lambda: range(tree().world_size),
             leave_after_s=leave_after_s,
             arenas=constructors[0].call(ServingConstructor.arenas).result(),  # all of them are in this process
+            wait_for_all=wait_for_all,
         )
         self.address = self._service.address
 
     def expect(self) -> None:
         """Expect every rank: no step counts as taken by all until each rank has requested one."""
-        _expect(self._tree(), self._constructors)
+        _expect(self._tree(), self._constructors, self._wait_for_all)
 
     def late(self) -> frozenset[int]:
         """The ranks that have neither requested a step nor left since the run began or was moved."""
@@ -79,6 +94,10 @@ class OneServer:
     def last(self) -> dict[int, int]:
         """Every rank that has ever read, with the next step of each."""
         return self._service.last()
+
+    def rank_calls(self) -> RankCalls:
+        """What is known of the ranks since the run began or was moved."""
+        return self._service.rank_calls()
 
     def pause_takes(self) -> list[int]:
         """Let trainers take no step without a message until `resume_takes`, so that what was taken is known. Returns the
@@ -110,34 +129,36 @@ class ServerPerGroup:
         self,
         job: str,
         channel: Channel,
-        tree: Callable[[], ClientPlaceTree],
-        constructors: Sequence[Handle[ServingConstructor]],
+        groups: ServedGroups,
         *,
         listen: Listen,
         leave_after_s: float | None,
         instance: str | None = None,
         is_new: bool = True,
+        wait_for_all: bool = False,
     ) -> None:
         """`is_new`: ranks are expected that have not come yet. False where trainers read already, and another process served
-        them."""
-        self._tree = tree
-        self._constructors = constructors
+        them. `wait_for_all`: ranks that have not come yet hold the others back."""
+        tree = self._tree = groups.tree
+        constructors = self._constructors = groups.constructors
+        self._wait_for_all = wait_for_all
         instance = instance or secrets.token_hex(8)
         if is_new:
             self.expect()
 
         behind: Future[Listen] = Future()  # known once the front server listens: the first trainers may greet before
 
-        def locate(rank: int, needs_flight: bool) -> Addresses:
+        def locate(hello: Hello) -> Addresses:
             # Called for every greeting: a restarted constructor has no server yet, and may be on another node.
             while True:
                 channel.start()  # returns when no move is under way: a resize makes constructors anew
                 identity = ServerIdentity(job, instance, channel.generation())
-                constructor = constructors[tree().coordinates(rank).dp]
+                constructor = constructors[tree().coordinates(hello.rank).dp]
                 try:
                     listen_there = behind.result(_WAIT_S)
-                    call = constructor.call(ServingConstructor.serve, identity, listen_there, leave_after_s, needs_flight)
-                    return call.result()
+                    groups.bring_near(hello.rank, hello.nodes)
+                    asked = identity, listen_there, leave_after_s, hello.needs_flight, wait_for_all
+                    return constructor.call(ServingConstructor.serve, *asked).result()
                 except ClosedError:
                     if channel.generation() == identity.generation:
                         raise
@@ -147,7 +168,7 @@ class ServerPerGroup:
         behind.set_result(_listen_behind(listen, Address.parse(self.address)))
 
     def expect(self) -> None:
-        _expect(self._tree(), self._constructors)
+        _expect(self._tree(), self._constructors, self._wait_for_all)
 
     def late(self) -> frozenset[int]:
         return _late(self._constructors)
@@ -157,6 +178,16 @@ class ServerPerGroup:
 
     def last(self) -> dict[int, int]:
         return self._collect(ServingConstructor.last)
+
+    def rank_calls(self) -> RankCalls:
+        lost: frozenset[int] = frozenset()
+        called: frozenset[int] = frozenset()
+        last: dict[int, int] = {}
+        for answer in [constructor.call(ServingConstructor.rank_calls) for constructor in self._constructors]:
+            found = answer.result(_WAIT_S)
+            if found is not None:
+                lost, called, last = lost | found.lost, called | found.called, last | found.last
+        return RankCalls(lost, called, last)
 
     def pause_takes(self) -> list[int]:
         answers = [constructor.call(ServingConstructor.pause_takes) for constructor in self._constructors]
@@ -198,8 +229,9 @@ class ServerPerGroup:
         return found
 
 
-def _expect(tree: ClientPlaceTree, constructors: Sequence[Handle[ServingConstructor]]) -> None:
-    for answer in [c.call(ServingConstructor.expect, tree.ranks_of(group)) for group, c in enumerate(constructors)]:
+def _expect(tree: ClientPlaceTree, constructors: Sequence[Handle[ServingConstructor]], holds: bool) -> None:
+    expect = ServingConstructor.expect
+    for answer in [c.call(expect, tree.ranks_of(group), holds) for group, c in enumerate(constructors)]:
         answer.result()
 
 

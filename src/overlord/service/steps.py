@@ -11,7 +11,8 @@ otherwise take.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1 << 14
 """Arrays up to this size are copied together into one region."""
 ALIGNMENT = 64
-_KINDS = "biufc"
-"""numpy's letters for booleans, integers, floats and complex numbers: types without pointers."""
+_PADDING = bytes(ALIGNMENT)
+_NUMBERS = re.compile(r"[|<>]b1|[|<>][iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32)")
+"""numpy's names for types of numbers; types with pointers are excluded."""
 
 
 def pack_fields(regions: Regions, fields: Fields, derived: Mapping[str, NDArray[Any] | None]) -> list[Field]:
@@ -58,9 +60,25 @@ def _pack_derived(regions: Regions, name: str, extra: NDArray[Any] | None) -> De
     return Derived(name, None if extra is None else regions.add(name, extra))
 
 
-def check_sendable(name: str, array: NDArray[Any]) -> None:
-    if array.dtype.kind not in _KINDS:
+def sendable_type(name: str, array: NDArray[Any]) -> str:
+    """The name of an array's type on the wire. OverlordError for one that is not of numbers."""
+    found = _name_of(array.dtype)
+    if found is None:
         raise OverlordError(f"field {name!r} has dtype {array.dtype}, which cannot be sent to another process; numbers can")
+    return found
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: np.dtype[Any]) -> str | None:
+    return dtype.str if dtype.kind in "biufc" else None
+
+
+@lru_cache(maxsize=64)
+def number_type(name: str) -> np.dtype[Any]:
+    """The type of numbers of that name. Raises ValueError for anything else: objects are pointers."""
+    if _NUMBERS.fullmatch(name) is None:
+        raise ValueError(f"has dtype {name!r}, which is no type of numbers")
+    return np.dtype(name)
 
 
 def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -73,22 +91,17 @@ class SmallArrays:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._contents: list[NDArray[np.uint8]] = []
+        self._contents: list[bytes] = []
 
-    def add(self, content: NDArray[np.uint8]) -> int:
-        """Returns the offset of the bytes in the region."""
-        offset = self.num_bytes
-        self._contents.append(content)
-        self.num_bytes += -(-len(content) // ALIGNMENT) * ALIGNMENT
+    def add(self, array: NDArray[Any]) -> int:
+        """Returns the offset of the array in the region."""
+        offset, padding = self.num_bytes, -array.nbytes % ALIGNMENT
+        self._contents += (array.tobytes(), _PADDING[:padding])
+        self.num_bytes += array.nbytes + padding
         return offset
 
-    def joined(self, least_bytes: int = 0) -> NDArray[np.uint8]:
-        joined = np.zeros(max(self.num_bytes, least_bytes), np.uint8)
-        begin = 0
-        for content in self._contents:
-            joined[begin : begin + len(content)] = content
-            begin += -(-len(content) // ALIGNMENT) * ALIGNMENT
-        return joined
+    def joined(self) -> bytes:
+        return b"".join(self._contents)
 
 
 def _pack_field(regions: Regions, name: str, value: Any) -> Field:
@@ -115,16 +128,8 @@ class DamagedStepError(ValueError):
     """The data cannot come from a service. The caller, which knows the sender, raises ServiceError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Memory that came with a step. `memory` is read-only."""
-
-    memory: NDArray[np.uint8]
-    address: int
-
-
-def unpack_step(contents: Contents, regions: Sequence[Region], arenas: Arenas) -> Delivery:
-    """Return the step that was packed. Its arrays are read-only.
+def unpack_step(contents: Contents, regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> Delivery:
+    """Return the step that was packed. Its arrays are read-only, as the regions are.
 
     `wire` has checked the bounds of single numbers in `contents`. Here they are checked against one another and against the
     regions; DamagedStepError if they do not match.
@@ -133,7 +138,7 @@ def unpack_step(contents: Contents, regions: Sequence[Region], arenas: Arenas) -
     return Delivery(contents.step, contents.loss_tokens, microbatches)
 
 
-def _unpack_fields(listed: Sequence[Field], regions: Sequence[Region], arenas: Arenas) -> Fields:
+def _unpack_fields(listed: Sequence[Field], regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> Fields:
     fields: Fields = {}
     derived: dict[str, NDArray[Any] | None] = {}
     for field in listed:
@@ -154,7 +159,7 @@ def _unpack_fields(listed: Sequence[Field], regions: Sequence[Region], arenas: A
     return fields
 
 
-def _unpack_field(field: Field, regions: Sequence[Region], arenas: Arenas) -> Any:
+def _unpack_field(field: Field, regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> Any:
     match field:
         case Array():
             return _array(field, regions, arenas)
@@ -183,8 +188,11 @@ def _shapes(field: Shapes, name: str, shapes: list[Any]) -> Any:
     return shapes[0]
 
 
-def _array(array: Array, regions: Sequence[Region], arenas: Arenas) -> NDArray[Any]:
-    dtype = np.dtype(array.dtype)
+def _array(array: Array, regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> NDArray[Any]:
+    try:
+        dtype = number_type(array.dtype)
+    except ValueError as error:
+        raise DamagedStepError(f"field {array.name!r} {error}") from None
     num_bytes = math.prod(array.shape) * dtype.itemsize
     held = regions[array.region : array.region + array.num_regions]
     if len(held) != array.num_regions:
@@ -193,7 +201,7 @@ def _array(array: Array, regions: Sequence[Region], arenas: Arenas) -> NDArray[A
             f"{len(regions)} came"
         )
     # Checked before memory is allocated: a damaged number must not allocate terabytes.
-    held_bytes = sum(len(region.memory) for region in held)
+    held_bytes = len(held[0]) if len(held) == 1 else sum(map(len, held))
     end = array.offset + num_bytes
     if end > held_bytes or (len(held) > 1 and (array.offset or end != held_bytes)):
         raise DamagedStepError(
@@ -201,10 +209,12 @@ def _array(array: Array, regions: Sequence[Region], arenas: Arenas) -> NDArray[A
             f"{held_bytes}"
         )
     try:
-        if len(held) == 1 and (held[0].address + array.offset) % dtype.alignment == 0:
-            return np.ndarray(array.shape, dtype, held[0].memory, array.offset)
+        if len(held) == 1:
+            found: NDArray[Any] = np.ndarray(array.shape, dtype, held[0], array.offset)
+            if found.flags.aligned:
+                return found
         memory = np.empty(num_bytes, np.uint8) if num_bytes <= SMALL_BYTES else arenas.lease(num_bytes)
-        pieces = [held[0].memory[array.offset : end]] if len(held) == 1 else [region.memory for region in held]
+        pieces = [held[0][array.offset : end]] if len(held) == 1 else held
         joined = np.concatenate(pieces, out=memory).view(dtype).reshape(array.shape)
     except ValueError as error:  # a dimension that is too long for numpy, next to one of 0
         raise DamagedStepError(f"field {array.name!r} has shape {array.shape}: {error}") from None

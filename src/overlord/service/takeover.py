@@ -2,7 +2,8 @@
 
 Where roles outlive the process that started the run (`Engine.roles_live_on`), the loader records what the run is. A process
 that takes it over makes no role again: trainers go on reading meanwhile. While a run is moved to another state or mesh its
-record is empty, and a process that finds that starts from the log instead.
+record is empty, and a process that finds that starts from the log instead. Loaders, which know no steps, go on even then,
+and the other roles are made again in the processes that there are.
 """
 
 from __future__ import annotations
@@ -53,21 +54,28 @@ class LeftRun:
     fleet: FleetState
 
 
-def find_left_run(engine: Ray) -> LeftRun | None:
-    """Take over the roles in the namespace of an engine that is open; None if they do not make a whole run."""
-    running = engine.take_over()
+def find_left_run(engine: Ray, running: Collection[str]) -> LeftRun | None:
+    """The run whose roles an engine has taken over; None if they do not make a whole one."""
+    fleet = find_left_loaders(engine, running)
     try:
         record: RunRecord | None = engine.look_up(RUN)
-        saved: FleetState = engine.look_up(FLEET)
-        if record is None:
+        if fleet is None or record is None:
             return None
         units: dict[str, Any] = {name: engine.look_up(f"units/{name}") for name in record.job.sources}
     except ClosedError:  # it was lost before all of this was written
         return None
-    fleet = saved.without_lost_shadows(running)
     needed = {PLANNER, *(constructor_name(group) for group in range(record.job.mesh.dp))}
-    if fleet is None or not needed <= set(running):
+    if not needed <= set(running):
         return None
     for name in set(running) - needed - set(fleet.hosts):
         engine.stop(name)  # spawned just before the process was lost
     return LeftRun(record, units, fleet)
+
+
+def find_left_loaders(engine: Ray, running: Collection[str]) -> FleetState | None:
+    """The loaders among the roles that an engine has taken over; None if some are lost."""
+    try:
+        saved: FleetState = engine.look_up(FLEET)
+    except ClosedError:
+        return None
+    return saved.without_lost_shadows(running)

@@ -16,11 +16,12 @@ import orjson
 from msgspec import Meta, Struct
 
 from overlord.runtime.transport import ErrorEnvelope
+from overlord.runtime.whereabouts import MOST_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION = 2
+VERSION = 3
 """Incremented whenever a struct of this file, a request of `run_api` or the layout of a step changes."""
 
 _log = logging.getLogger(__name__)
@@ -34,8 +35,7 @@ Session = Annotated[str, Meta(min_length=8, max_length=64)]
 JobId = Annotated[str, Meta(min_length=1, max_length=64)]
 BySource = Annotated[dict[str, float], Meta(max_length=65_536)]
 Heartbeat = Annotated[float, Meta(gt=0.0, le=1e9)]
-NumberType = Annotated[str, Meta(pattern=r"^([|<>]b1|[|<>][iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32))$")]
-"""numpy's name for a type of number; types with pointers are excluded."""
+NodeNames = Annotated[tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=MOST_NAMES)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=32)]
 
 
@@ -72,6 +72,8 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True):
     rank: Count
     needs_flight: bool = False
     """The client cannot reach the local address of the server that has its steps."""
+    nodes: NodeNames = ()
+    """By which a cluster may know the client's node, the surest first (`runtime/whereabouts.py`)."""
 
 
 class Welcome(Struct, frozen=True):
@@ -142,25 +144,27 @@ class Elsewhere(Struct, frozen=True, tag="elsewhere"):
     """The rank is no longer served here; a new `Hello` returns the address."""
 
 
-class Array(Struct, frozen=True, tag="array"):
+# Fields are lists on the wire: a step has a dozen, and names of their attributes would take most of the time to read it.
+class Array(Struct, frozen=True, array_like=True, tag="array"):
     """An array in `num_regions` regions from number `region` on, the first from byte `offset` on."""
 
     name: str
-    dtype: NumberType
+    dtype: Annotated[str, Meta(max_length=8)]
+    """numpy's name for a type of number. `steps.number_type` refuses all others."""
     shape: Shape
     region: Count
     offset: Count
     num_regions: Annotated[int, Meta(ge=1, lt=1 << 53)] = 1
 
 
-class Ragged(Struct, frozen=True, tag="ragged"):
+class Ragged(Struct, frozen=True, array_like=True, tag="ragged"):
     """A list of arrays."""
 
     name: str
     arrays: list[Array]
 
 
-class Column(Struct, frozen=True, tag="column"):
+class Column(Struct, frozen=True, array_like=True, tag="column"):
     """An Arrow column, as an IPC stream in an array of bytes."""
 
     name: str
@@ -169,7 +173,7 @@ class Column(Struct, frozen=True, tag="column"):
     is_chunked: bool
 
 
-class Shapes(Struct, frozen=True, tag="shapes"):
+class Shapes(Struct, frozen=True, array_like=True, tag="shapes"):
     """For a rank that gets its arrays by broadcast: name to shapes and dtypes, a list of them when ragged."""
 
     name: str
@@ -177,12 +181,12 @@ class Shapes(Struct, frozen=True, tag="shapes"):
     ragged: list[str]
 
 
-class Scalar(Struct, frozen=True, tag="scalar"):
+class Scalar(Struct, frozen=True, array_like=True, tag="scalar"):
     name: str
     value: int | float | str | bool | None
 
 
-class Derived(Struct, frozen=True, tag="derived"):
+class Derived(Struct, frozen=True, array_like=True, tag="derived"):
     """An array that the client computes from others of its microbatch (`service/lean_fields.py`), and what that needs
     beside them."""
 

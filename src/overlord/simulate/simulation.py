@@ -134,7 +134,7 @@ class Scenario:
             yield self.step(step, clock)
 
     def step(self, drawn: DrawnStep, clock: Callable[[], float]) -> SimulatedStep:
-        graph = DGraph(drawn.samples, self.batch, ClientPlaceTree(self.mesh), drawn.rows, drawn.in_rows)
+        graph = DGraph(drawn.samples, self.batch.at(drawn.number), ClientPlaceTree(self.mesh), drawn.rows, drawn.in_rows)
         began = clock()
         plan = self.strategy(graph)
         plan_s = clock() - began

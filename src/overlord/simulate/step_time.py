@@ -1,8 +1,9 @@
 """`TimeModel`: predicts how long a rank works on its part of a step. It counts
 
 - matrix products and attention of forward and backward, from cost coefficients in seconds; tp and pp divide them evenly;
-- ring attention: every rank of a ring gets the keys and values of all tokens in it, once forward and, with their
-  gradients, twice backward. A ring that lies in one node runs at the node's speed, any other at the network's.
+- ring attention: every rank of a ring gets the keys and values of all tokens in it, once forward and once backward, and
+  backward their gradients too, in single precision: four times the bytes of a forward pass in all. A ring that lies in one
+  node runs at the node's speed, any other at the network's.
   Sending hides behind attention as far as it can: attention takes as long as the longer of the two;
 - the exchange of gradients once per step, which nothing hides.
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from overlord.stream.facts import Floats, Ints, Samples
 
 _BYTES = 2  # bf16
-_PASSES = 3  # keys and values forward; keys, values and their gradients backward
 
 # Forward and backward of two Llama-8B-like blocks (hidden 4096, 32 heads, 8 key-value heads, feed-forward 14336) over
 # packed documents on one H200 (torch 2.11, bf16, varlen flash attention): 32,768 and 131,072 tokens as documents of 512 to
@@ -148,6 +148,9 @@ class TimeModel:
     tp: int = 1
     pp: int = 1
     encoder: EncoderModel | None = None
+    gradient_bytes: int = 4
+    """The bytes of a number in the gradients of keys and values that a ring sends: `overlord.trainer` sums them in single
+    precision."""
 
     def matmul_s(self, tokens: Floats | Ints, ranks: Floats | Ints | int = 1) -> Floats:
         """The time of matrix products, which is linear in tokens, on each of the ranks that share these."""
@@ -217,7 +220,8 @@ class TimeModel:
         if in_node is None:
             in_node = ranks * self.tp <= self.links.ranks_per_node
         speed = np.where(in_node, self.links.node_bytes_per_s, self.links.network_bytes_per_s)
-        num_bytes = _PASSES * self.shape.kv_bytes * self.shape.layers * (1 - 1 / ranks) / self.tp
+        passes = 2 + self.gradient_bytes / _BYTES  # keys and values forward and backward, and their gradients backward
+        num_bytes = passes * self.shape.kv_bytes * self.shape.layers * (1 - 1 / ranks) / self.tp
         return num_bytes / speed
 
     def sync_s(self, replicas: int) -> float:

@@ -38,6 +38,7 @@ from overlord.sources.storage import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from overlord.sources.range_cache import RangeOfFile
     from overlord.sources.reading import ReadResult
 
 HEAD_BYTES = 64 << 10
@@ -171,6 +172,12 @@ class ArrowIpc(FileSource):
                 f"buffer_bytes, which is {self.buffer_bytes:,}, lower unit_bytes, or write smaller record batches"
             )
 
+    def byte_ranges(self, unit: Unit) -> Sequence[RangeOfFile]:
+        detail: Batches = unit.detail
+        if not detail.starts:
+            return [(detail.file, 0, detail.file.num_bytes)]
+        return [(detail.file, min(detail.starts), max(detail.stops))]
+
     def identity(self) -> str:
         columns = self.columns and list(self.columns)
         return f"ArrowIpc({list(self.patterns)!r}, columns={columns!r}, unit_bytes={self.unit_bytes})"
@@ -201,7 +208,7 @@ def _read_index(storage: Storage, file: StoredFile) -> _Index:
         with open_local(file) as descriptor:
             data = FileBytes(file, descriptor, HEADER_BYTES)
             if data[: len(MAGIC)] == MAGIC:
-                blocks, schema = _footer_index(file, _read_tail(storage, file))
+                blocks, schema = _footer_index(file.path, file.num_bytes, _read_tail(storage, file))
             else:
                 schema, blocks = _read_head_schema(storage, file), stream_blocks(file.path, data)
             if blocks.has_dictionaries:
@@ -219,7 +226,7 @@ def _read_index(storage: Storage, file: StoredFile) -> _Index:
 def _read_remote_index(storage: Storage, file: StoredFile) -> _Index:
     tail = _read_tail(storage, file)
     if tail.size > len(MAGIC) and tail[-len(MAGIC) :].to_pybytes() == MAGIC:
-        blocks, schema = _footer_index(file, tail)
+        blocks, schema = _footer_index(file.path, file.num_bytes, tail)
         return _Index(schema, None if blocks.has_dictionaries else blocks, None)
     return _Index(_read_head_schema(storage, file), None, None)
 
@@ -241,24 +248,24 @@ def _read_head_schema(storage: Storage, file: StoredFile) -> pa.Schema:
     while True:
         head = storage.read(file, 0, head_bytes)
         try:
-            return _stream_schema(file, head)
+            return _stream_schema(file.path, head)
         except (pa.ArrowException, OSError):
             if head_bytes == file.num_bytes:
                 raise
             head_bytes = min(file.num_bytes, head_bytes * 16)
 
 
-def _footer_index(file: StoredFile, tail: pa.Buffer) -> tuple[Blocks, pa.Schema]:
+def _footer_index(path: str, num_bytes: int, tail: pa.Buffer) -> tuple[Blocks, pa.Schema]:
     """The index in the footer of the file format, from the end of the file."""
     end = tail[-10:].to_pybytes()
     footer_bytes = int.from_bytes(end[:4], "little", signed=True)
     if end[4:] != MAGIC or not 0 < footer_bytes <= tail.size - 10:
         raise SourceError(
-            f"{file.path} begins like an Arrow file but has no footer at its end ({file.num_bytes:,} bytes): it was cut "
-            "off; copy or write it again"
+            f"{path} begins like an Arrow file but has no footer at its end ({num_bytes:,} bytes): it was cut off; copy or "
+            "write it again"
         )
     footer = tail.slice(tail.size - 10 - footer_bytes, footer_bytes)
-    blocks = file_blocks(file.path, footer, file.num_bytes)
+    blocks = file_blocks(path, footer, num_bytes)
     # A file of the footer alone, in memory: Arrow reads a Python file in a thread of its own, and a thread that releases a
     # Python object while the interpreter shuts down aborts the process.
     alone = MAGIC + bytes(2) + footer.to_pybytes() + end
@@ -266,13 +273,32 @@ def _footer_index(file: StoredFile, tail: pa.Buffer) -> tuple[Blocks, pa.Schema]
         return blocks, _check_names(reader.schema)
 
 
-def _stream_schema(file: StoredFile, head: pa.Buffer) -> pa.Schema:
+def _stream_schema(path: str, head: pa.Buffer) -> pa.Schema:
     if head.size < 8 or head[:4].to_pybytes() != CONTINUATION:
         raise SourceError(
-            f"{file.path} is neither an Arrow file nor an Arrow stream (it begins with {head[:6].to_pybytes()!r}); "
+            f"{path} is neither an Arrow file nor an Arrow stream (it begins with {head[:6].to_pybytes()!r}); "
             "Feather version 1 and streams from before Arrow 0.15 must be written again"
         )
     return _check_names(pa.ipc.read_schema(head))
+
+
+def decode_table(path: str, data: pa.Buffer, most_bytes: int) -> pa.Table:
+    """The table of an Arrow file or stream that lies in another file. Raises what Arrow raises, ValueError, IndexError or
+    struct.error where it is damaged."""
+    if data[: len(MAGIC)].to_pybytes() == MAGIC:
+        blocks, schema = _footer_index(path, data.size, data)
+    else:
+        blocks, schema = stream_blocks(path, data), _stream_schema(path, data)
+    if blocks.has_dictionaries:
+        raise ValueError("it has dictionaries")
+    pieces = [data.slice(start, stop - start) for start, stop in zip(blocks.starts, blocks.stops, strict=True)]
+    num_bytes = sum(map(decompressed_bytes, pieces))
+    if num_bytes > most_bytes:
+        raise BufferTooSmallError(
+            f"{path} takes {num_bytes:,} bytes decompressed, and a unit may take {most_bytes:,}; raise buffer_bytes, or "
+            "write smaller files"
+        )
+    return pa.Table.from_batches([pa.ipc.read_record_batch(piece, schema) for piece in pieces], schema)
 
 
 def _check_names(schema: pa.Schema) -> pa.Schema:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pyarrow as pa
 
@@ -13,7 +15,11 @@ from overlord.declare.source import Source, Unit
 from overlord.errors import BufferTooSmallError, SchemaError, SourceError, SpecError
 from overlord.sources.object_store import Retry
 from overlord.sources.reading import ReadResult, SourceReader, UnitReader
+from overlord.sources.row_limit import LimitedReader, limit_units, rows_in
 from overlord.sources.storage import Storage, StoredFile
+
+if TYPE_CHECKING:
+    from overlord.sources.range_cache import RangeOfFile
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,24 @@ class FileSource(Source):
 
     @property
     def storage(self) -> Storage:
-        return Storage(tuple(sorted(self.storage_options.items())), self.retry)
+        cache = self.cache
+        if cache is None or cache.is_remote or cache.files is False:
+            return Storage(tuple(sorted(self.storage_options.items())), self.retry)
+        keeps_data = cache.files is True or not self.transforms
+        return Storage(tuple(sorted(self.storage_options.items())), self.retry, cache, keeps_data)
 
     def list_files(self) -> tuple[StoredFile, ...]:
         return self.storage.list_files(self.patterns)
+
+    def list_beside(self, paths: Sequence[str]) -> tuple[StoredFile, ...]:
+        """Files that another file names: none of their characters is a pattern."""
+        return self.storage.list_files([literal_pattern(path) for path in paths])
+
+    def byte_ranges(self, unit: Unit) -> Sequence[RangeOfFile]:
+        """What reading a unit requests from remote storage, so that it can be fetched ahead; empty where that is not known
+        before."""
+        del unit
+        return ()
 
     def read(self, unit: Unit) -> pa.Table:
         """The rows of one unit; BadRowError where one of them cannot be read."""
@@ -73,6 +93,30 @@ class FileSource(Source):
         if not units:
             raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
         return units
+
+
+def needed_library(module: str, extra: str, reader: str) -> Any:
+    """The library that a reader needs."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise SpecError(
+            f"{reader} needs the library {module}, which cannot be imported ({error}): pip install "
+            f"'overlord-dataloader[{extra}]'"
+        ) from error
+
+
+def literal_pattern(path: str) -> str:
+    """The pattern that names just this file. A local file that exists under the name needs no brackets."""
+    return re.sub(r"([*?[{])", r"[\1]", path) if "://" in path else path
+
+
+def joined_version(*files: StoredFile) -> str:
+    """The version of a unit that is read from several files: the newest time of local files, or all tags."""
+    versions = [file.version for file in files]
+    if not all(versions):
+        return ""
+    return "+".join(versions) if any("://" in file.path for file in files) else max(versions, key=int)
 
 
 Compression = Literal["gzip", "zstd"]
@@ -202,4 +246,18 @@ def type_text(type_: Any) -> str:
 
 def open_reader(source: Source, *, release_gil: bool) -> UnitReader:
     """The reader of any source; see `FileSource.open_reader`. The caller closes it."""
-    return source.open_reader(release_gil=release_gil) if isinstance(source, FileSource) else SourceReader(source)
+    opened = getattr(source, "open_reader", None)
+    reader = SourceReader(source) if opened is None else opened(release_gil=release_gil)
+    return reader if source.max_rows is None else LimitedReader(reader)
+
+
+def units_of(source: Source) -> Sequence[Unit]:
+    """The units of any source, within its `max_rows`."""
+    units = source.units()
+    if source.max_rows is None:
+        return units
+    reader = open_reader(source, release_gil=False)
+    try:
+        return limit_units(units, source.max_rows, lambda unit: rows_in(reader.read_rows(unit)))
+    finally:
+        reader.close()

@@ -1,19 +1,15 @@
-"""JSON Lines, plain or compressed: a unit is a byte range of a file, counted in its decompressed bytes.
+"""JSON Lines, plain or compressed. `line_source` cuts the files into units.
 
-How many units a compressed file has follows from its compressed size, so that listing reads no file: where they begin is
-found when the file is first read. A line belongs to the range that contains its first byte, so that every line is read
-exactly once for any ranges. Lines are
-parsed one at a time: a bad line is one bad row with its place, and does not affect its neighbours. (Arrow's own JSON reader
-is nearly twice as fast, but accepts an object over several lines, and crashes the process on a line that is `null`.)
+Lines are parsed one at a time: a bad line is one bad row with its place, and does not affect its neighbours. (Arrow's own
+JSON reader is nearly twice as fast, but accepts an object over several lines, and crashes the process on a line that is
+`null`.)
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,51 +26,16 @@ from overlord.sources.column_types import (
     largest_float,
     wider_type,
 )
-from overlord.sources.files import (
-    BLOCK_BYTES,
-    FileSource,
-    check_columns,
-    codec_of,
-    decompress_blocks,
-    type_text,
-)
-from overlord.sources.reading import BadRow, ReadResult, UnitReader, good_rows
-from overlord.sources.unpacking import UnpackedFile, open_packed
-from overlord.stream.chunk_order import MOST_LANES
+from overlord.sources.files import check_columns, type_text
+from overlord.sources.line_source import LineRange, LineSource, PackedPart
+from overlord.sources.reading import BadRow, ReadResult, good_rows
 
 if TYPE_CHECKING:
     from overlord.sources.storage import StoredFile
 
-BEYOND_BYTES = 64 << 10
-PACKED_RATIO = 4
-"""Bytes of JSON for each compressed byte, about: it decides how many units a file has."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class LineRange:
-    """The lines that begin in the bytes [start, stop) of a file."""
-
-    file: StoredFile
-    start: int
-    stop: int
-    schema: pa.Schema
-    declared: bool
-    """The user declared the types: a column may then be missing in every row."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPart:
-    """The lines that begin in one of equal parts of a compressed file's decompressed bytes."""
-
-    file: StoredFile
-    num_parts: int
-    schema: pa.Schema
-    declared: bool
-
 
 @dataclass(frozen=True)
-class Jsonl(FileSource):
+class Jsonl(LineSource):
     """JSON Lines: .jsonl, and .gz or .zst of it. Blank lines are no rows; fields that are not read are ignored.
 
     `columns` names the fields to read, with their types inferred from the first unit, or gives the types as
@@ -85,6 +46,7 @@ class Jsonl(FileSource):
 
     columns: Sequence[str] | Mapping[str, pa.DataType] | None = None
     unit_bytes: int = 8 * MIB
+    kind = "JSON Lines"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,66 +54,18 @@ class Jsonl(FileSource):
         if self.unit_bytes < 1:
             raise SpecError(f"unit_bytes must be positive, got {self.unit_bytes}")
 
+    @property
+    def range_bytes(self) -> int:
+        return self.unit_bytes
+
     def units(self) -> list[Unit]:
         files = [file for file in self.list_files() if file.num_bytes]
-        schema = self._find_schema(files)
-        units: list[Unit] = []
-        declared = isinstance(self.columns, Mapping)
-        for file in files:
-            is_packed = codec_of(file.path) is not None
-            num_parts = -(-file.num_bytes * PACKED_RATIO // self.unit_bytes) if is_packed else 1
-            if num_parts > 1:
-                part, num_bytes = PackedPart(file, num_parts, schema, declared), file.num_bytes * PACKED_RATIO // num_parts
-                units += [Unit(file.path, i, None, num_bytes, part, file.version, i > 0) for i in range(num_parts)]
-                continue
-            size = file.num_bytes if is_packed else self.unit_bytes
-            for i, start in enumerate(range(0, file.num_bytes, size)):
-                stop = min(start + size, file.num_bytes)
-                detail = LineRange(file, start, stop, schema, declared)
-                units.append(Unit(file.path, i, None, stop - start, detail, file.version))
-        return self._check_not_empty(units)
+        return self.line_units(files, self._find_schema(files), declared=isinstance(self.columns, Mapping))
 
-    def read_rows(self, unit: Unit) -> ReadResult:
-        return self.read_with(unit, self.unpack)
-
-    def open_reader(self, *, release_gil: bool) -> UnitReader:
-        if type(self).read_rows is not Jsonl.read_rows:  # a subclass has a reading of its own
-            return super().open_reader(release_gil=release_gil)
-        return JsonlReader(self)
-
-    def unpack(self, part: PackedPart) -> UnpackedFile:
-        codec = codec_of(part.file.path)
-        assert codec is not None  # only compressed files have parts
-        return open_packed(self.storage, part.file, codec, part.num_parts * self.most_unit_bytes)
-
-    def read_with(self, unit: Unit, unpack: Callable[[PackedPart], UnpackedFile]) -> ReadResult:
-        """The rows of one unit. `unpack` returns the compressed file that the unit is a part of."""
+    def collect_rows(self, unit: Unit) -> JsonRows:
         detail: LineRange | PackedPart = unit.detail
         must_have = () if detail.declared or unit.index else tuple(detail.schema.names)
-        rows = JsonRows(unit.path, detail.schema, must_have, self.most_unit_bytes)
-        if isinstance(detail, PackedPart):
-            texts = self._read_part(unit, detail, unpack(detail))
-        else:
-            texts = self._read_texts(unit.path, detail)
-        for offset, text in texts:
-            rows.add(offset, text)
-        return rows.result()
-
-    def _read_part(self, unit: Unit, part: PackedPart, file: UnpackedFile) -> Iterator[tuple[int, bytes]]:
-        size = file.size()
-        start, stop = (size * k // part.num_parts for k in (unit.index, unit.index + 1))
-        offset, text = file.read_lines(start, stop, lambda at, num_bytes: self._check_line(unit.path, at, num_bytes))
-        offset, text = _strip_mark(offset, text)
-        begin = 0
-        while begin < len(text):  # in pieces, because parsed lines take far more memory than their text
-            end = text.rfind(b"\n", begin, begin + BLOCK_BYTES) + 1 or text.find(b"\n", begin) + 1 or len(text)
-            yield offset + begin, text[begin:end]
-            begin = end
-
-    def decoded_bytes(self, unit: Unit) -> int:
-        # A compressed file that is one unit is listed with its compressed size.
-        is_whole = codec_of(unit.path) is not None and isinstance(unit.detail, LineRange)
-        return unit.num_bytes * (PACKED_RATIO if is_whole else 1)
+        return JsonRows(unit.path, detail.schema, must_have, self.most_unit_bytes)
 
     def identity(self) -> str:
         columns = self.columns
@@ -163,115 +77,10 @@ class Jsonl(FileSource):
         if isinstance(self.columns, Mapping):
             return pa.schema(list(self.columns.items()))
         for file in files:
-            text = self._read_first_text(file)
+            text = self.read_first_text(file)
             if text.strip():
                 return infer_schema(file.path, text, self.columns)
         raise SourceError(f"{self.identity()} has files but not a single row in them: check what wrote them")
-
-    def _read_first_text(self, file: StoredFile) -> bytes:
-        """The lines of the first unit of a file. For a compressed file: the lines that fit in `unit_bytes`, at least one."""
-        codec = codec_of(file.path)
-        if codec is None:
-            detail = LineRange(file, 0, min(self.unit_bytes, file.num_bytes), pa.schema([]), True)
-            return next(self._read_texts(file.path, detail))[1]
-        text = b""
-        with self.storage.stream(file) as content:
-            for block in decompress_blocks(file.path, codec, content, self.unit_bytes):
-                text += block
-                if len(block) < self.unit_bytes:
-                    break
-                whole, newline, _ = text.rpartition(b"\n")
-                if newline:
-                    text = whole if len(text) == len(block) else text.partition(b"\n")[0]
-                    break
-                self._check_line(file.path, 0, len(text))
-        return text.removeprefix(BYTE_ORDER_MARK)
-
-    def _read_texts(self, path: str, detail: LineRange) -> Iterator[tuple[int, bytes]]:
-        """Pairs of offset and text with the lines of a range. Offsets are those of the decompressed file."""
-        if codec := codec_of(path):
-            with self.storage.stream(detail.file) as content:
-                yield from self._whole_lines(path, decompress_blocks(path, codec, content, BLOCK_BYTES))
-            return
-        # From one byte earlier: a newline there means that a line begins with the first byte of the range.
-        begin = max(0, detail.start - 1)
-        text = self.storage.read(detail.file, begin, detail.stop).to_pybytes()
-        if detail.start:
-            first = text.find(b"\n") + 1
-            if not first or begin + first == detail.stop:
-                return  # one line covers the whole range; it belongs to an earlier one
-            begin, text = begin + first, text[first:]
-        if not text.endswith(b"\n"):
-            text += self._read_rest_of_line(path, detail)
-        yield _strip_mark(begin, text)
-
-    def _whole_lines(self, path: str, blocks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-        offset, parts, held = 0, list[bytes](), 0
-        for block in blocks:
-            end = block.rfind(b"\n") + 1
-            if not end:
-                parts.append(block)
-                held += len(block)
-                self._check_line(path, offset, held)
-                continue
-            text = b"".join([*parts, block[:end]])
-            parts, held = [block[end:]], len(block) - end  # before the yield, so that a long line is not in memory twice
-            yield _strip_mark(offset, text)
-            offset += len(text)
-        if held:
-            yield _strip_mark(offset, b"".join(parts))
-
-    def _read_rest_of_line(self, path: str, detail: LineRange) -> bytes:
-        """The bytes from the end of a range to the end of the line that crosses it."""
-        parts: list[bytes] = []
-        start, step = detail.stop, BEYOND_BYTES
-        while start < detail.file.num_bytes:
-            part = self.storage.read(detail.file, start, min(start + step, detail.file.num_bytes)).to_pybytes()
-            end = part.find(b"\n")
-            if end >= 0:
-                parts.append(part[: end + 1])
-                break
-            parts.append(part)
-            start, step = start + step, min(step * 4, BLOCK_BYTES)
-            self._check_line(path, detail.stop, start - detail.stop)
-        return b"".join(parts)
-
-    def _check_line(self, path: str, offset: int, num_bytes: int) -> None:
-        if num_bytes > self.most_unit_bytes:
-            raise BufferTooSmallError(
-                f"{path} has no end of a line in the {num_bytes:,} bytes from byte {offset:,} on, and a line may have "
-                f"{self.most_unit_bytes:,}: is it JSON Lines? If it is, raise buffer_bytes, which is {self.buffer_bytes:,}"
-            )
-
-
-class JsonlReader:
-    """Reads units, and keeps the compressed files open that were read last: their next units are read from there."""
-
-    def __init__(self, source: Jsonl) -> None:
-        self._source = source
-        self._lock = threading.Lock()
-        self._files: OrderedDict[StoredFile, UnpackedFile] = OrderedDict()
-
-    def read_rows(self, unit: Unit) -> ReadResult:
-        return self._source.read_with(unit, self._unpack)
-
-    def close(self) -> None:
-        with self._lock:
-            self._files.clear()
-
-    def _unpack(self, part: PackedPart) -> UnpackedFile:
-        with self._lock:
-            found = self._files.pop(part.file, None) or self._source.unpack(part)
-            self._files[part.file] = found
-            while len(self._files) > MOST_LANES:
-                self._files.popitem(last=False)
-            return found
-
-
-def _strip_mark(offset: int, text: bytes) -> tuple[int, bytes]:
-    if offset == 0 and text.startswith(BYTE_ORDER_MARK):
-        return len(BYTE_ORDER_MARK), text[len(BYTE_ORDER_MARK) :]
-    return offset, text
 
 
 _REPORT_BYTES = 512  # about the memory of a bad row until it is reported

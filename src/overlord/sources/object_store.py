@@ -1,13 +1,14 @@
 """A client of one bucket of an object store, with retries of its own.
 
 A request that fails for a transient reason (5xx, 408, 429, a refused or dropped connection, a timeout) is retried with
-exponential backoff, without jitter, until `deadline_s` after the first attempt; then StorageError. A missing object, denied
+exponential backoff, with jitter, until `deadline_s` after the first attempt; then StorageError. A missing object, denied
 access or any other refusal is a SourceError at once, because a retry cannot help.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import re
 import threading
 import time
@@ -15,14 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SourceError, SpecError, StorageError
 from overlord.runtime.liveness import STORAGE
+from overlord.runtime.recorder import note_event
 from overlord.runtime.retry import Backoff, FailedAttempt, retry
+from overlord.status import StorageUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +50,8 @@ class Retry:
     first_wait_s: float = 0.1
     factor: float = 2.0
     max_wait_s: float = 5.0
+    jitter: float = 0.5
+    """The part of each wait that is random: thousands of loaders that fail together must not come again together."""
     request_timeout_s: float = 60.0
     """The timeout of one attempt."""
 
@@ -58,13 +63,16 @@ class Retry:
                 f"waits must be positive and first_wait_s no longer than max_wait_s, got {self.first_wait_s} and "
                 f"{self.max_wait_s}"
             )
+        if not 0 <= self.jitter <= 1:
+            raise SpecError(f"jitter is a part of each wait, from 0 to 1, got {self.jitter}")
         if self.factor < 1:
             raise SpecError(f"waits grow by a factor of at least 1, got {self.factor}")
         if self.request_timeout_s <= 0:
             raise SpecError(f"request_timeout_s must be positive, got {self.request_timeout_s}")
 
     def waits(self) -> Iterator[float]:
-        return Backoff(self.first_wait_s, self.max_wait_s, self.factor).pauses()
+        pauses = Backoff(self.first_wait_s, self.max_wait_s, self.factor).pauses()
+        return (pause_s * (1.0 - self.jitter * random.random()) for pause_s in pauses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +107,18 @@ class ObjectStore:
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._num_retries = 0
+        self._num_retries = self._num_bytes = 0
         self._store = _connect(root, options, retry)
 
     @property
     def num_retries(self) -> int:
         """The number of retried requests."""
         return self._num_retries
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes read."""
+        return self._num_bytes
 
     def head(self, key: str) -> ListedObject:
         import obstore
@@ -116,10 +129,20 @@ class ObjectStore:
         """Every object below the folder `prefix`, however deep."""
         import obstore
 
-        def pages() -> list[ObjectMeta]:
-            return [meta for page in obstore.list(self._store, prefix or None) for meta in page]
+        def pages() -> list[ListedObject]:  # page by page: what obstore knows of an object takes a kilobyte
+            return [ListedObject.of(meta) for page in obstore.list(self._store, prefix or None) for meta in page]
 
-        return [ListedObject.of(meta) for meta in self._request(prefix, pages)]
+        return self._request(prefix, pages)
+
+    def list_by_age(self, prefix: str) -> list[tuple[float, str, int]]:
+        """(seconds since 1970, key, bytes) of every object below the folder `prefix`, the oldest first."""
+        import obstore
+
+        def pages() -> list[tuple[float, str, int]]:
+            found = obstore.list(self._store, prefix or None)
+            return sorted((meta["last_modified"].timestamp(), meta["path"], meta["size"]) for page in found for meta in page)
+
+        return self._request(prefix, pages)
 
     def list_level(self, prefix: str) -> tuple[list[ListedObject], list[str]]:
         """The objects and the folders directly in the folder `prefix`."""
@@ -167,12 +190,10 @@ class ObjectStore:
             return pa.py_buffer(result.bytes()), ListedObject.of(result.meta)
 
         part, found = self._request(key, get)
+        with self._lock:
+            self._num_bytes += part.size
         if found.num_bytes != num_bytes or (version and found.version and found.version != version):
-            raise SourceError(
-                f"{self.root}/{key} has changed since it was listed: it has {found.num_bytes:,} bytes and the version "
-                f"{found.version or 'unknown'}, and had {num_bytes:,} bytes and {version or 'unknown'}; do not change the "
-                "files of a running job: put the old object back, or start again"
-            )
+            raise changed_error(self.root, listed, found)
         if part.size != stop - start:
             raise SourceError(
                 f"{self.root}/{key} returned {part.size:,} bytes for the range {start:,} to {stop:,} of {num_bytes:,}: the "
@@ -232,6 +253,7 @@ class ObjectStore:
                 ) from error
             with self._lock:
                 self._num_retries += 1
+            note_event("retry", f"{self.root}/{key}: attempt {failed.number} failed, again in {wait:.1f} s: {reason}")
             _log.warning("%s/%s: attempt %d failed, again in %.1f s: %s", self.root, key, failed.number, wait, reason)
 
         pauses = self._retry.waits()
@@ -240,27 +262,83 @@ class ObjectStore:
         )
 
 
-_stores: dict[tuple[str, tuple[tuple[str, str], ...], Retry], ObjectStore] = {}
+def changed_error(root: str, listed: ListedObject, found: ListedObject) -> SourceError:
+    return SourceError(
+        f"{root}/{listed.key} has changed since it was listed: it has {found.num_bytes:,} bytes and the version "
+        f"{found.version or 'unknown'}, and had {listed.num_bytes:,} bytes and {listed.version or 'unknown'}; do not change "
+        "the files of a running job: put the old object back, or start again"
+    )
+
+
+class RemoteStore(Protocol):
+    """Files of one root, such as a bucket. Any thread may call any method. Errors are SourceError for what a retry cannot
+    help, and StorageError after all retries."""
+
+    root: str
+
+    @property
+    def num_retries(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes read."""
+        ...
+
+    def head(self, key: str) -> ListedObject: ...
+
+    def list_all(self, prefix: str) -> list[ListedObject]:
+        """Every file below the folder `prefix`, however deep."""
+        ...
+
+    def list_level(self, prefix: str) -> tuple[list[ListedObject], list[str]]:
+        """The files and the folders directly in the folder `prefix`."""
+        ...
+
+    def read(self, listed: ListedObject, start: int, stop: int) -> pa.Buffer:
+        """The bytes [start, stop); SourceError if the file has changed since it was listed."""
+        ...
+
+
+OBSTORE_SCHEMES = ("s3", "gs", "az", "http", "https")
+_stores: dict[tuple[str, tuple[tuple[str, str], ...], Retry], RemoteStore] = {}
 _stores_lock = threading.Lock()
 
 
-def shared_store(root: str, options: tuple[tuple[str, str], ...], retry: Retry) -> ObjectStore:
-    """The store of a root: one, and so one pool of connections, per process."""
+def shared_store(root: str, options: tuple[tuple[str, str], ...], retry: Retry) -> RemoteStore:
+    """The store of a root: one, and so one pool of connections, per process. obstore's schemes go through obstore, all
+    others through fsspec."""
     key = (root, options, retry)
     with _stores_lock:
         if key not in _stores:
-            _stores[key] = ObjectStore(root, dict(options), retry)
+            if root.partition("://")[0] in OBSTORE_SCHEMES:
+                _stores[key] = ObjectStore(root, dict(options), retry)
+            else:
+                from overlord.sources.fsspec_store import FsspecStore
+
+                _stores[key] = FsspecStore(root, dict(options), retry)
         return _stores[key]
 
 
-def num_retries() -> dict[str, int]:
-    """The number of retried requests of this process, by root."""
-    counts: dict[str, int] = {}
+_local_bytes = 0
+_local_lock = threading.Lock()
+
+
+def count_local_bytes(num_bytes: int) -> None:
+    """Count bytes that were read from files of this machine."""
+    global _local_bytes
+    with _local_lock:
+        _local_bytes += num_bytes
+
+
+def storage_use() -> dict[str, StorageUse]:
+    """What this process has read, by root; "local" for files of this machine."""
+    used = {"local": StorageUse(_local_bytes, 0)} if _local_bytes else {}
     with _stores_lock:
         stores = list(_stores.values())
     for store in stores:
-        counts[store.root] = counts.get(store.root, 0) + store.num_retries
-    return counts
+        before = used.get(store.root, StorageUse(0, 0))
+        used[store.root] = StorageUse(before.num_bytes + store.num_bytes, before.num_retries + store.num_retries)
+    return used
 
 
 def _connect(root: str, options: Mapping[str, str], retry: Retry) -> Any:

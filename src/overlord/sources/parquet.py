@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,29 +17,35 @@ from overlord.sources.files import FileSource, check_columns, common_schema
 from overlord.sources.parquet_footer import ColumnChunk, FooterReader, RowGroups, details_of
 from overlord.sources.parquet_lists import (
     ArrowLists,
+    FlatPages,
+    ListColumn,
     NotFlat,
+    decode_lists,
     is_worth_it,
     read_lists,
+    take_apart,
 )
 from overlord.sources.reading import validate
 from overlord.sources.storage import (
     SparseFile,
     StoredFile,
     check_unchanged,
+    count_local_bytes,
     is_remote,
+    join_ranges,
     open_arrow,
     source_errors,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from pyarrow.parquet import FileMetaData
-
+    from overlord.sources.range_cache import RangeOfFile
     from overlord.sources.reading import ReadResult, UnitReader
 
 
-GAP_BYTES = 1 << 20
+_MOST_TOGETHER = 32 << 20
+"""Bytes of row groups, decoded, whose lists are decoded in one go: their encoded values are in memory meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,11 @@ class Parquet(FileSource):
         object.__setattr__(self, "columns", check_columns(self.columns))
 
     def units(self) -> list[Unit]:
-        files = self.list_files()
-        footers = FooterReader(self.storage, self.columns).read_all(files)
-        schema = common_schema(((each.file.path, each.schema) for each in footers), self.columns).remove_metadata()
+        return self.units_of(self.list_files(), self.columns)
+
+    def units_of(self, files: Sequence[StoredFile], columns: Sequence[str] | None) -> list[Unit]:
+        footers = FooterReader(self.storage, columns).read_all(files)
+        schema = common_schema(((each.file.path, each.schema) for each in footers), columns).remove_metadata()
         units: list[Unit] = []
         for footer, detail in zip(footers, details_of(footers, schema), strict=True):
             file = footer.file
@@ -74,6 +83,11 @@ class Parquet(FileSource):
         if type(self).read_rows is not Parquet.read_rows:  # a subclass has a reading of its own
             return super().open_reader(release_gil=release_gil)
         return ParquetReader(self, release_gil=release_gil)
+
+    def byte_ranges(self, unit: Unit) -> Sequence[RangeOfFile]:
+        detail: RowGroups = unit.detail
+        extents = join_ranges(chunk.extent for chunk in detail.chunks(unit.index))
+        return [(detail.file, start, stop) for start, stop in extents]
 
     def identity(self) -> str:
         return f"Parquet({list(self.patterns)!r}, columns={self.columns and list(self.columns)!r})"
@@ -97,8 +111,57 @@ class ParquetReader:
     def read_rows(self, unit: Unit) -> ReadResult:
         return validate(self._decode(unit), f"row group {unit.index} of {unit.path}")
 
+    def read_several(self, units: Sequence[Unit]) -> list[ReadResult]:
+        """As `read_rows` of each. Where there are only lists to read, those of all units are decoded in one go and lie one
+        after the other in memory."""
+        tables = self._decode_together(units) if self._are_flat(units) else None
+        if tables is None:
+            return [self.read_rows(unit) for unit in units]
+        pairs = zip(units, tables, strict=True)
+        return [validate(table, f"row group {unit.index} of {unit.path}") for unit, table in pairs]
+
     def close(self) -> None:
         self._last_file.close()
+
+    def _are_flat(self, units: Sequence[Unit]) -> bool:
+        """True if there are several units, local and not too large, of nothing but lists that need not go through Arrow."""
+        sizes = [unit.num_bytes for unit in units]
+        if len(units) < 2 or sum(sizes) > _MOST_TOGETHER or max(sizes) > self._most_unit_bytes:
+            return False
+        for unit in units:
+            detail: RowGroups = unit.detail
+            names = {column.field.name for column in detail.lists if self._goes_flat(column, unit)}
+            if is_remote(unit.path) or not names.issuperset(detail.schema.names):
+                return False
+        return True
+
+    def _goes_flat(self, column: ListColumn, unit: Unit) -> bool:
+        """True if a column of lists need not go through Arrow, as far as is known."""
+        detail: RowGroups = unit.detail
+        if column.field.name in self._not_flat:
+            return False
+        chunk = detail.chunk(unit.index, column.leaf)
+        return is_worth_it(chunk, unit.num_rows or 0, release_gil=self._release_gil)
+
+    def _decode_together(self, units: Sequence[Unit]) -> list[pa.Table] | None:
+        """The tables of units of nothing but lists; None where they have to be read one by one, so that an error names its
+        row group, and Arrow reads what is not flat."""
+        flat: dict[str, list[FlatPages]] = {}
+        try:
+            for unit in units:
+                detail: RowGroups = unit.detail
+                with self._open_local(unit) as file:
+                    for column in detail.lists:
+                        chunk = detail.chunk(unit.index, column.leaf)
+                        flat.setdefault(column.field.name, []).append(take_apart(column, chunk, _read_chunk(file, chunk)))
+            of_first: RowGroups = units[0].detail
+            lists = {column.field.name: decode_lists(column, flat[column.field.name]) for column in of_first.lists}
+        except (NotFlat, SourceError, pa.ArrowException, OSError, EOFError):
+            return None
+        names = of_first.schema.names
+        tables = [pa.table([lists[name][i] for name in names], schema=of_first.schema) for i in range(len(units))]
+        has_all = all(table.num_rows == unit.num_rows for unit, table in zip(units, tables, strict=True))
+        return tables if has_all else None
 
     def _decode(self, unit: Unit) -> pa.Table:
         source = self._source
@@ -125,8 +188,7 @@ class ParquetReader:
     def _fetch(self, unit: Unit) -> dict[int, pa.Buffer]:
         """The wanted columns of a remote file by offset, in as few requests as there are stretches of them."""
         detail: RowGroups = unit.detail
-        stretches = _stretches(chunk.extent for chunk in detail.chunks(unit.index))
-        return {start: self._storage.read(detail.file, start, stop) for start, stop in stretches}
+        return self._storage.read_ranges(detail.file, (chunk.extent for chunk in detail.chunks(unit.index)))
 
     def _decode_fetched(self, unit: Unit, ranges: Mapping[int, pa.Buffer]) -> pa.Table:
         detail: RowGroups = unit.detail
@@ -134,49 +196,59 @@ class ParquetReader:
             return self._row_group(file, unit)
 
     def _decode_local(self, unit: Unit) -> pa.Table:
+        with self._open_local(unit) as file:
+            return self._row_group(file, unit)
+
+    @contextmanager
+    def _open_local(self, unit: Unit) -> Iterator[pa.NativeFile]:
+        """The file of a unit, to read this unit from. Afterwards it is checked that the file is the listed one."""
         detail: RowGroups = unit.detail
         opened = self._last_file.take(detail.file)
         if opened is None:
             # An open file rather than a path: for a path Arrow would work out the filesystem again each time.
             opened = _OpenFile(detail.file, open_arrow(detail.file))
         try:
-            table = self._row_group(opened.file, unit)
+            yield opened.file
         finally:
             # By its path: an open descriptor still reads a file that was replaced or deleted.
             with source_errors(unit.path):
                 check_unchanged(detail.file, os.stat(unit.path))
         self._last_file.put_back(opened)
-        return table
+        count_local_bytes(sum(chunk.num_bytes for chunk in detail.chunks(unit.index)))
 
     def _row_group(self, file: pa.NativeFile, unit: Unit) -> pa.Table:
         import pyarrow.parquet as pq
 
         detail: RowGroups = unit.detail
-        footer, group = detail.footer(unit.index, unit.num_rows or 0)
-        lists = self._lists(file, footer, group, detail)
+        lists = self._lists(file, unit)
         others = [name for name in detail.schema.names if name not in lists]
         if not others:
             return pa.table(lists, detail.schema)
+        footer, group = detail.footer(unit.index, unit.num_rows or 0)
         parquet = pq.ParquetFile(file, metadata=footer, pre_buffer=False, page_checksum_verification=True)
         table = parquet.read_row_group(group, columns=others, use_threads=False)
         columns = [lists[name] if name in lists else table.column(name) for name in detail.schema.names]
         return pa.table(columns, schema=detail.schema)
 
-    def _lists(self, file: pa.NativeFile, footer: FileMetaData, number: int, detail: RowGroups) -> dict[str, ArrowLists]:
+    def _lists(self, file: pa.NativeFile, unit: Unit) -> dict[str, ArrowLists]:
         """The columns that need not go through Arrow."""
-        group = footer.row_group(number)
+        detail: RowGroups = unit.detail
         lists: dict[str, ArrowLists] = {}
         for column in detail.lists:
-            name, chunk = column.field.name, group.column(column.leaf)
-            if name in self._not_flat or not is_worth_it(chunk, group.num_rows, release_gil=self._release_gil):
+            if not self._goes_flat(column, unit):
                 continue
-            start, stop = ColumnChunk.of(chunk).extent
-            file.seek(start)
+            chunk = detail.chunk(unit.index, column.leaf)
             try:
-                lists[name] = read_lists(column, chunk, file.read_buffer(stop - start))
+                lists[column.field.name] = read_lists(column, chunk, _read_chunk(file, chunk))
             except NotFlat:
-                self._not_flat.add(name)
+                self._not_flat.add(column.field.name)
         return lists
+
+
+def _read_chunk(file: pa.NativeFile, chunk: ColumnChunk) -> pa.Buffer:
+    start, stop = chunk.extent
+    file.seek(start)
+    return file.read_buffer(stop - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +299,3 @@ class _LastFile:
         if found is not None:
             self._room.release()
         return found
-
-
-def _stretches(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The extents, joined over small gaps: reading a gap costs less than another request."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(extents):
-        if joined and start - joined[-1][1] <= GAP_BYTES:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-        else:
-            joined.append((start, stop))
-    return joined

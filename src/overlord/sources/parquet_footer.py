@@ -143,6 +143,13 @@ class RowGroups:
         entries = layout.iter_unpack(memoryview(self.packed)[begin : begin + num_chunks * layout.size])
         return [ColumnChunk(*entry) for entry in entries]
 
+    def chunk(self, index: int, leaf: int) -> ColumnChunk:
+        """The column chunk of one leaf of a row group. It is one of those to be read."""
+        if self.frame is None:
+            return ColumnChunk.of(parse_footer(self.packed).row_group(index).column(leaf))
+        layout, leaves = _LARGE if self.is_large else _SMALL, self.frame.leaves
+        return ColumnChunk(*layout.unpack_from(self.packed, (index * len(leaves) + leaves.index(leaf)) * layout.size))
+
     def footer(self, index: int, num_rows: int) -> tuple[FileMetaData, int]:
         """A footer that has the row group, and the number of the row group in it."""
         if self.frame is None:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from overlord.sources import thrift
 from overlord.sources.thrift import (
+    Encoded,
     binary,
     boolean,
     i32,
@@ -29,11 +31,12 @@ from overlord.sources.thrift import (
 from overlord.sources.views import combine_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
-    from pyarrow.parquet import ColumnChunkMetaData, FileMetaData
+    from pyarrow.parquet import FileMetaData
 
+    from overlord.sources.parquet_footer import ColumnChunk
 
 _SHORTEST = 160
 """The least average length of lists: the two decoders are equally fast at about 120."""
@@ -50,17 +53,9 @@ _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
 _RUNS = 3  # the encoding of levels
 
 
-class Codec(NamedTuple):
-    number: int
-    name: Literal["snappy", "gzip", "zstd"] | None
-
-
-_CODECS: dict[str, Codec] = {
-    "UNCOMPRESSED": Codec(0, None),
-    "SNAPPY": Codec(1, "snappy"),
-    "GZIP": Codec(2, "gzip"),
-    "ZSTD": Codec(6, "zstd"),
-}
+CodecName: TypeAlias = Literal["snappy", "gzip", "zstd"]
+_CODECS: dict[int, CodecName | None] = {0: None, 1: "snappy", 2: "gzip", 6: "zstd"}
+"""By their numbers in Parquet."""
 
 
 class PhysicalType(NamedTuple):
@@ -131,38 +126,82 @@ def list_columns(footer: FileMetaData, schema: pa.Schema) -> tuple[ListColumn, .
     return tuple(column for column in columns if column.fits(footer))
 
 
-def is_worth_it(chunk: ColumnChunkMetaData, num_rows: int, *, release_gil: bool = False) -> bool:
+def is_worth_it(chunk: ColumnChunk, num_rows: int, *, release_gil: bool = False) -> bool:
     """Whether `read_lists` is likely to be faster than Arrow, by the footer. `release_gil`: other threads need the GIL."""
     most = _LARGEST_SHARED_BYTES if release_gil else _LARGEST_BYTES
-    return chunk.num_values >= num_rows * _SHORTEST and chunk.total_uncompressed_size <= most
+    return chunk.num_values >= num_rows * _SHORTEST and chunk.decoded_bytes <= most
 
 
-def read_lists(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> ArrowLists:
-    """The lists of one row group; `data` is the column chunk from its first page on. The footer's codec must be one that
-    Arrow knows: pyarrow aborts the process when it looks up the name of another."""
+class FlatPages(NamedTuple):
+    """A column chunk whose values have been taken apart from its levels."""
+
+    codec: int
+    bounds: NDArray[np.int64]
+    """The begins of lists, and the end, counted in levels."""
+    absent: list[tuple[int, int]]
+    """(place, level) of the levels that have no value."""
+    dictionary: bytes | memoryview
+    pages: list[bytes | memoryview]
+    num_values: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.dictionary) + sum(map(len, self.pages))
+
+
+def read_lists(column: ListColumn, chunk: ColumnChunk, data: pa.Buffer) -> ArrowLists:
+    """The lists of one row group, which has the column in the type of the schema; `data` is the column chunk from its first
+    page on."""
+    return decode_lists(column, [take_apart(column, chunk, data)])[0]
+
+
+def take_apart(column: ListColumn, chunk: ColumnChunk, data: pa.Buffer) -> FlatPages:
+    """The first half of `read_lists`."""
     try:
-        return _read(column, chunk, data)
+        return _take_apart(column, chunk, data)
     except NotFlat:
         raise
     except Exception as error:  # damage of any kind: Arrow's result or error counts
         raise NotFlat(f"the pages could not be taken apart: {error}") from error
 
 
-def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> ArrowLists:
+def decode_lists(column: ListColumn, parts: Sequence[FlatPages]) -> list[ArrowLists]:
+    """The lists of each row group. The values of all are decoded in one go, which costs less, and lie in one buffer, one row
+    group after the other."""
+    if len(parts) > 1 and not all(part.num_values for part in parts):
+        raise NotFlat("a row group has no values")  # alone it is read
+    try:
+        values, num_values = _decode_flat(_flat_file(column, parts)), sum(part.num_values for part in parts)
+        if len(values) != num_values:
+            raise NotFlat(f"{len(values)} values, but {num_values} levels of values")
+        if len(parts) == 1:
+            return [_lists(column, parts[0].bounds, parts[0].absent, values)]
+        found: list[ArrowLists] = []
+        begin = 0
+        for part in parts:
+            found.append(_lists(column, part.bounds, part.absent, values.slice(begin, part.num_values)))
+            begin += part.num_values
+        return found
+    except NotFlat:
+        raise
+    except Exception as error:
+        raise NotFlat(f"the values could not be decoded: {error}") from error
+
+
+def _take_apart(column: ListColumn, chunk: ColumnChunk, data: pa.Buffer) -> FlatPages:
     starts: list[int] = []
     absent: list[tuple[int, int]] = []
     dictionary, pages = b"", []
     num_levels = num_values = 0
-    if chunk.compression not in _CODECS:
-        raise NotFlat(f"the codec is {chunk.compression}")
-    if chunk.physical_type != _TYPES[column.field.type.value_type].name:
-        raise NotFlat(f"the row group has {chunk.physical_type}, unlike the schema")
+    if chunk.codec not in _CODECS:
+        raise NotFlat(f"the codec has the number {chunk.codec}")
+    full_level = column.full_level
     for page in _pages(chunk, data):
         if page.header[_KIND] == _DICTIONARY_PAGE:
             dictionary = page.whole
             continue
-        split = _split(page, chunk.compression)
-        missing = other_levels(split.definition, split.num_levels, column.full_level)
+        split = _split(page, _CODECS[chunk.codec])
+        missing = other_levels(split.definition, split.num_levels, full_level)
         starts += zero_levels(split.repetition, split.num_levels, num_levels)
         absent += [(num_levels + where, level) for where, level in missing]
         num_here = split.num_levels - len(missing)
@@ -170,12 +209,9 @@ def _read(column: ListColumn, chunk: ColumnChunkMetaData, data: pa.Buffer) -> Ar
             pages += [_flat_header(split, num_here), split.values]
         num_levels += split.num_levels
         num_values += num_here
-    values = _decode_flat(_flat_file(column, chunk.compression, num_values, dictionary, pages))
-    if len(values) != num_values:
-        raise NotFlat(f"{len(values)} values, but {num_values} levels of values")
     if starts[0] != 0:
         raise NotFlat("the first list does not begin with the row group")
-    return _lists(column, np.array([*starts, num_levels]), absent, values)
+    return FlatPages(chunk.codec, np.array([*starts, num_levels]), absent, dictionary, pages, num_values)
 
 
 class Page(NamedTuple):
@@ -185,13 +221,13 @@ class Page(NamedTuple):
     body: pa.Buffer
 
 
-def _pages(chunk: ColumnChunkMetaData, data: pa.Buffer) -> Iterator[Page]:
+def _pages(chunk: ColumnChunk, data: pa.Buffer) -> Iterator[Page]:
     view = memoryview(data).cast("B")
     at = num_levels = 0
     while num_levels < chunk.num_values:
         header, start = thrift.read_structure(view, at)
         size = header[_COMPRESSED_BYTES]
-        if not 0 <= size <= len(view) - start or not 0 <= header[_PAGE_BYTES] <= chunk.total_uncompressed_size:
+        if not 0 <= size <= len(view) - start or not 0 <= header[_PAGE_BYTES] <= chunk.decoded_bytes:
             raise NotFlat(f"a page of {size:,} bytes, {header[_PAGE_BYTES]:,} uncompressed, in {len(view) - start:,}")
         if _CHECKSUM in header and zlib.crc32(view[start : start + size]) != header[_CHECKSUM] & 0xFFFFFFFF:
             raise NotFlat("a page's checksum does not fit")
@@ -203,7 +239,7 @@ def _pages(chunk: ColumnChunkMetaData, data: pa.Buffer) -> Iterator[Page]:
         at = start + size
 
 
-class Split(NamedTuple):
+class ListSplit(NamedTuple):
     """A data page in its parts."""
 
     num_levels: int
@@ -216,10 +252,10 @@ class Split(NamedTuple):
     is_compressed: bool
 
 
-def _split(page: Page, compression: str) -> Split:
+def _split(page: Page, codec: CodecName | None) -> ListSplit:
     kind = page.header[_KIND]
     if kind == _DATA_PAGE:
-        split = _split_v1(page, _CODECS[compression])
+        split = _split_v1(page, codec)
     elif kind == _DATA_PAGE_V2:
         split = _split_v2(page)
     else:
@@ -230,23 +266,23 @@ def _split(page: Page, compression: str) -> Split:
     return split
 
 
-def _split_v1(page: Page, codec: Codec) -> Split:
+def _split_v1(page: Page, codec: CodecName | None) -> ListSplit:
     """Levels are compressed with the values."""
     num_bytes, header = page.header[_PAGE_BYTES], page.header[_DATA_PAGE_HEADER]
     num_levels, encoding, *of_levels = (header[i] for i in (1, 2, 3, 4))
     if of_levels != [_RUNS, _RUNS]:
         raise NotFlat(f"levels in the encodings {of_levels}")
-    data = page.body if codec.name is None else pa.Codec(codec.name).decompress(page.body, num_bytes)
+    data = page.body if codec is None else pa.Codec(codec).decompress(page.body, num_bytes)
     view = memoryview(data).cast("B")
     if len(view) != num_bytes:
         raise NotFlat(f"a page of {len(view):,} bytes that should have {num_bytes:,}")
     middle = 4 + int.from_bytes(view[:4], "little")
     end = middle + 4 + int.from_bytes(view[middle : middle + 4], "little")
     repetition, definition, values = bytes(view[4:middle]), bytes(view[middle + 4 : end]), view[end:]
-    return Split(num_levels, encoding, repetition, definition, values, len(values), False)
+    return ListSplit(num_levels, encoding, repetition, definition, values, len(values), False)
 
 
-def _split_v2(page: Page) -> Split:
+def _split_v2(page: Page) -> ListSplit:
     """Levels come before the values and are not compressed."""
     header, view = page.header[_DATA_PAGE_V2_HEADER], memoryview(page.body).cast("B")
     num_levels, encoding, definition_bytes, middle = (header[i] for i in (1, 4, 5, 6))
@@ -255,13 +291,17 @@ def _split_v2(page: Page) -> Split:
         raise NotFlat(f"a page that is compressed: {is_compressed!r}")
     end = middle + definition_bytes
     repetition, definition, values = bytes(view[:middle]), bytes(view[middle:end]), view[end:]
-    return Split(num_levels, encoding, repetition, definition, values, page.header[_PAGE_BYTES] - end, is_compressed)
+    return ListSplit(num_levels, encoding, repetition, definition, values, page.header[_PAGE_BYTES] - end, is_compressed)
 
 
-def _flat_header(split: Split, num_values: int) -> bytes:
-    of_page = {1: i32(num_values), 2: i32(0), 3: i32(num_values), 4: i32(split.encoding), 5: i32(0), 6: i32(0)}
+_NONE, _FLAT_KIND = i32(0), i32(_DATA_PAGE_V2)
+
+
+def _flat_header(split: ListSplit, num_values: int) -> bytes:
+    count = i32(num_values)
+    of_page = {1: count, 2: _NONE, 3: count, 4: i32(split.encoding), 5: _NONE, 6: _NONE}
     header = {
-        _KIND: i32(_DATA_PAGE_V2),
+        _KIND: _FLAT_KIND,
         _PAGE_BYTES: i32(split.values_bytes),
         _COMPRESSED_BYTES: i32(len(split.values)),
         _DATA_PAGE_V2_HEADER: structure({**of_page, 7: boolean(split.is_compressed)}),
@@ -269,33 +309,46 @@ def _flat_header(split: Split, num_values: int) -> bytes:
     return structure(header).data
 
 
-def _flat_file(
-    column: ListColumn, compression: str, num_values: int, dictionary: bytes | memoryview, pages: list[bytes | memoryview]
-) -> bytes:
-    """A Parquet file of one required column, `v`, of numbers."""
-    begin, name, known = len(_MAGIC), binary(b"v"), _TYPES[column.field.type.value_type]
-    data_begin = begin + len(dictionary)
-    num_bytes = len(dictionary) + sum(map(len, pages))
-    encodings = sequence(i32(_RUNS))
-    chunk = {1: i32(known.number), 2: encodings, 3: sequence(name), 4: i32(_CODECS[compression].number)}
-    chunk |= {5: i64(num_values), 6: i64(num_bytes), 7: i64(num_bytes), 9: i64(data_begin)}
-    if len(dictionary):
-        chunk[11] = i64(begin)
-    group = {1: sequence(structure({2: i64(0), 3: structure(chunk)})), 2: i64(num_bytes), 3: i64(num_values)}
-    leaf = {1: i32(known.number), 3: i32(0), 4: name}
+def _flat_file(column: ListColumn, parts: Sequence[FlatPages]) -> bytes:
+    """A Parquet file of one required column, `v`, of numbers, with a row group for each part."""
+    known = _TYPES[column.field.type.value_type]
+    groups: list[Encoded] = []
+    contents: list[bytes | memoryview] = [_MAGIC]
+    begin, num_values = len(_MAGIC), 0
+    for part in parts:
+        size, count = i64(part.num_bytes), i64(part.num_values)
+        chunk = {**_column_head(known, part.codec), 5: count, 6: size, 7: size, 9: i64(begin + len(part.dictionary))}
+        if len(part.dictionary):
+            chunk[11] = i64(begin)
+        groups.append(structure({1: sequence(structure({2: _ZERO, 3: structure(chunk)})), 2: size, 3: count}))
+        contents += (part.dictionary, *part.pages)
+        begin += part.num_bytes
+        num_values += part.num_values
+    footer = structure({1: _VERSION, 2: _flat_schema(known), 3: i64(num_values), 4: sequence(*groups)}).data
+    return b"".join([*contents, footer, len(footer).to_bytes(4, "little"), _MAGIC])
+
+
+_ZERO, _VERSION, _FLAT_NAME = i64(0), i32(2), binary(b"v")
+
+
+@lru_cache(maxsize=64)
+def _column_head(known: PhysicalType, codec: int) -> dict[int, Encoded]:
+    return {1: i32(known.number), 2: sequence(i32(_RUNS)), 3: sequence(_FLAT_NAME), 4: i32(codec)}
+
+
+@lru_cache(maxsize=64)
+def _flat_schema(known: PhysicalType) -> Encoded:
+    leaf = {1: i32(known.number), 3: i32(0), 4: _FLAT_NAME}
     if known.converted is not None:
         leaf[6] = i32(known.converted)
-    schema = sequence(structure({4: binary(b"schema"), 5: i32(1)}), structure(leaf))
-    footer = structure({1: i32(2), 2: schema, 3: i64(num_values), 4: sequence(structure(group))}).data
-    return b"".join([_MAGIC, dictionary, *pages, footer, len(footer).to_bytes(4, "little"), _MAGIC])
+    return sequence(structure({4: binary(b"schema"), 5: i32(1)}), structure(leaf))
 
 
 def _decode_flat(file: bytes) -> pa.Array:
     import pyarrow.parquet as pq
 
     flat = pq.ParquetFile(pa.BufferReader(file), pre_buffer=False)
-    values = flat.read_row_group(0, use_threads=False).column(0)
-    return combine_chunks(values)
+    return combine_chunks(flat.read(use_threads=False).column(0))
 
 
 def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int, int]], values: pa.Array) -> ArrowLists:

@@ -11,7 +11,7 @@ without a checksum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,15 @@ class UnitReader(Protocol):
 
     def close(self) -> None:
         """Close files that are open between units. A call that is still under way ends as if nothing had happened."""
+        ...
+
+
+@runtime_checkable
+class SeveralReader(Protocol):
+    """A reader to which several units at once cost less than one after the other."""
+
+    def read_several(self, units: Sequence[Unit]) -> list[ReadResult]:
+        """As `UnitReader.read_rows` of each unit."""
         ...
 
 
@@ -62,7 +71,19 @@ class BadRow:
     """The file and the place in it: a byte offset, a member of a tar."""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.error}"
+        return f"{self.where}: {self.error}" if self.where else self.error
+
+
+@dataclass(frozen=True, slots=True)
+class MadeRows:
+    """Says that the first transforms have run already on the rows of a unit."""
+
+    num_read: int
+    """The rows of the unit before them."""
+    origin: NDArray[np.int64] | None
+    """The row, before them, that each row was made from, or -1; None: row i from row i."""
+    num_stages: int
+    """How many they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +95,16 @@ class ReadResult:
     bad: tuple[BadRow, ...] = ()
     mapped: tuple[MappedFile, ...] = ()
     """Files that the table points into: they do not count as memory in use."""
+    made: MadeRows | None = None
+    """None for rows as they were read."""
+
+    @property
+    def unit_rows(self) -> NDArray[np.int64]:
+        """The row of the unit that each row of the table was read from; -1 where a transform lost it."""
+        rows = np.arange(self.table.num_rows)
+        if self.made is not None and self.made.origin is not None:
+            rows = self.made.origin
+        return rows if self.row_numbers is None else np.where(rows < 0, -1, self.row_numbers[rows])
 
     def strict(self) -> pa.Table:
         """The table, or BadRowError for the first bad row."""

@@ -19,8 +19,10 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
@@ -28,18 +30,22 @@ import pyarrow as pa
 from overlord.errors import SourceError, SpecError
 from overlord.sources.object_store import (
     ListedObject,
-    ObjectStore,
     Retry,
+    count_local_bytes,
     shared_store,
 )
+from overlord.sources.range_cache import shared_range_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from overlord.declare.cache import Cache
+    from overlord.sources.object_store import RemoteStore
+    from overlord.sources.range_cache import RangeOfFile
+
 A = TypeVar("A")
 B = TypeVar("B")
 
-REMOTE_SCHEMES = ("s3", "gs", "az", "http", "https")
 THREADS = 32
 # Without O_NONBLOCK, opening a FIFO in place of a file would block until another process writes to it.
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -69,6 +75,10 @@ class Storage:
 
     options: tuple[tuple[str, str], ...] = ()
     retry: Retry = field(default_factory=Retry)
+    cache: Cache | None = None
+    """A folder for what is read from remote storage."""
+    keeps_data: bool = False
+    """Keep all of it there; else only what listing reads."""
 
     def list_files(self, patterns: Sequence[str]) -> tuple[StoredFile, ...]:
         """Every file that the patterns name: patterns in the order given, the matches of one glob sorted."""
@@ -86,10 +96,30 @@ class Storage:
 
     def read(self, file: StoredFile, start: int, stop: int) -> pa.Buffer:
         """The bytes [start, stop), in memory."""
-        if is_remote(file.path):
-            store, key = self._store(file.path)
-            return store.read(ListedObject(key, file.num_bytes, file.version), start, stop)
-        return read_local(file, start, stop)
+        if not is_remote(file.path):
+            return read_local(file, start, stop)
+        fetch = partial(self._fetch, file, start, stop)
+        if self.cache is None:
+            return fetch()
+        return shared_range_cache(self.cache).read((file, start, stop), fetch, self.keeps_data)
+
+    def read_ranges(self, file: StoredFile, ranges: Iterable[tuple[int, int]]) -> dict[int, pa.Buffer]:
+        """Ranges of a file by their first byte, side by side, in as few requests as there are stretches of them."""
+        context = copy_context()  # of this thread, which knows when the ranges are needed again
+        stretches = join_ranges(ranges)
+        found = map_threads(lambda each: context.copy().run(self.read, file, *each), stretches)
+        return {start: data for (start, _), data in zip(stretches, found, strict=True)}
+
+    def fetch_ahead(self, wanted: RangeOfFile, needed_in_s: float) -> None:
+        """Fetch a range of a remote file into the cache, unless it is there."""
+        assert self.cache is not None  # there is no other place to fetch to
+        kept = shared_range_cache(self.cache)
+        if not kept.has(wanted):
+            kept.fetch(wanted, partial(self._fetch, *wanted), needed_in_s)
+
+    def _fetch(self, file: StoredFile, start: int, stop: int) -> pa.Buffer:
+        store, key = self._store(file.path)
+        return store.read(ListedObject(key, file.num_bytes, file.version), start, stop)
 
     @contextmanager
     def stream(self, file: StoredFile) -> Iterator[pa.NativeFile]:
@@ -100,6 +130,7 @@ class Storage:
             return
         with open_arrow(file) as stream:
             yield stream
+            count_local_bytes(file.num_bytes if stream.closed else stream.tell())
         with source_errors(file.path):
             check_unchanged(file, os.stat(file.path))
 
@@ -119,8 +150,6 @@ class Storage:
         scheme = _scheme(path)
         if not scheme:
             return _list_local(path)
-        if scheme not in REMOTE_SCHEMES:
-            raise SpecError(f"{path}: {scheme}:// is not a known scheme; use a path or {', '.join(REMOTE_SCHEMES)}, file")
         if scheme in ("http", "https") and has_glob(path):
             raise SpecError(
                 f"{path}: http servers cannot be listed and queries are not supported; name each file, or a range of "
@@ -139,7 +168,7 @@ class Storage:
         files = [StoredFile(f"{store.root}/{found.path}", found.num_bytes, found.version) for found in listed]
         return [(file, file.path) for file in files]
 
-    def _store(self, url: str) -> tuple[ObjectStore, str]:
+    def _store(self, url: str) -> tuple[RemoteStore, str]:
         scheme, rest = url.split("://", 1)
         bucket, _, key = rest.partition("/")
         if not bucket or not key:
@@ -208,6 +237,7 @@ def read_into(file: StoredFile, descriptor: int, target: memoryview, start: int)
                 f"should be read (it was listed with {file.num_bytes:,} bytes); copy or write it again"
             )
         done += num_bytes
+    count_local_bytes(done)
 
 
 def check_unchanged(file: StoredFile, status: os.stat_result) -> None:
@@ -323,8 +353,22 @@ def _forget_mapping(start: int) -> None:
             del _mappings[index]
 
 
+GAP_BYTES = 1 << 20
+
+
+def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges, joined over small gaps: reading a gap costs less than another request."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if joined and start - joined[-1][1] <= GAP_BYTES:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
+
+
 def is_remote(path: str) -> bool:
-    return _scheme(path) in REMOTE_SCHEMES
+    return bool(_scheme(path))
 
 
 def map_threads(function: Callable[[A], B], items: Iterable[A]) -> list[B]:
@@ -415,6 +459,8 @@ def _stat_local(path: str) -> tuple[StoredFile, object]:
             f"{printable(path)} has a name that is not UTF-8, which logs and states cannot hold; rename it, or narrow the "
             "pattern"
         ) from None
+    if "\0" in path:
+        raise SourceError(f"{printable(path)} has a NUL in its name, which no file can have: check what names it")
     with source_errors(path):
         status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
@@ -461,7 +507,7 @@ def _unreadable_error(path: str, error: OSError) -> SourceError:
     return SourceError(f"{path} does not exist (in {printable(os.getcwd())}): check the path, or put the file back")
 
 
-def _list_keys(store: ObjectStore, prefix: str, segments: Sequence[str]) -> Iterator[StoredFile]:
+def _list_keys(store: RemoteStore, prefix: str, segments: Sequence[str]) -> Iterator[StoredFile]:
     """Lists folder by folder, so that a pattern in one folder of a huge bucket does not list the bucket."""
     segment, rest = segments[0], segments[1:]
     if "**" in segment:

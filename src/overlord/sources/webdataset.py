@@ -34,6 +34,8 @@ from overlord.sources.views import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from overlord.sources.range_cache import RangeOfFile
+
 KEY = "__key__"
 HEAD_BYTES = 1 << 20
 # The key of a sample is the name up to the first dot of its last part. Names like .hidden and README belong to no sample.
@@ -108,6 +110,10 @@ class WebDataset(FileSource):
         reports = tuple(BadRow(i, bad[i], f"{unit.path}, sample {samples.keys[i]!r}") for i in sorted(bad))
         kept = good_rows(len(table), reports)
         return ReadResult(take_rows(table, kept), kept, reports, mapped)
+
+    def byte_ranges(self, unit: Unit) -> Sequence[RangeOfFile]:
+        shard: Shard = unit.detail
+        return [(shard.file, 0, shard.file.num_bytes)]
 
     def identity(self) -> str:
         columns = self.columns

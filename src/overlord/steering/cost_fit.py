@@ -4,7 +4,8 @@ The model of a rank's time for a piece of work (a microbatch, or its part of a s
 
     slowness of the rank x (sum over modules of coefficients . features + per microbatch + per piece)
 
-with no coefficient below 0. The last two terms stand for overhead that does not depend on documents: kernel launches, the
+with no coefficient below 0. Work that several ranks do together (a ring) takes as long as on the slowest of them. The last
+two terms stand for overhead that does not depend on documents: kernel launches, the
 optimiser's step. They are fitted so that the others are unbiased, and then dropped. Outliers (a garbage collection, a
 checkpoint, a wrong unit) are down-weighted: first by Huber's weights, whose problem is convex, then by Tukey's, which give
 far outliers no weight at all. Older times count less. A ridge prior centred at the known coefficients keeps the fit stable
@@ -19,8 +20,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.arrange.balancing import bin_sums
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 HALF_LIFE = 32  # steps after which the weight of a time is halved
 _KEPT = (16, 128)  # least and most times that are kept of each rank
 _KEPT_OF_ALL = 32_768
+_KEPT_OF_RINGS = 2048
+_SHORTEST = 0.05  # of the median time: shorter work counts as this long
 _MOST = 8192  # times that one fit uses
 _FEWEST_OF_RANK = 5  # times that are needed to estimate the slowness of a rank
 _NUM_ROUNDS = 4  # each fits the coefficients, then the slowness of ranks
@@ -58,8 +59,15 @@ class _Times:
 
     features: Floats
     seconds: Floats
-    rank: Ints
     weight: Floats
+    ranks: Ints
+    """The ranks of all times, one after the other."""
+    held: Ints
+    """How many ranks each time is of."""
+
+    def slowest(self, of_ranks: Floats) -> Floats:
+        """The largest number among the ranks of each time; `of_ranks` has one for each entry of `ranks`."""
+        return np.maximum.reduceat(of_ranks, np.cumsum(self.held) - self.held)
 
 
 class CostFit:
@@ -70,15 +78,20 @@ class CostFit:
         self._kept = min(max(_KEPT_OF_ALL // num_ranks, _KEPT[0]), _KEPT[1])
         self._slowness: dict[int, float] = {}
         self._of_rank: dict[int, deque[tuple[int, Floats, float]]] = {}
+        self._of_rings: deque[tuple[int, tuple[int, ...], Floats, float]] = deque(maxlen=_KEPT_OF_RINGS)
 
     def add(self, step: int, rank: int, features: Floats, seconds: float) -> None:
         """Keep the time that a rank took for a piece of work. `features` are the sums over its documents, followed by the
         number of microbatches."""
         self._of_rank.setdefault(rank, deque(maxlen=self._kept)).append((step, features, seconds))
 
+    def add_ring(self, step: int, ranks: tuple[int, ...], features: Floats, seconds: float) -> None:
+        """Keep the time that several ranks took together; `features` are those of one of them."""
+        self._of_rings.append((step, ranks, features, seconds))
+
     @property
     def num_times(self) -> int:
-        return sum(len(times) for times in self._of_rank.values())
+        return sum(len(times) for times in self._of_rank.values()) + len(self._of_rings)
 
     def solve(self, known: Floats, slowness: Mapping[int, float] | None = None) -> FittedCosts | None:
         """Coefficients and slowness from the kept measurements; None while there are too few.
@@ -91,28 +104,35 @@ class CostFit:
             return None
         unit = float(np.median(times.seconds))
         design = np.column_stack([times.features, np.ones(len(times.seconds))])
-        size = design.mean(axis=0)
+        size = np.abs(design).mean(axis=0)
         used = size > 0
         if not used[: self._num_features].any():
             return None
         scaled = design[:, used] / size[used]
         prior = _prior(known, size, used)
-        ranks, of = np.unique(times.rank, return_inverse=True)
+        ranks, of = np.unique(times.ranks, return_inverse=True)
         begin = {**(slowness or {}), **self._slowness}
         slow = np.array([begin.get(rank, 1.0) for rank in ranks.tolist()])
         found = prior
         for _ in range(_NUM_ROUNDS):
-            found = _robust(scaled, times.seconds / unit / slow[of], times.weight, prior)
-            slow = _slowness(times.seconds / unit / np.maximum(scaled @ found, 1e-12), of, len(ranks))
+            even = times.seconds / unit / times.slowest(slow[of])
+            # Between absolute errors, by which many short microbatches would make the few long ones outliers, and relative
+            # ones, by which the overhead of the shortest would count most.
+            root = 1 / np.sqrt(np.maximum(even, _SHORTEST))
+            found = _robust(scaled * root[:, None], even * root, times.weight, prior)
+            slow = _slowness(times.seconds / unit / np.maximum(scaled @ found, 1e-12), times, of, len(ranks))
         coefficients = np.zeros(len(size))
         coefficients[used] = found / size[used] * unit
-        predicted = scaled @ found * slow[of] * unit
+        predicted = scaled @ found * times.slowest(slow[of]) * unit
         error = float(np.median(np.abs(predicted - times.seconds) / times.seconds))
         self._slowness = dict(zip(ranks.tolist(), slow.tolist(), strict=True))
         return FittedCosts(coefficients[: self._num_features], dict(self._slowness), error, len(times.seconds))
 
     def _columns(self) -> _Times:
-        entries = [(step, rank, f, s) for rank, times in sorted(self._of_rank.items()) for step, f, s in times]
+        entries: list[tuple[int, tuple[int, ...], Floats, float]] = [
+            (step, (rank,), f, s) for rank, times in sorted(self._of_rank.items()) for step, f, s in times
+        ]
+        entries += self._of_rings
         if len(entries) > _MOST:  # evenly over ranks and steps
             entries = [entries[i] for i in np.linspace(0, len(entries) - 1, _MOST).astype(int).tolist()]
         steps = np.array([entry[0] for entry in entries], np.int64)
@@ -120,8 +140,9 @@ class CostFit:
         return _Times(
             features=np.array([entry[2] for entry in entries]).reshape(len(entries), self._num_features + 1),
             seconds=np.array([entry[3] for entry in entries]),
-            rank=np.array([entry[1] for entry in entries], np.int64),
             weight=0.5 ** (age / HALF_LIFE),
+            ranks=np.array([rank for entry in entries for rank in entry[1]], np.int64),
+            held=np.array([len(entry[1]) for entry in entries], np.int64),
         )
 
 
@@ -191,19 +212,28 @@ def _non_negative(gram: Floats, target: Floats) -> Floats:
     return np.maximum(found, 0.0)
 
 
-def _slowness(ratio: Floats, of: NDArray[np.integer], num_ranks: int) -> Floats:
-    """The median of reported / predicted time of each rank, relative to the median rank."""
-    order = np.lexsort((ratio, of))
-    held = np.bincount(of, minlength=num_ranks)
-    first = np.cumsum(held) - held
-    ordered = ratio[order]
-    middle = (ordered[first + (held - 1) // 2] + ordered[first + held // 2]) / 2
-    middle = np.where(held >= _FEWEST_OF_RANK, middle, np.nan)
-    known = middle[np.isfinite(middle)]
+def _slowness(ratio: Floats, times: _Times, of: NDArray[np.integer], num_ranks: int) -> Floats:
+    """The median of reported / predicted time of each rank, relative to the median rank.
+
+    It is taken from the work that a rank did alone. A rank that did too little alone has the lower quartile of its rings:
+    it is not slower than those in which no other rank was slow.
+    """
+    alone = times.held == 1
+    is_alone = np.repeat(alone, times.held)
+    found = _quantiles(ratio[alone], of[is_alone], num_ranks, 0.5)
+    together = _quantiles(np.repeat(ratio, times.held)[~is_alone], of[~is_alone], num_ranks, 0.25)
+    found = np.where(np.isfinite(found), found, together)
+    known = found[np.isfinite(found)]
     usual = float(np.median(known)) if len(known) else 1.0
-    return np.clip(np.nan_to_num(middle / usual, nan=1.0), 1e-3, 1e3)
+    return np.clip(np.nan_to_num(found / usual, nan=1.0), 1e-3, 1e3)
 
 
-def summed_features(features: Floats, micro: Ints, num_micro: int) -> Floats:
-    """Features of samples, summed over each microbatch."""
-    return np.column_stack([bin_sums(micro, column, num_micro) for column in features.T])
+def _quantiles(values: Floats, of: NDArray[np.integer], num_ranks: int, share: float) -> Floats:
+    """A quantile of the values of each rank; NaN where there are too few."""
+    held = np.bincount(of, minlength=num_ranks)
+    if not len(values):
+        return np.full(num_ranks, np.nan)
+    ordered = values[np.lexsort((values, of))]
+    place = np.cumsum(held) - held + np.maximum(held - 1, 0) * share
+    low, high = (np.minimum(at.astype(np.int64), len(values) - 1) for at in (np.floor(place), np.ceil(place)))
+    return np.where(held >= _FEWEST_OF_RANK, (ordered[low] + ordered[high]) / 2, np.nan)

@@ -2,7 +2,9 @@
 from. It is part of a state, and of the log.
 
     weights   {"weights": {name: share} or null, "of": digest of the mixture, "by": "user", "feedback" or "function", ...}
-    costs     {"modules": {name: [coefficients]}, "of": digest of the initial cost, "slow": {group: factor}, ...}
+    skip      {"source": name, "rows": [[unit, [row, ...] or null], ...] or null, "file": "...", ...}
+    source    {"source": name, "share": 0.1, "of": digest of the mixture, ...}
+    costs     {"modules": {name: [coefficients]}, "of": digest of the initial cost, "slow": {rank: factor}, ...}
 
 Weights hold from their step on until the next such decision, whatever the declared schedule says; null means the schedule.
 A decision was made about a declaration: where that has changed since, the declaration holds.
@@ -52,7 +54,7 @@ class Steered:
         decided = enumerate(as_list(plain["decisions"], f"{at}.decisions"))
         decisions = tuple(decision_from_plain(each, f"{at}.decisions[{i}]") for i, each in decided)
         for i, decision in enumerate(decisions):
-            text(decision.name, f"{at}.decisions[{i}][1] (name)", among=(WEIGHTS, COSTS))
+            text(decision.name, f"{at}.decisions[{i}][1] (name)", among=(WEIGHTS, COSTS, SKIP, SOURCE))
         heard = tuple(as_list(plain["heard"], f"{at}.heard"))
         for i, each in enumerate(heard):
             _check_heard(each, f"{at}.heard[{i}]")
@@ -61,7 +63,7 @@ class Steered:
     def about(self, mixture: Mixture) -> Steered:
         """Without what was decided about another mixture than this one."""
         digest = mixture_digest(mixture)
-        kept = tuple(d for d in self.decisions if d.name != WEIGHTS or d.value["of"] == digest)
+        kept = tuple(d for d in self.decisions if d.name not in (WEIGHTS, SOURCE) or d.value["of"] == digest)
         return self if len(kept) == len(self.decisions) else Steered(kept, self.heard)
 
 
@@ -99,6 +101,10 @@ MESH = "mesh"
 """The decision that says which mesh steps are arranged for. It is about trainers, so it does not outlive a run."""
 WEIGHTS = "weights"
 """The decision that says by which weights steps are drawn. All of them are kept: a run may go back to an older state."""
+SKIP = "skip"
+"""A decision that says what is left out from a step on: some rows, or a source. All of them hold together."""
+SOURCE = "source"
+"""A decision that says which share a source has that was added while the run ran. All of them hold together."""
 COSTS = "costs"
 """The decision that says which learned costs steps are arranged by."""
 
@@ -109,7 +115,8 @@ def decision_from_plain(plain: Any, at: str) -> Decision:
     """Raises DamagedError for what no run decides."""
     step, name, value = as_list(plain, at, length=3)
     whole(step, f"{at}[0] (step)")
-    check = {WEIGHTS: _check_weights, COSTS: _check_costs, MESH: _check_mesh}.get(text(name, f"{at}[1] (name)"))
+    checks = {WEIGHTS: _check_weights, COSTS: _check_costs, MESH: _check_mesh, SKIP: _check_skip, SOURCE: _check_source}
+    check = checks.get(text(name, f"{at}[1] (name)"))
     if check is not None:
         check(as_mapping(value, f"{at}[2]"), f"{at}[2]")
     return Decision(step, name, value)
@@ -130,6 +137,32 @@ def _check_weights(value: Mapping[str, Any], at: str) -> None:
         text(value.get(key, ""), f"{at}.{key}")
 
 
+def _check_skip(value: Mapping[str, Any], at: str) -> None:
+    with_keys(value, at, needed=("source", "rows"), allowed=("file", "by", "id"))
+    for key in ("source", "file", "by", "id"):
+        text(value.get(key, ""), f"{at}.{key}")
+    for i, entry in enumerate(as_list(value["rows"], f"{at}.rows") if value["rows"] is not None else ()):
+        unit, rows = as_list(entry, f"{at}.rows[{i}]", length=2)
+        whole(unit, f"{at}.rows[{i}][0]")
+        for row in as_list(rows, f"{at}.rows[{i}][1]") if rows is not None else ():
+            whole(row, f"{at}.rows[{i}][1]")
+
+
+def _check_source(value: Mapping[str, Any], at: str) -> None:
+    with_keys(value, at, needed=("source", "share", "of"), allowed=("by", "id"))
+    for key in ("source", "of", "by", "id"):
+        text(value.get(key, ""), f"{at}.{key}")
+    if not 0 < number(value["share"], f"{at}.share", least=0) < 1:
+        raise DamagedError(f"{at}.share must be between 0 and 1, it is {value['share']:g}")
+
+
+def added_sources(decisions: Iterable[Decision], step: int) -> list[str]:
+    """The sources that were added while the run ran and that a run at `step` still draws from, or will."""
+    decided = tuple(decisions)
+    removed = {d.value["source"] for d in decided if d.name == SKIP and d.value["rows"] is None and d.step <= step}
+    return [d.value["source"] for d in decided if d.name == SOURCE and d.value["source"] not in removed]
+
+
 def _check_costs(value: Mapping[str, Any], at: str) -> None:
     with_keys(value, at, needed=("of", "modules", "slow", "mesh"), allowed=value)
     for module, coefficients in as_mapping(value["modules"], f"{at}.modules").items():
@@ -137,7 +170,8 @@ def _check_costs(value: Mapping[str, Any], at: str) -> None:
             number(coefficient, f"{at}.modules.{module}")
     for group, factor in as_mapping(value["slow"], f"{at}.slow").items():
         if not group.isdecimal() or number(factor, f"{at}.slow.{group}", least=0) == 0:
-            raise DamagedError(f"{at}.slow is a factor for each group, it has {group!r}: {short_repr(factor)}")
+            raise DamagedError(f"{at}.slow is a factor for each rank, it has {group!r}: {short_repr(factor)}")
+    text(value.get("slow_of", "groups"), f"{at}.slow_of", among=("groups", "ranks"))
     as_list(value["mesh"], f"{at}.mesh", length=8)
     text(value["of"], f"{at}.of")
 
@@ -156,11 +190,12 @@ def mesh_decision(step: int, mesh: Mesh) -> Decision:
 
 
 def in_force(decisions: Iterable[Decision], step: int) -> tuple[Decision, ...]:
-    """Those that hold at a step or will later: of each name the latest up to the step, and all after it."""
+    """Those that hold at a step or will later: of each name the latest up to the step, and all after it. Of what is skipped
+    or added, all."""
     latest: dict[str, Decision] = {}
     later = []
     for decision in sorted(decisions, key=lambda d: d.step):  # stable: of two for one step, the one made later holds
-        if decision.step <= step:
+        if decision.step <= step and decision.name not in (SKIP, SOURCE):
             latest[decision.name] = decision
         else:
             later.append(decision)

@@ -17,6 +17,8 @@ from overlord.errors import SpecError, StorageError
 from overlord.steering.decisions import (
     COSTS,
     MESH,
+    SKIP,
+    SOURCE,
     WEIGHTS,
     Decision,
     Steered,
@@ -25,10 +27,11 @@ from overlord.steering.decisions import (
 )
 from overlord.steering.feedback import ReportedLosses, checked_weights, loss_sums, weight_update
 from overlord.steering.learning import Learning
+from overlord.stream.skips import SkipSchedule
 from overlord.stream.weights import WeightSchedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from overlord.arrange.learned_cost import CostsInForce
     from overlord.arrange.mesh_tree import ClientPlaceTree
@@ -78,7 +81,9 @@ class Steering:
         *,
         log: DecisionLog | None = None,
         is_safe: bool = True,
+        skips: Sequence[tuple[int, Mapping[str, Any]]] = (),
     ) -> None:
+        """`skips`: what the job leaves out, and from which step on, as values of decisions."""
         self._mixture = mixture
         self._digest = mixture_digest(mixture)
         self._names = start.names
@@ -95,9 +100,14 @@ class Steering:
         self.may_decide = mixture.feedback is not None or mixture.function is not None or bool(self._decisions)
         """False while there is nothing to decide or to look up: the declared weights and costs hold at every step."""
         self.schedule = WeightSchedule(mixture, start.names)
+        self.skips = SkipSchedule(start.names)
+        for step, value in (*skips, *((d.step, d.value) for d in self._decisions if d.name == SKIP)):
+            self._leave_out(step, value)
         for decision in sorted(self._decisions, key=lambda d: d.step):
             if decision.name == WEIGHTS:
                 self.schedule.change(decision.step, decision.value["weights"])
+            elif decision.name == SOURCE:
+                self.schedule.add(decision.step, decision.value["source"], decision.value["share"])
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -145,6 +155,34 @@ class Steering:
         self._add(decision)
         return step
 
+    def skip(self, value: Mapping[str, Any], from_step: int | None, first: int) -> int:
+        """Leave something out: `value` is that of the decision, with the id of the request. Returns the first step without
+        it. `first` is the first step that may change."""
+        for decision in self._decisions:
+            if decision.value.get("id") == value["id"]:
+                return decision.step
+        if not self._is_safe:
+            raise SpecError(
+                "documents can be skipped while a job runs on a cluster only if that is written down, since the planner may "
+                "be lost: give start(log=...)"
+            )
+        step = first if from_step is None else from_step
+        if step < first:
+            raise SpecError(f"step {step} is drawn already; documents can be skipped from step {first} on")
+        source = value["source"]
+        if value["rows"] is None and not any(w for name, w in self.weights_at(step).items() if name != source):
+            raise SpecError(f"source {source!r} is the only one with a weight at step {step}: nothing would be left to draw")
+        decision = Decision(step, SKIP, {**value, "by": "user"})
+        if self._log is not None:
+            self._log.decide(decision)
+        self._add(decision)
+        return step
+
+    def _leave_out(self, step: int, value: Mapping[str, Any]) -> None:
+        if value["rows"] is None:
+            self.schedule.remove(step, value["source"])
+        self.skips.add(step, value)
+
     def is_due(self, step: int) -> bool:
         """Whether something has to be decided before a step is drawn."""
         return bool(self._due(step))
@@ -164,8 +202,13 @@ class Steering:
 
     def costs_at(self, step: int) -> CostsInForce | None:
         """The learned costs that a step is arranged by."""
+        value = self.costs_decided(step)
+        return None if value is None else self._learning.in_force(value)
+
+    def costs_decided(self, step: int) -> Any:
+        """The value of the decision about costs that holds at a step; None where there is none."""
         found = [d for d in self._decisions if d.name == COSTS and d.step <= step]
-        return self._learning.in_force(max(found, key=lambda d: d.step).value) if found else None
+        return max(found, key=lambda d: d.step).value if found else None
 
     def note_plan(self, step: int, plan: Plan) -> None:
         """Remember the plan of a step, to learn from the times that ranks report for it."""
@@ -200,6 +243,9 @@ class Steering:
             _log.warning("the weights stay as they are from step %d on: %s", step, found.note)
         held = self._latest_weights(step)
         weights = {name: share for name, share in found.weights.items() if share > 0}
+        for name, share in self.schedule.added_at(step).items() if not found.note else ():
+            if name not in weights:  # the function knows nothing of a source that was added
+                weights = {other: weight * (1 - share) for other, weight in weights.items()} | {name: share}
         if isinstance(function, Epochs) and held is not None and held.value["weights"] == weights:
             return  # a phase goes on: it follows from the progress, so there is nothing to write down
         decision = Decision(step, WEIGHTS, {"of": self._digest, "by": "function", "weights": weights, "note": found.note})
@@ -253,6 +299,8 @@ class Steering:
     def _add(self, decision: Decision) -> None:
         if decision.name == WEIGHTS:
             self.schedule.change(decision.step, decision.value["weights"])
+        elif decision.name == SKIP:
+            self._leave_out(decision.step, decision.value)
         else:  # only the latest are ever looked at: one for each step that may be planned again
             costs = [d for d in self._decisions if d.name == COSTS]
             if len(costs) > 64:

@@ -74,6 +74,12 @@ def units_of_chunk(seed: int, source: str, units: UnitRuns, *, window: int, shuf
     return order[index * window : (index + 1) * window]
 
 
+def chunk_of_unit(seed: int, source: str, units: UnitRuns, *, window: int, shuffle: bool, unit: int, epoch: int) -> int:
+    """The chunk that has a unit in an epoch: the inverse of `units_of_chunk`."""
+    order = _units_of_epoch(seed, source, units, epoch) if shuffle else np.arange(units.num_units)
+    return epoch * chunks_per_epoch(units.num_units, window) + int(np.flatnonzero(order == unit)[0]) // window
+
+
 def row_order(seed: int, source: str, chunk: int, num_rows: int) -> Ints:
     """The order of a shuffled chunk's rows: entry r is the row, numbered in reading order, that comes r-th."""
     return _permutation(num_rows, "rows", seed, source, chunk)

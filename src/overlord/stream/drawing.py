@@ -21,27 +21,32 @@ from overlord.stream.facts import (
     Floats,
     ImageSizes,
     Ints,
-    LossCount,
+    Losses,
     Samples,
+    TokenSpans,
 )
 from overlord.stream.packing import padded_lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from overlord.declare.mixture import Stop
     from overlord.stream.progress import Progress
+    from overlord.stream.skips import SkipSet
 
 
 class FactSource(Protocol):
     """Where drawing gets facts from. Sources are named by their index."""
 
-    def describe(self, source: int, chunk: int) -> ChunkFacts:
-        """The facts of a chunk; waits for the loader that makes it."""
+    def find(self, source: int, chunk: int) -> ChunkFacts | None:
+        """The facts of a chunk if they are known. Where they are not, drawing raises `FactsMissing`: whoever draws fetches
+        them and draws again."""
         ...
 
     def peek(self, source: int, chunk: int) -> ChunkFacts | None:
-        """The facts of a chunk if that takes no waiting."""
+        """The facts of a chunk if it takes no waiting to get them."""
         ...
 
     @property
@@ -53,9 +58,21 @@ class FactSource(Protocol):
         """Advice: this chunk will be described soon."""
         ...
 
-    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> LossCount:
-        """The loss of tokens `start` to `stop` of a row, where only the row's loss mask tells."""
+    def count_losses(self, spans: TokenSpans) -> Losses:
+        """The loss of tokens `start` to `stop` of rows, where only their loss masks tell. Raises `FactsMissing` where it is
+        not known."""
         ...
+
+
+class FactsMissing(Exception):
+    """A step cannot be drawn before these facts are known. Nothing was drawn: the next try starts from the same place."""
+
+    def __init__(self, chunks: Sequence[tuple[int, int]] = (), spans: TokenSpans | None = None) -> None:
+        super().__init__("facts of chunks are not known yet")
+        self.chunks = tuple(chunks)
+        """(source, chunk) of each chunk whose facts are missing."""
+        self.spans = spans
+        """Parts of rows whose loss is missing."""
 
 
 @record
@@ -65,7 +82,7 @@ class ComputedFacts:
     compute: Callable[[int, int], ChunkFacts]
     at_hand: Callable[[int, int], ChunkFacts | None] | None = None
 
-    def describe(self, source: int, chunk: int) -> ChunkFacts:
+    def find(self, source: int, chunk: int) -> ChunkFacts | None:
         return self.compute(source, chunk)
 
     def peek(self, source: int, chunk: int) -> ChunkFacts | None:
@@ -78,8 +95,8 @@ class ComputedFacts:
     def expect(self, source: int, chunk: int) -> None:
         """Nothing is prepared."""
 
-    def count_loss(self, source: int, chunk: int, row: int, start: int, stop: int) -> LossCount:
-        raise NotImplementedError(f"computed facts have no loss masks, so no loss for tokens {start} to {stop} of row {row}")
+    def count_losses(self, spans: TokenSpans) -> Losses:
+        raise NotImplementedError(f"computed facts have no loss masks, so no loss for {len(spans)} parts of rows")
 
 
 _MOST_ROWS_OF_A_SOURCE = 8192  # per block: keeps the first step quick when chunks are huge
@@ -99,6 +116,14 @@ class Extent:
     def end(self) -> int | None:
         return None if self.num_epochs is None else self.chunks_per_epoch * self.num_epochs
 
+    def seconds_left(self, first: int, now: int, seconds: float) -> float | None:
+        """The time until the source has been read to its end, an endless one to the end of its epoch, by how long it took to
+        get from chunk `first` to chunk `now`. None where that is the same chunk."""
+        if now <= first:
+            return None
+        end = -(-(now + 1) // self.chunks_per_epoch) * self.chunks_per_epoch if self.end is None else self.end
+        return max(end - now, 0) * seconds / (now - first)
+
     @property
     def most_chunks_without_rows(self) -> int:
         """This many consecutive chunks without a usable row prove that the source has none.
@@ -108,6 +133,36 @@ class Extent:
         nothing of a few rows several times in a row.
         """
         return max(2 * self.chunks_per_epoch, _FEWEST_CHUNKS_TRIED)
+
+
+@record
+class _Block:
+    """Draws that are known, in their order, and what the progress after some of them is computed from."""
+
+    at: Progress
+    """Where the block begins."""
+    samples: Samples
+    ends: Ints
+    """The tokens of each sample and of those before it."""
+    first_rows: Ints
+    """For each source, the rows of the chunk where it begins the block."""
+    lane_chunk: Ints
+    lane_rows: Ints
+    """For each source, the last chunk in the block, and its rows."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def progress_after(self, num_draws: int, by_tokens: bool) -> Progress:
+        return _advance(
+            self.at,
+            self.samples,
+            num_draws,
+            by_tokens=by_tokens,
+            first_rows=self.first_rows,
+            lane_chunk=self.lane_chunk,
+            lane_rows=self.lane_rows,
+        )
 
 
 @dataclass(slots=True)
@@ -130,6 +185,104 @@ class _Lane:
 class DrawQueue:
     """The endless sequence of draws under fixed weights, from a progress on.
 
+    Draws are taken from blocks. Where the next block cannot be made because facts are missing, `FactsMissing` is raised, and
+    the caller goes `back` to its `mark`: no draw is lost, and blocks that were made are not made again.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        unit: str,
+        stop: Stop,
+        extents: Sequence[Extent],
+        facts: FactSource,
+        *,
+        skips: SkipSet | None = None,
+    ) -> None:
+        self._maker = BlockMaker(progress, unit, stop, extents, facts, skips=skips)
+        self._names = progress.names
+        self._by_tokens = unit == "tokens"
+        self._blocks = [self._maker.last]  # from that of the mark on
+        self._number = 0  # of the current one among them
+        self._position = self._marked = 0
+
+    def mark(self) -> None:
+        """Note this place in the sequence, for `back`."""
+        if self._number:
+            del self._blocks[: self._number]
+            self._number = 0
+        self._marked = self._position
+
+    def back(self) -> None:
+        """Return to the mark: what was drawn since is drawn again."""
+        self._number, self._position = 0, self._marked
+
+    def next_samples(self, count: int) -> Samples:
+        """Draw the next `count` samples; fewer when the run ends."""
+        parts: list[Samples] = []
+        while count > 0 and self._has_more():
+            block = self._blocks[self._number]
+            parts.append(self._take_to(min(self._position + count, len(block))))
+            count -= len(parts[-1])
+        return Samples.concatenate(parts) if parts else Samples.none(self._names)
+
+    def next_tokens(self, tokens: int, multiple: int = 1) -> Samples:
+        """Draw until the samples hold at least `tokens` (documents padded to `multiple`), or the run ends."""
+        parts: list[Samples] = []
+        while tokens > 0 and self._has_more():
+            block = self._blocks[self._number]
+            sizes, before = block.ends, block.ends[self._position - 1] if self._position else 0
+            if multiple > 1:
+                padded = padded_lengths(block.samples.tokens[self._position :], multiple)
+                sizes, before = np.concatenate([np.zeros(self._position, np.int64), np.cumsum(padded)]), 0
+            end = min(int(sizes.searchsorted(before + tokens)) + 1, len(block))
+            tokens -= int(sizes[end - 1] - before)
+            parts.append(self._take_to(end))
+        return Samples.concatenate(parts) if parts else Samples.none(self._names)
+
+    @property
+    def has_ended(self) -> bool:
+        """True when there is nothing left to draw, now and later."""
+        is_last = self._number == len(self._blocks) - 1
+        return is_last and self._maker.has_ended and self._position == len(self._blocks[-1])
+
+    @property
+    def samples_at_hand(self) -> int:
+        """Samples that can be drawn from known facts, up to the end of the block."""
+        return len(self._blocks[self._number]) - self._position
+
+    @property
+    def tokens_at_hand(self) -> int:
+        """The tokens of those samples."""
+        block = self._blocks[self._number]
+        if self._position == len(block):
+            return 0
+        return int(block.ends[-1] - (block.ends[self._position - 1] if self._position else 0))
+
+    def bookmark(self, draws_ago: int = 0) -> Callable[[], Progress]:
+        """A function that computes the progress at this moment, or some draws ago (not before the start of the block)."""
+        return partial(self._blocks[self._number].progress_after, self._position - draws_ago, self._by_tokens)
+
+    def _take_to(self, end: int) -> Samples:
+        part = self._blocks[self._number].samples.take(slice(self._position, end))
+        self._position = end
+        return part
+
+    def _has_more(self) -> bool:
+        """Go to the next block if this one is all drawn. False when the run has ended."""
+        while self._position == len(self._blocks[self._number]):
+            if self._number == len(self._blocks) - 1:
+                following = self._maker.make_next()
+                if following is None:
+                    return False
+                self._blocks.append(following)
+            self._number, self._position = self._number + 1, 0
+        return True
+
+
+class BlockMaker:
+    """Makes the blocks of a queue, one after the other.
+
     Every source with weight has a lane. The pool holds the rows of all lanes up to the virtual time `_until`, in the order
     of their times. The block is the part of the pool up to the earliest last row of any lane: draws beyond that row depend
     on rows that are not known yet. A lane whose rows are all in the pool may be extended: replaced by a lane of the source's
@@ -144,13 +297,18 @@ class DrawQueue:
         stop: Stop,
         extents: Sequence[Extent],
         facts: FactSource,
+        *,
+        skips: SkipSet | None = None,
     ) -> None:
-        self._at = progress  # where the current block begins
+        self._skips = skips
+        self._left_out: dict[int, tuple[int, Ints]] = {}  # source to a chunk and its rows that are left out
+        self._at = progress  # where the last block begins
         self._by_tokens = unit == "tokens"
         self._stop = stop
         self._extents = extents
         self._facts = facts
-        self._ended = False
+        self.has_ended = False
+        """True when no block comes after the last one."""
         self._read_once = progress.read_once.copy()
         self._lanes: dict[int, _Lane] = {}
         self._last_times = np.full(len(progress.names), np.inf)  # of each lane's last row
@@ -160,93 +318,61 @@ class DrawQueue:
         self._first_rows = np.zeros(len(progress.names), np.int64)  # of all of the chunk where the source begins the block
         self._lane_chunk = np.full(len(progress.names), -1)
         self._lane_rows = np.zeros(len(progress.names), np.int64)  # of all of the lane's chunk
-        self._start_block(Samples.none(progress.names))
+        self.last = self._block_of(Samples.none(progress.names))
+        """The block that was made last; at first one without draws."""
 
-    def next_samples(self, count: int) -> Samples:
-        """Draw the next `count` samples; fewer when the run ends."""
-        parts: list[Samples] = []
-        while count > 0 and (self._position < len(self._block) or self._refill()):
-            end = min(self._position + count, len(self._block))
-            parts.append(self._take_to(end))
-            count -= len(parts[-1])
-        return Samples.concatenate(parts) if parts else Samples.none(self._at.names)
+    def _block_of(self, samples: Samples) -> _Block:
+        return _Block(self._at, samples, samples.tokens.cumsum(), self._first_rows, self._lane_chunk, self._lane_rows)
 
-    def next_tokens(self, tokens: int, multiple: int = 1) -> Samples:
-        """Draw until the samples hold at least `tokens` (documents padded to `multiple`), or the run ends."""
-        parts: list[Samples] = []
-        while tokens > 0 and (self._position < len(self._block) or self._refill()):
-            before = self._block_tokens[self._position - 1] if self._position else 0
-            sizes = self._block_tokens
-            if multiple > 1:
-                padded = padded_lengths(self._block.tokens[self._position :], multiple)
-                sizes, before = np.concatenate([np.zeros(self._position, np.int64), np.cumsum(padded)]), 0
-            end = min(int(sizes.searchsorted(before + tokens)) + 1, len(self._block))
-            tokens -= int(sizes[end - 1] - before)
-            parts.append(self._take_to(end))
-        return Samples.concatenate(parts) if parts else Samples.none(self._at.names)
-
-    @property
-    def has_ended(self) -> bool:
-        """True when there is nothing left to draw, now and later."""
-        return self._ended and self._position == len(self._block)
-
-    @property
-    def samples_at_hand(self) -> int:
-        """Samples that can be drawn from known facts."""
-        return len(self._block) - self._position
-
-    @property
-    def tokens_at_hand(self) -> int:
-        """The tokens of those samples."""
-        if self._position == len(self._block):
-            return 0
-        return int(self._block_tokens[-1] - (self._block_tokens[self._position - 1] if self._position else 0))
-
-    def bookmark(self, draws_ago: int = 0) -> Callable[[], Progress]:
-        """A function that computes the progress at this moment, or some draws ago (not before the start of the block)."""
-        return partial(
-            _advance,
-            self._at,
-            self._block,
-            self._position - draws_ago,
-            by_tokens=self._by_tokens,
-            first_rows=self._first_rows,
-            lane_chunk=self._lane_chunk,
-            lane_rows=self._lane_rows,
-        )
-
-    def _take_to(self, end: int) -> Samples:
-        part = self._block.take(slice(self._position, end))
-        self._position = end
-        return part
-
-    def _start_block(self, block: Samples) -> None:
-        self._block = block
-        self._block_tokens = block.tokens.cumsum()
-        self._position = 0
-
-    def _refill(self) -> bool:
-        """Replace the block, all of which is drawn, by the next one. False when the run has ended."""
-        if self._ended:
-            return False
-        self._at = self.bookmark()()
-        # Bookmarks refer to the old arrays, so these are copied rather than changed.
+    def make_next(self) -> _Block | None:
+        """The block after the last one; None when the run has ended. Raises `FactsMissing` before anything changes."""
+        if self.has_ended:
+            return None
+        at = self.last.progress_after(len(self.last), self._by_tokens)
+        found = self._find_facts(at)
+        self._at = at
+        # Blocks refer to the old arrays, so these are copied rather than changed.
         self._first_rows = np.where(self._at.chunk == self._lane_chunk, self._lane_rows, self._first_rows)
         self._lane_chunk, self._lane_rows = self._lane_chunk.copy(), self._lane_rows.copy()
         is_first = not self._lanes
-        entered = [source for source in self._run_out if self._enter(source)]
+        entered = [source for source in self._run_out if self._enter(source, found)]
         self._run_out = []
         self._at.read_once[:] = self._read_once
-        if self._ended or not self._lanes:
-            self._ended = True
-            self._start_block(Samples.none(self._at.names))
-            return False
+        if self.has_ended or not self._lanes:
+            self.has_ended = True
+            self.last = self._block_of(Samples.none(self._at.names))
+            return self.last
         self._fill_pool(entered)
         if not is_first:  # the first block should be there soon
             self._extend()
-        self._start_block(self._take_known())
+        self.last = self._block_of(self._take_known())
         self._look_ahead()
-        return True
+        return self.last
+
+    def _find_facts(self, at: Progress) -> dict[tuple[int, int], ChunkFacts]:
+        """The facts of the next rows of every source whose lane is all drawn, as `_enter` will need them. Raises
+        `FactsMissing` with all that are missing, so that one request gets them."""
+        found: dict[tuple[int, int], ChunkFacts] = {}
+        missing: list[tuple[int, int]] = []
+        read_once = self._read_once.copy()
+        for source in self._run_out:
+            extent, first, row = self._extents[source], int(at.chunk[source]), int(at.row[source])
+            for chunk in range(first, first + extent.most_chunks_without_rows):
+                if extent.end is not None and chunk >= extent.end:
+                    read_once[source] = True
+                    if self._stop != "all_exhausted" or self._are_all_read(at, read_once):
+                        break  # the source ends
+                facts = self._facts.find(source, chunk)
+                if facts is None:
+                    missing.append((source, chunk))
+                    break
+                found[source, chunk] = facts
+                if self._next_row(source, chunk, facts, row) < facts.num_rows:
+                    break
+                row = 0
+        if missing:
+            raise FactsMissing(missing)
+        return found
 
     def _look_ahead(self) -> None:
         """Announce which chunks come next: those of the sources whose known rows run out first."""
@@ -257,11 +383,11 @@ class DrawQueue:
                 if end is None or chunk < end or self._stop == "all_exhausted":
                     self._facts.expect(source, chunk)
 
-    def _enter(self, source: int) -> bool:
-        """Give the source a lane of its next rows; False when the source has ended."""
+    def _enter(self, source: int, found: Mapping[tuple[int, int], ChunkFacts]) -> bool:
+        """Give the source a lane of its next rows, from facts that were found; False when the source has ended."""
         at, extent = self._at, self._extents[source]
         chunk, row = int(at.chunk[source]), int(at.row[source])
-        first_chunk = chunk
+        first_chunk, has_passed = chunk, False
         while True:
             has_none = chunk - first_chunk >= extent.most_chunks_without_rows
             if extent.end is not None and chunk >= extent.end:
@@ -269,23 +395,27 @@ class DrawQueue:
             if has_none:
                 raise DataError(
                     f"source {at.names[source]!r} gave no usable row in a whole epoch ({extent.chunks_per_epoch} chunks): "
-                    "look at its filters, its bad-row policy and long_documents, or give it weight 0"
+                    "look at its filters, its bad-row policy, long_documents and what is skipped, or give it weight 0"
                 )
             if extent.end is not None and chunk >= extent.end and self._end_source(source):
                 self._lanes.pop(source, None)
                 self._last_times[source], self._lane_chunk[source] = np.inf, -1
                 return False
-            facts = self._facts.describe(source, chunk)
-            if row < facts.num_rows:
+            facts = found[source, chunk]
+            begin = self._next_row(source, chunk, facts, row)
+            has_passed = has_passed or begin > row
+            if begin < facts.num_rows:
                 break
             chunk, row = chunk + 1, 0
-        at.chunk[source], at.row[source] = chunk, row  # `at` is this queue's own copy
+        if not has_passed:  # a cursor stays before rows that are left out, wherever a run is cut
+            at.chunk[source], at.row[source] = chunk, row  # `at` is this queue's own copy
+        row = begin
         self._first_rows[source] = facts.num_rows
         self._begin_lane(source, chunk, facts, row, int(at.since[source]))
         return True
 
     def _begin_lane(self, source: int, chunk: int, facts: ChunkFacts, row: int, since: int) -> None:
-        end = min(row + _MOST_ROWS_OF_A_SOURCE, facts.num_rows)
+        end = min(row + _MOST_ROWS_OF_A_SOURCE, self._next_left_out(source, chunk, facts, row))
         sizes = facts.tokens[row:end] if self._by_tokens else np.ones(end - row, np.int64)
         # From exact integers, so that a time does not depend on where a run was cut.
         ends = since + sizes.cumsum()
@@ -305,28 +435,60 @@ class DrawQueue:
 
     def _extend_lane(self, source: int) -> bool:
         lane = self._lanes[source]
-        if lane.end < lane.facts.num_rows:
-            self._begin_lane(source, lane.chunk, lane.facts, lane.end, lane.since)
+        row = self._next_row(source, lane.chunk, lane.facts, lane.end)
+        if row < lane.facts.num_rows:
+            self._begin_lane(source, lane.chunk, lane.facts, row, lane.since)
             return True
         chunk, end = lane.chunk + 1, self._extents[source].end
         # A source ends when its end is reached, not before.
         if chunk == end or lane.chunk != self._at.chunk[source]:
             return False
         facts = self._facts.peek(source, chunk)
-        if facts is None or facts.num_rows == 0:
+        if facts is None or (row := self._next_row(source, chunk, facts, 0)) >= facts.num_rows:
             return False
-        self._begin_lane(source, chunk, facts, 0, lane.since)
+        self._begin_lane(source, chunk, facts, row, lane.since)
         return True
+
+    def _rows_left_out(self, source: int, chunk: int, facts: ChunkFacts) -> Ints | None:
+        if self._skips is None or source not in self._skips.rows:
+            return None
+        known, rows = self._left_out.get(source, (-1, None))
+        if rows is None or known != chunk:
+            rows = self._skips.rows_of(source, facts)
+            self._left_out[source] = chunk, rows
+        return rows if len(rows) else None
+
+    def _next_row(self, source: int, chunk: int, facts: ChunkFacts, row: int) -> int:
+        """The first row from `row` on that is not left out; that after the last where there is none."""
+        left_out = self._rows_left_out(source, chunk, facts)
+        if left_out is None:
+            return row
+        at = int(left_out.searchsorted(row))
+        while at < len(left_out) and left_out[at] == row:
+            at, row = at + 1, row + 1
+        return row
+
+    def _next_left_out(self, source: int, chunk: int, facts: ChunkFacts, row: int) -> int:
+        """The first row from `row` on that is left out; that after the last where there is none."""
+        left_out = self._rows_left_out(source, chunk, facts)
+        if left_out is None:
+            return facts.num_rows
+        at = int(left_out.searchsorted(row))
+        return int(left_out[at]) if at < len(left_out) else facts.num_rows
 
     def _end_source(self, source: int) -> bool:
         """Note that a finite source came to its end. True when that ends it; False when it starts again."""
         if self._stop == "all_exhausted":
             self._read_once[source] = True
-            active = [i for i in np.flatnonzero(self._at.weights > 0).tolist() if self._extents[i].end is not None]
-            self._ended = bool(self._read_once[active].all())
-            return self._ended
-        self._ended = self._ended or self._stop == "first_exhausted"
+            self.has_ended = self._are_all_read(self._at, self._read_once)
+            return self.has_ended
+        self.has_ended = self.has_ended or self._stop == "first_exhausted"
         return True
+
+    def _are_all_read(self, at: Progress, read_once: NDArray[np.bool_]) -> bool:
+        """True if every finite source with weight was read once."""
+        active = [i for i in np.flatnonzero(at.weights > 0).tolist() if self._extents[i].end is not None]
+        return bool(read_once[active].all())
 
     def _fill_pool(self, entered: Sequence[int]) -> None:
         """Move rows of new lanes into the pool, up to `_until`; when it stays empty, raise `_until` and take all lanes."""

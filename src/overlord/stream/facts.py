@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from overlord.declare.source import CHOSEN_TOKENS
 from overlord.records import record
 
 if TYPE_CHECKING:
@@ -36,6 +37,25 @@ class LossCount(NamedTuple):
     extra: int = 0
 
 
+class Losses(NamedTuple):
+    """The `LossCount` of several parts of documents, as columns."""
+
+    tokens: Ints
+    extra: Ints
+
+
+@record
+class TokenSpans:
+    """Parts of rows: the tokens `start` to `stop` of row `row` in chunk `chunk` of source `source`, one entry of each column
+    per part."""
+
+    table: Ints
+    """The columns source, chunk, row, start, stop, as rows of one array."""
+
+    def __len__(self) -> int:
+        return self.table.shape[1]
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkFacts:
     """What a Source Loader reports about one chunk: one entry of each column per sample, in the order of the chunk."""
@@ -48,10 +68,34 @@ class ChunkFacts:
     """How many rows the long-document policy and the filters split, dropped, found empty, ... while making this chunk."""
     images: ImageSizes | None = None
     """The size of every image; None if no row has one."""
+    origins: RowOrigins | None = None
+    """Where each row was read; None where that is not known, as for facts that are computed."""
 
     @property
     def num_rows(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrigins:
+    """Where the rows of a chunk were read: row r in row `row[r]` of the unit `units[place[r]]`.
+
+    Small arrays, because they travel with the facts of every chunk.
+    """
+
+    units: tuple[int, ...]
+    """The units of the chunk, by their number among the units of the source."""
+    row: NDArray[np.int32]
+    """The row within its unit; -1 where a transform lost the lineage."""
+    place: NDArray[np.int32] | None = None
+    """Which of `units`; None where there is only one."""
+    token: NDArray[np.int32] | None = None
+    """The first token of the row within its document; None where every row begins with the first."""
+
+    def unit(self, rows: Ints) -> Ints:
+        """The number of the unit of each of these rows."""
+        units = np.array(self.units, np.int64)
+        return np.full(len(rows), units[0]) if self.place is None else units[self.place[rows]]
 
 
 COLUMNS = ("source", "chunk", "row", "start", "stop", "tokens", "loss_tokens")
@@ -156,6 +200,20 @@ class Samples:
         for name, values in columns.items():
             table[COLUMNS.index(name)] = cast("NDArray[np.integer] | int", values)
         return Samples(self.source_names, table, self.sizes, self.images)
+
+    def in_sides(self) -> tuple[Samples, Ints]:
+        """Each side of a preference pair as a sample of its own, and the index here of every sample. Sizes that count tokens
+        of the pair are 0."""
+        chosen = self.sizes[CHOSEN_TOKENS]
+        owner = np.repeat(np.arange(len(self)), 1 + (chosen > 0))
+        is_second = np.append(False, owner[1:] == owner[:-1])
+        tokens = np.where(is_second, self.tokens[owner] - chosen[owner], np.where(chosen > 0, chosen, self.tokens)[owner])
+        sides = self.take(owner).with_columns(tokens=tokens, stop=tokens, loss_tokens=0)
+        return replace(sides, sizes={**sides.sizes, CHOSEN_TOKENS: np.zeros(len(owner), np.int64)}), owner
+
+    def spans(self, index: NDArray[np.integer]) -> TokenSpans:
+        """Where the samples at these indexes are."""
+        return TokenSpans(self.table[[_SOURCE, _CHUNK, _ROW, _START, _STOP]].take(index, axis=1))
 
     def with_loss(self, tokens: NDArray[np.integer] | int, extra: NDArray[np.integer] | int) -> Samples:
         """A copy with other loss counts. `extra` is the LOSS_EXTRA column, ignored if these samples have no loss weights."""

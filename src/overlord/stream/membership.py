@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.declare.policies import limit_at
 from overlord.records import record
-from overlord.stream.drawing import DrawQueue, Extent, FactSource, with_weights
+from overlord.stream.drawing import DrawQueue, Extent, FactsMissing, FactSource, with_weights
 from overlord.stream.facts import (
     LOSS_EXTRA,
+    ChunkFacts,
     Floats,
     Ints,
     LossCount,
+    Losses,
     Samples,
+    TokenSpans,
 )
 from overlord.stream.outliers import (
     all_now,
@@ -35,6 +37,7 @@ from overlord.stream.packing import (
     in_drawn_order,
     padded_lengths,
 )
+from overlord.stream.skips import SkipSchedule, SkipSet, without_skipped
 from overlord.stream.weights import WeightSchedule
 
 if TYPE_CHECKING:
@@ -80,19 +83,23 @@ class StepDrawer:
         facts: FactSource,
         *,
         schedule: WeightSchedule | None = None,
+        skips: SkipSchedule | None = None,
         has_loss_masks: bool = False,
     ) -> None:
-        """`schedule`: the weights in force, where they may change while the run goes on. `has_loss_masks`: the loss of a cut
-        document depends on where it is cut."""
-        self._batch = batch
-        self._num_rows = batch.num_rows or 1
+        """`schedule`: the weights in force, where they may change while the run goes on, and `skips` what is left out.
+        `has_loss_masks`: the loss of a cut document depends on where it is cut."""
+        self._declared = batch
+        self._batch = batch.at(progress.step)  # of the next step
+        self._num_rows = self._batch.num_rows or 1
         self._mixture = mixture
         self._schedule = schedule or WeightSchedule(mixture, progress.names)
         self._extents = extents
         self._ends = np.array([-1 if e.end is None else e.end for e in extents], np.int64)
         self._facts = facts
-        self._count_loss = facts.count_loss if has_loss_masks else None
+        self._count_losses = facts.count_losses if has_loss_masks else None
         self._number = progress.step
+        self._skips = skips or SkipSchedule(progress.names)
+        self._left_out: SkipSet | None = None  # as far as it is followed: `next_step` compares
         self._carried = progress.carried
         self._num_first = 0  # candidates of a step that are placed before all others
         self._weights = progress.weights
@@ -110,6 +117,8 @@ class StepDrawer:
         """True when the next step can be drawn from known facts, without waiting for a loader."""
         if self._schedule.constant is not self._weights and self._schedule.at(self._number) is not self._weights:
             return False
+        if self._skips.at(self._number) is not self._left_out:
+            return False
         if self._drawn:
             return True
         if self._batch.samples is not None:
@@ -117,30 +126,53 @@ class StepDrawer:
         return self._queue.tokens_at_hand >= (self._batch.tokens or 0)
 
     def next_step(self) -> DrawnStep | None:
-        """Draw the next step. None when the run has ended; once ended it stays so."""
+        """Draw the next step. None when the run has ended; once ended it stays so. Raises `FactsMissing` where the facts of
+        a chunk, or the losses of a part of one, are not known yet; the next call draws the same step."""
         constant = self._schedule.constant
         weights = self._schedule.at(self._number) if constant is None else constant
-        if weights is not self._weights:
+        left_out = self._skips.at(self._number)
+        if weights is not self._weights or left_out is not self._left_out:
             progress = self._here()
+            carried = without_skipped(progress.carried, left_out, self._find_facts)  # raises before anything changes
             self._drawn.clear()  # these steps were drawn by the old weights
-            self._carried = progress.carried
+            self._left_out, self._carried = left_out, carried
             ended = (self._ends >= 0) & (progress.chunk >= self._ends) & (self._mixture.stop == "drop_exhausted")
             self._queue = self._new_queue(with_weights(progress, weights, ended))
             self._weights = weights
         if not self._drawn:
-            self._drawn.extend(self._draw())
+            self._drawn.extend(self._draw_from_here())
         if not self._drawn:
             return None
         step = self._drawn.popleft()
         self._number, self._here = step.number + 1, step.after
+        if self._declared.warm_up is not None:
+            self._batch = self._declared.at(self._number)
+            self._num_rows = self._batch.num_rows or 1
         return step
+
+    def _find_facts(self, source: int, chunk: int) -> ChunkFacts:
+        facts = self._facts.find(source, chunk)
+        if facts is None:
+            raise FactsMissing([(source, chunk)])
+        return facts
+
+    def _draw_from_here(self) -> list[DrawnStep]:
+        """Draw the next steps. Where facts are missing, nothing is drawn."""
+        self._queue.mark()
+        carried = self._carried
+        try:
+            return self._draw()
+        except FactsMissing:
+            self._queue.back()
+            self._carried = carried
+            raise
 
     def _draw(self) -> list[DrawnStep]:
         """Draw the next step, with some after it where that costs little; nothing when the run has ended."""
         batch, number = self._batch, self._number
         if batch.samples is not None:
             drawn = self._by_samples(batch.samples)
-        elif batch.cut_documents and self._count_loss is None and batch.document_limits is None and len(self._carried) <= 1:
+        elif batch.cut_documents and self._can_cut_together:
             return self._cut_together(batch.tokens or 0)
         elif batch.cut_documents:
             drawn = self._cut(batch.tokens or 0)
@@ -152,8 +184,13 @@ class StepDrawer:
         after = partial(_progress, number + 1, at, lambda: carried)
         return [DrawnStep(number, *drawn, self._weights, after)]
 
+    @property
+    def _can_cut_together(self) -> bool:
+        return self._count_losses is None and self._batch.document_limits is None and len(self._carried) <= 1
+
     def _new_queue(self, progress: Progress) -> DrawQueue:
-        return DrawQueue(progress, self._mixture.unit, self._mixture.stop, self._extents, self._facts)
+        unit, stop = self._mixture.unit, self._mixture.stop
+        return DrawQueue(progress, unit, stop, self._extents, self._facts, skips=self._left_out)
 
     def _by_samples(self, count: int) -> tuple[Samples, None] | None:
         if self._batch.outliers is None:
@@ -202,9 +239,13 @@ class StepDrawer:
         return drawn
 
     def _num_alike(self, most: int) -> int:
-        """How many steps, from the next one on, are drawn by the same weights; at most `most`."""
+        """How many steps, from the next one on, are of one size and drawn by the same weights; at most `most`."""
         count = 1
+        if self._declared.warm_up is not None and (phases := self._declared.phases) is not None:
+            most = min(most, next((first - self._number for first in phases.first if first > self._number), most))
         while count < most and self._schedule.at(self._number + count) is self._weights:
+            if self._skips.at(self._number + count) is not self._left_out:
+                break
             count += 1
         return count
 
@@ -231,10 +272,10 @@ class StepDrawer:
         last = len(samples) - 1
         start, cut = samples.start.item(last), samples.stop.item(last) - surplus
         loss = LossCount(cut - start)  # the document continues, so every token of the first part has a label
-        if self._count_loss is not None:
-            source, chunk, row = (column.item(last) for column in (samples.source, samples.chunk, samples.row))
-            loss = self._count_loss(source, chunk, row, start, cut)
         whole = samples.take(slice(last, None))
+        if self._count_losses is not None:
+            counted = self._count_losses(whole.with_columns(stop=cut).spans(np.zeros(1, np.int64)))
+            loss = LossCount(counted.tokens.item(0), counted.extra.item(0))
         extra = whole.sizes.get(LOSS_EXTRA, 0)
         rest = whole.with_columns(start=cut, tokens=surplus).with_loss(whole.loss_tokens - loss.tokens, extra - loss.extra)
         first = whole.with_columns(stop=cut, tokens=cut - start).with_loss(loss.tokens, loss.extra)
@@ -292,8 +333,10 @@ class StepDrawer:
 
     def _limited(self, samples: Samples) -> Samples:
         """Documents cut into parts no longer than the length curriculum allows at this step."""
-        limits = self._batch.document_limits
-        return samples if limits is None else in_parts(samples, limit_at(limits, self._number), self._count_loss)
+        if self._declared.document_limits is None:
+            return samples
+        limit = self._declared.document_limit(self._number)
+        return samples if limit is None else in_parts(samples, limit, self._count_losses)
 
     def _with_carried(self, samples: Samples) -> Samples:
         if len(self._carried) == 0:
@@ -331,11 +374,10 @@ def _progress(step: int, at: Callable[[], Progress], carried: Callable[[], Sampl
     return replace(at(), step=step, carried=carried())
 
 
-CountLoss = Callable[[int, int, int, int, int], LossCount]
-"""(source index, chunk, row, start, stop) to the loss of that part of the row."""
+CountLosses = Callable[[TokenSpans], Losses]
 
 
-def in_parts(samples: Samples, limit: int, count_loss: CountLoss | None = None) -> Samples:
+def in_parts(samples: Samples, limit: int, count_losses: CountLosses | None = None) -> Samples:
     """The same tokens in samples of at most `limit` tokens, the parts of a document one after the other.
 
     The label of a part's last token is the first token of the next part, so no loss token is lost. Documents with images
@@ -352,12 +394,10 @@ def in_parts(samples: Samples, limit: int, count_loss: CountLoss | None = None) 
     tokens = samples.tokens[sample]
     stop = np.where(is_long[sample], np.minimum((part + 1) * limit, tokens), tokens)
     found = cut_samples(samples, Pieces(sample, part * limit, stop, np.zeros(len(sample), np.int64)))
-    if count_loss is None:
+    if count_losses is None:
         return found
     loss = found.loss_tokens.copy()
     extra = found.sizes[LOSS_EXTRA].copy() if LOSS_EXTRA in found.sizes else np.zeros_like(loss)
-    # One request to a loader for each: only with loss masks, and only for documents that are cut.
-    for i in np.flatnonzero(is_long[sample]).tolist():
-        columns = (found.source, found.chunk, found.row, found.start, found.stop)
-        loss[i], extra[i] = count_loss(*(column.item(i) for column in columns))
+    cut = np.flatnonzero(is_long[sample])
+    loss[cut], extra[cut] = count_losses(found.spans(cut))
     return found.with_loss(loss, extra)

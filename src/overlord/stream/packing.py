@@ -84,7 +84,7 @@ def concat_and_split(lengths: Ints, num_rows: int, capacity: int, ends: Ints | N
     total = min(int(ends[-1]) if len(ends) else 0, num_rows * capacity)
     cuts = np.concatenate([ends, np.arange(capacity, total + capacity, capacity)])
     np.minimum(cuts, total, out=cuts)
-    cuts.sort()
+    cuts.sort(kind="stable")  # merges the two rising runs
     begins = np.empty_like(cuts)
     begins[:1], begins[1:] = 0, cuts[:-1]
     apart = begins < cuts
@@ -108,14 +108,12 @@ def cut_samples(samples: Samples, pieces: Pieces) -> Samples:
     Every token of a cut document but its last predicts the next one, so loss tokens are counted from the front and the last
     piece has the rest. LOSS_EXTRA is counted in the first piece, because only its sum over a step is ever used.
     """
-    taken = samples.take(pieces.sample)
-    loss = np.minimum(pieces.stop, taken.loss_tokens) - np.minimum(pieces.start, taken.loss_tokens)
-    made = taken.with_columns(
-        start=taken.start + pieces.start,
-        stop=taken.start + pieces.stop,
-        tokens=pieces.stop - pieces.start,
-        loss_tokens=loss,
-    )
-    if LOSS_EXTRA not in taken.sizes:
+    made = samples.take(pieces.sample)  # a copy, so its columns are changed in place
+    loss = np.minimum(pieces.stop, made.loss_tokens) - np.minimum(pieces.start, made.loss_tokens)
+    np.add(made.start, pieces.stop, out=made.stop)
+    np.add(made.start, pieces.start, out=made.start)
+    np.subtract(pieces.stop, pieces.start, out=made.tokens)
+    made.loss_tokens[:] = loss
+    if LOSS_EXTRA not in made.sizes:
         return made
-    return made.with_loss(loss, np.where(pieces.start == 0, taken.sizes[LOSS_EXTRA], 0))
+    return made.with_loss(loss, np.where(pieces.start == 0, made.sizes[LOSS_EXTRA], 0))

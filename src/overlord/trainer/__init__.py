@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
         "overlord.trainer needs torch: pip install 'overlord-dataloader[torch]'", name="torch"
     ) from error
 
+from overlord.batches.tensors import register_step as _register_step
 from overlord.trainer.gradient_sums import GradientSums
 from overlord.trainer.image_exchange import exchange
 from overlord.trainer.offload import OffloadedLayers, RecomputedLayers
@@ -45,6 +46,8 @@ from overlord.trainer.token_loss import chunked_token_loss, sum_gradients, token
 
 if TYPE_CHECKING:
     from overlord.trainer.launch import attach
+
+_register_step()
 
 __all__ = [
     "FixedAspectRatio",

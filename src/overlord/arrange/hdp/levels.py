@@ -1,22 +1,31 @@
 """PP-balance: assign microbatches to pipelines so that the slowest pipeline finishes as early as possible.
 
 A pipeline of `pp` stages takes about the sum of its microbatches plus pp - 1 times the costliest, which fills and drains it.
-So costly microbatches belong together: a pipeline that has one pays the filling once and may as well have several, while a
-pipeline without one finishes sooner and can run more of the cheap ones. Each pipeline gets microbatches of one cost level.
+There are two ways to keep that small, and the better one is taken:
 
-Rings are stacked for that, sorted by how many ranks they take. The rings of a stack run one after the other on the same
-first ranks, as long as the stack finishes by the goal; then the next stack begins on the ranks that follow. A ring never
-takes more ranks than the one below it. So a rank runs the rings of its stack from the lowest up without a gap, and each ring
-has the same index on all of its ranks.
+**Shelves**, for microbatches of about one cost: the sum is then what counts. The rings of a shelf lie side by side on
+different ranks, the widest first. Shelves are sorted by how many ranks they take, and all begin at the first rank. So each
+rank has the rings of the first so many shelves without a gap, and a ring has the index of its shelf on all of its ranks.
+Whole documents then even out the sums.
+
+**Stacks**, for microbatches of very different cost: costly ones belong together. A pipeline that has one pays the filling
+once and may as well have several, while a pipeline without one finishes sooner and can run more of the cheap ones. The rings
+of a stack run one after the other on the same first ranks, as long as the stack finishes by the goal; then the next stack
+begins on the ranks that follow. A ring never takes more ranks than the one below it.
+
+Where ranks differ in speed, the fastest come first and rings run at the pace of their slowest rank.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from overlord.arrange.balancing import speed_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,32 +40,121 @@ _LOOSER = 1.08
 class PipelinePlacement(NamedTuple):
     """The ranks of rings and of single-rank microbatches."""
 
-    first_rank: list[int]
-    """The first rank of each ring; the others follow it."""
+    order: list[int]
+    """The rings in the order in which ranks run them."""
+    ranks: list[list[int]]
+    """The ranks of each ring, rising."""
     rank: list[int]
     """The rank of each single-rank microbatch."""
     slowest: float
     """The time of the slowest pipeline."""
 
 
-def place_on_pipelines(shares: Floats, num_parts: Ints, costs: Floats, num_ranks: int, pp: int) -> PipelinePlacement:
+def place_on_pipelines(
+    shares: Floats, num_parts: Ints, costs: Floats, num_ranks: int, *, filling: float, slowness: Floats | None = None
+) -> PipelinePlacement:
     """Place rings, each on `num_parts` ranks at a cost of `shares` per rank, and microbatches of one rank that cost `costs`.
 
-    Rings are sorted by falling `num_parts`, microbatches by falling cost.
+    Rings are sorted by falling `num_parts`, microbatches by falling cost. A pipeline takes the sum of its costs plus
+    `filling` times the largest. `slowness` is the time of each rank for one unit of cost; None where all are equally fast.
     """
     rings = list(zip(shares.tolist(), num_parts.tolist(), strict=True))
-    falling = np.sort(np.concatenate([np.repeat(shares, num_parts), costs]))[::-1].tolist()
+    slow = np.ones(num_ranks) if slowness is None else slowness
+    found = [_place_on_shelves(rings, costs.tolist(), slow, filling)]
+    if slowness is None:
+        found += _place_on_stacks(rings, costs, num_ranks, 1 + filling)
+    return min(found, key=lambda each: each.slowest)
+
+
+def _place_on_shelves(
+    rings: Sequence[tuple[float, int]], costs: list[float], slow: Floats, filling: float
+) -> PipelinePlacement:
+    by_speed = np.argsort(slow, kind="stable")
+    slow = slow[by_speed]
+    used, shelf, first = _fill_shelves(rings, len(slow))
+    number = _shelf_order(rings, shelf, used)
+    total, most = np.zeros(len(slow)), np.zeros(len(slow))
+    for (share, num), begin in zip(rings, first, strict=True):
+        ranks = slice(begin, begin + num)
+        total[ranks] += share * slow[begin + num - 1]
+        most[ranks] = np.maximum(most[ranks], share * slow[begin + num - 1])
+    rank_of = _even_out(costs, total, most, slow, filling)
+    order: list[int] = np.argsort(number[shelf], kind="stable").tolist() if rings else []
+    ranks = [sorted(by_speed[begin : begin + num].tolist()) for (_, num), begin in zip(rings, first, strict=True)]
+    slowest = float((total + filling * most).max(initial=0.0))
+    return PipelinePlacement(order, ranks, by_speed[rank_of].tolist() if rank_of else [], slowest)
+
+
+def _shelf_order(rings: Sequence[tuple[float, int]], shelf: list[int], used: list[int]) -> Ints:
+    """The index of each shelf: those that use more ranks first and, among equal ones, costs that rise and fall again, since
+    a pipeline waits where neighbours in the order differ in cost."""
+    costliest = [0.0] * len(used)
+    for (share, _), at in zip(rings, shelf, strict=True):
+        costliest[at] = max(costliest[at], share)
+    rising = sorted(range(len(used)), key=costliest.__getitem__)
+    order: list[int] = []
+    for width in sorted(set(used), reverse=True):
+        alike = [at for at in rising if used[at] == width]
+        order += alike[::2] + alike[1::2][::-1]
+    number = np.empty(len(used), np.int64)
+    number[order] = np.arange(len(used))
+    return number
+
+
+def _fill_shelves(rings: Sequence[tuple[float, int]], num_ranks: int) -> tuple[list[int], list[int], list[int]]:
+    """Put each ring on the first shelf that has ranks enough. Returns the ranks that each shelf uses, and the shelf and the
+    first rank of each ring."""
+    used: list[int] = []
+    shelf: list[int] = []
+    first: list[int] = []
+    open_from = 0  # shelves before it are full
+    for _, num in rings:
+        at = next((i for i in range(open_from, len(used)) if used[i] + num <= num_ranks), len(used))
+        if at == len(used):
+            used.append(0)
+        shelf.append(at)
+        first.append(used[at])
+        used[at] += num
+        while open_from < len(used) and used[open_from] == num_ranks:
+            open_from += 1
+    return used, shelf, first
+
+
+def _even_out(costs: list[float], total: Floats, most: Floats, slow: Floats, filling: float) -> list[int]:
+    """The rank of each microbatch: the one that would finish it first. Adds them to `total` and `most`."""
+    factors, kind = speed_kinds(slow)
+    heaps = [
+        [(float(total[r] + filling * most[r]), r) for r in np.flatnonzero(kind == k).tolist()] for k in range(len(factors))
+    ]
+    for heap in heaps:
+        heapify(heap)
+    rank_of: list[int] = []
+    # A loop over microbatches, because each choice depends on those before.
+    for cost in costs:
+        ends = [heap[0][0] + cost * factor for heap, factor in zip(heaps, factors, strict=True)]
+        at = min(range(len(ends)), key=ends.__getitem__)
+        rank = heaps[at][0][1]
+        time = cost * float(slow[rank])
+        total[rank] += time
+        most[rank] = max(most[rank], time)
+        heapreplace(heaps[at], (float(total[rank] + filling * most[rank]), rank))
+        rank_of.append(rank)
+    return rank_of
+
+
+def _place_on_stacks(
+    rings: Sequence[tuple[float, int]], costs: Floats, num_ranks: int, pp: float
+) -> list[PipelinePlacement]:
+    falling = np.sort(np.concatenate([np.repeat([s for s, _ in rings], [n for _, n in rings]), costs]))[::-1].tolist()
     least = max(_lower_bound(falling, num_ranks, pp), _lower_bound_of_rings(rings, num_ranks, pp))
-    best = _place_by_goal(rings, costs.tolist(), num_ranks, pp, least)
-    if best.slowest > least * _LOOSER:
-        best = min(
-            best, _place_by_goal(rings, costs.tolist(), num_ranks, pp, least * _LOOSER), key=lambda each: each.slowest
-        )
-    return best
+    found = [_place_by_goal(rings, costs.tolist(), num_ranks, pp, least)]
+    if found[0].slowest > least * _LOOSER:
+        found.append(_place_by_goal(rings, costs.tolist(), num_ranks, pp, least * _LOOSER))
+    return found
 
 
 def _place_by_goal(
-    rings: Sequence[tuple[float, int]], costs: list[float], num_ranks: int, pp: int, goal: float
+    rings: Sequence[tuple[float, int]], costs: list[float], num_ranks: int, pp: float, goal: float
 ) -> PipelinePlacement:
     first_rank, total, costliest = _stack_rings(rings, num_ranks, pp, goal)
     used = sorted((total[rank] + (pp - 1) * costliest[rank], rank) for rank in range(num_ranks) if total[rank])
@@ -73,11 +171,12 @@ def _place_by_goal(
         rank_of.append(rank)
         insort(used, (taken + cost + (pp - 1) * max(0.0, cost - costliest[rank]), rank))
         costliest[rank] = max(costliest[rank], cost)
-    return PipelinePlacement(first_rank, rank_of, used[-1][0] if used else 0.0)
+    ranks = [list(range(first, first + num)) for first, (_, num) in zip(first_rank, rings, strict=True)]
+    return PipelinePlacement(list(range(len(rings))), ranks, rank_of, used[-1][0] if used else 0.0)
 
 
 def _stack_rings(
-    rings: Sequence[tuple[float, int]], num_ranks: int, pp: int, goal: float
+    rings: Sequence[tuple[float, int]], num_ranks: int, pp: float, goal: float
 ) -> tuple[list[int], list[float], list[float]]:
     """The first rank of each ring, and the total and the largest cost of each rank. Rings that no longer fit go on the first
     stack."""
@@ -102,7 +201,7 @@ def _stack_rings(
     return first_rank, total, costliest
 
 
-def _lower_bound_of_rings(rings: Sequence[tuple[float, int]], num_ranks: int, pp: int) -> float:
+def _lower_bound_of_rings(rings: Sequence[tuple[float, int]], num_ranks: int, pp: float) -> float:
     """The earliest goal for which there are ranks enough for all stacks."""
     if not rings:
         return 0.0
@@ -120,7 +219,7 @@ def _lower_bound_of_rings(rings: Sequence[tuple[float, int]], num_ranks: int, pp
     return _least_that_fits(fits, low, pp * sum(share for share, _ in rings))
 
 
-def _lower_bound(falling: list[float], num_ranks: int, pp: int) -> float:
+def _lower_bound(falling: list[float], num_ranks: int, pp: float) -> float:
     """The earliest goal that pipelines can meet when each takes as many of these costs, in order, as fit."""
     if not falling:
         return 0.0

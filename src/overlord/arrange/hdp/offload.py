@@ -7,9 +7,9 @@ l Act(C) bytes over its l layers, so the document needs
 
     D(s) = ceil((2 Act(s) + (1 - r) (l - 2) Act(s)) / (l Act(C)))
 
-ranks. r is the smallest value for which D is least: moving more would save no rank, and a document that saves none has r =
-0. (The paper bounds r from below by l Act(C) / ((l - 2) Act(s)), which is sure to save one rank. Computing D exactly makes
-that bound unnecessary.)
+ranks, and as many as it takes for the moved activations to fit into the hosts' memory. r is the smallest value for which D
+is least: moving more would save no rank, and a document that saves none has r = 0. (The paper bounds r from below by l
+Act(C) / ((l - 2) Act(s)), which is sure to save one rank. Computing D exactly makes that bound unnecessary.)
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Offload:
     """Bandwidth between device and host, in the slower direction."""
     bytes_constant: float = 0.0
     """Activation bytes that one layer keeps per document, whatever its length."""
+    host_bytes: float = math.inf
+    """Host memory of one rank that activations may be moved to."""
 
     def __post_init__(self) -> None:
         if self.layers < 2:
@@ -53,6 +55,8 @@ class Offload:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise SpecError(f"Offload.{name} must be a number above 0, got {value!r}")
+        if not self.host_bytes > 0:
+            raise SpecError(f"Offload.host_bytes must be above 0, got {self.host_bytes!r}")
         if not (math.isfinite(self.bytes_constant) and self.bytes_constant >= 0):
             raise SpecError(f"Offload.bytes_constant must be a number >= 0, got {self.bytes_constant!r}")
 
@@ -68,7 +72,10 @@ class Offload:
 
     def fewest_ranks(self, lengths: Ints, capacity: int) -> Ints:
         """The fewest ranks that hold a document of each of these lengths, `capacity` tokens per rank without offloading."""
-        return self._ranks(lengths, capacity, self.most_ratio(lengths))
+        # What does not stay on the devices must fit on the hosts of the same ranks.
+        in_all = self.layers * self.activations(lengths) / (self._room(capacity) + self.host_bytes)
+        fewest = np.maximum(1, np.ceil(in_all - 1e-9)).astype(np.int64)
+        return np.maximum(fewest, self._ranks(lengths, capacity, self.most_ratio(lengths)))
 
     def ratios(self, lengths: Ints, capacity: int, num_ranks: Ints) -> Floats:
         """The smallest share of its activations that each document must move out to fit on `num_ranks` ranks."""

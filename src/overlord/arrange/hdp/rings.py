@@ -123,6 +123,15 @@ class Rings:
     """The share of its activations that the document must move to the host to fit."""
     cost: Floats
     """The cost of each piece on its rank: a share of the cost of the whole document."""
+    communication: float = 0.0
+    """The cost of receiving the keys and values of one token that `cost` assumes."""
+
+    def parts_of_pieces(self, plan: Plan) -> Ints:
+        """The number of ranks that share the document of each piece."""
+        sizes = np.append(np.diff(self.bounds), 1)  # -1, no ring, is the last
+        parts = np.empty(len(plan.order), np.int64)
+        parts[plan.order] = sizes[self.of_micro][plan.micro_of_order()]
+        return parts
 
     def in_plan(self, arrangement: Arrangement, order: Ints) -> Rings:
         """Rings do not depend on the order of the samples."""

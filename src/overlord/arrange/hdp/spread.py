@@ -22,6 +22,9 @@ pass of index i comes before the backward pass of index j on a stage if and only
 So with `mode="pp"` a ring has **the same index on all of its ranks**, and ranks run their rings before everything else
 (`levels`). The schedule of a rank is then a prefix of one endless schedule that all ranks share, so all agree on the order,
 however many microbatches each of them has.
+
+FSDP gathers weights in every microbatch, so there a rank in its i-th microbatch waits for all others to reach theirs. With
+`equal_counts` all ranks therefore run the same number, and a ring has the same index on all of its ranks here too.
 """
 
 from __future__ import annotations
@@ -48,16 +51,21 @@ if TYPE_CHECKING:
 Mode = Literal["dp", "pp"]
 Number = TypeVar("Number", np.int64, np.float64)
 
-_GOOD = {"dp": 1.01, "pp": 1.1}
+_GOOD = {"dp": 1.01, "pp": 1.03}
 """Over the lower bound: a placement that finishes by then is good enough. A worse one is used only if finer cuts do not
 help."""
-_FINER = {"dp": (0.5, 0.25, 0.125, 0.35, 0.0625), "pp": (0.125, 0.25)}
+_FINER = (0.5, 0.25, 0.125, 0.35, 0.0625)
 """Shares of the mean: the most that a document may cost each of its ranks, tried in turn when the fewest cuts are not good
 enough."""
-_WORTH = 0.01
+_WORTH = {"dp": 0.01, "pp": 0.02}
 """A share of the mean: finer cuts, which send more keys and values around, must save more than that."""
-_PER_STAGE = 3
-"""Microbatches that a rank should run for each stage of its pipeline."""
+_PER_STAGE = (3, 6, 2)
+"""Microbatches that a rank should run for each stage of its pipeline, tried in turn: the more, the less it waits for the
+pipeline to fill, and the more ranks a long document takes."""
+_LEAST_TOKENS = 2048
+"""A mean microbatch with fewer is not tried: kernels would be slow."""
+_ROOM = 1 << 20
+"""What a microbatch holds, in the unit in which whole documents are packed by cost."""
 _MOST_WORK = {"dp": 200_000, "pp": 120_000}
 """The most documents and parts to place, over all tries but the last: it keeps planning within some tenths of a second."""
 
@@ -75,6 +83,16 @@ class RankPool:
     communication: float = 0.0
     """The cost, on each rank of a ring, of receiving the keys and values of one token."""
     widen: bool = True
+    slowness: Floats | None = None
+    """The time that each rank takes for one unit of cost; None where all are equally fast."""
+    virtual: int = 1
+    """Blocks of layers on each stage of a pipeline; with several, a rank runs a multiple of `pp` microbatches."""
+    equal_counts: bool = False
+    """All ranks run the same number of microbatches, those added being empty, and the ranks of a ring run it at the same
+    index."""
+    aligned: bool = False
+    """Rings have 2, 4, 8, ... ranks that begin at a multiple of their number: the groups that Megatron's dynamic context
+    parallelism has."""
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -83,6 +101,11 @@ class RankPool:
             raise SpecError(f"mode is 'dp' (even sums) or 'pp' (even pipelines), not {self.mode!r}")
         if not self.communication >= 0:
             raise SpecError(f"communication is a cost per token, at least 0, got {self.communication}")
+        if self.aligned and self.num_ranks & (self.num_ranks - 1):
+            raise SpecError(
+                f"aligned rings need a power of two of ranks, and dp x cp is {self.num_ranks}: change the mesh, or leave "
+                "aligned out"
+            )
 
     def fewest_ranks(self, lengths: Ints) -> Ints:
         """The fewest ranks whose memory holds each document. Raises SpecError if a document needs more than there are."""
@@ -90,6 +113,7 @@ class RankPool:
             needed = np.maximum(1, -(-lengths // self.capacity))
         else:
             needed = self.offload.fewest_ranks(lengths, self.capacity)
+        needed = self.allowed(needed)
         if needed.max(initial=1) > self.num_ranks:
             i = int(needed.argmax())
             raise SpecError(
@@ -97,6 +121,26 @@ class RankPool:
                 f"{self.num_ranks}; raise capacity, offload activations, lower sequence_length, or add ranks"
             )
         return needed
+
+    def allowed(self, num_parts: Ints) -> Ints:
+        """The next numbers of ranks that rings may have."""
+        return 1 << np.ceil(np.log2(num_parts)).astype(np.int64) if self.aligned else num_parts
+
+    @property
+    def filling(self) -> float:
+        """How many times its costliest microbatch a pipeline takes to fill and drain."""
+        return (self.pp - 1) / self.virtual
+
+    @property
+    def speed(self) -> float:
+        """How much cost all ranks together work off in a unit of time."""
+        return self.num_ranks if self.slowness is None else float((1 / self.slowness).sum())
+
+    def microbatch_shares(self, lengths: Ints) -> list[float]:
+        """The shares of a rank's work that a microbatch of a pipeline may cost, to try in turn."""
+        tokens = int(lengths.sum()) / self.num_ranks
+        counts = [self.pp * each for each in _PER_STAGE]
+        return [1 / count for count in counts if count == counts[0] or tokens >= count * _LEAST_TOKENS]
 
     def ratios(self, lengths: Ints, num_parts: Ints) -> Floats:
         """The share of its activations that each document must move to the host to fit on `num_parts` ranks."""
@@ -150,54 +194,83 @@ def spread(lengths: Ints, costs: Floats, pool: RankPool) -> Spread:
     if micro is None:
         micro = _pack_whole(lengths, costs, placed, pool)
     units = _Units.of(placed, micro)
-    return _pieces(lengths, costs, placed, _in_order(placed, units, pool.num_ranks), pool)
+    if pool.equal_counts and pool.mode == "dp":
+        at = _in_columns(placed, units, pool.num_ranks)
+    else:
+        at = _in_order(placed, units, pool.num_ranks)
+    if pool.equal_counts:
+        at = at._replace(counts=np.full(pool.num_ranks, at.counts.max(initial=0)))
+    if pool.virtual > 1:  # interleaving takes microbatches in batches of the stages; those added are empty
+        at = at._replace(counts=-(-at.counts // pool.pp) * pool.pp)
+    return _pieces(lengths, costs, placed, at, pool)
 
 
 def _best(lengths: Ints, costs: Floats, needed: Ints, pool: RankPool) -> tuple[DocumentPlacement, Ints | None]:
     """The best placement found, cutting documents finer while that may help; and the microbatch of each whole document,
     where the placement decides it."""
     place = _on_pipelines if pool.mode == "pp" else _on_timelines
-    best = place(lengths, costs, needed, pool)
-    mean = float((pool.shares(costs, lengths, needed) * needed).sum()) / pool.num_ranks
-    good = mean * _GOOD[pool.mode] * (1 + (pool.pp - 1) / (pool.pp * _PER_STAGE))
+    best = place(lengths, costs, needed, pool, 1 / (pool.pp * _PER_STAGE[0]))
+    mean = float((pool.shares(costs, lengths, needed) * needed).sum()) / pool.speed
+    finest = min(pool.microbatch_shares(lengths)) if pool.mode == "pp" else 0.0
+    good = mean * _GOOD[pool.mode] * (1 + pool.filling * finest)
     most = np.minimum(pool.num_ranks, np.maximum(1, lengths))
     work = len(lengths) + len(best[0].members)
-    for part in _FINER[pool.mode]:
+    for part in _FINER if pool.mode == "dp" else pool.microbatch_shares(lengths):
         if not pool.widen or mean == 0 or best[0].slowest <= good or work > _MOST_WORK[pool.mode]:
             break
-        finer = np.clip(np.ceil(costs / (part * mean)).astype(np.int64), needed, most)
-        found = place(lengths, costs, finer, pool)
+        finer = np.clip(np.ceil(costs / (part * mean)).astype(np.int64), needed, np.maximum(needed, most))
+        finer = np.minimum(pool.allowed(finer), pool.num_ranks)
+        found = place(lengths, costs, finer, pool, part)
         work += len(lengths) + len(found[0].members)
-        if found[0].slowest < best[0].slowest - _WORTH * mean:
+        if found[0].slowest < best[0].slowest - _WORTH[pool.mode] * mean:
             best = found
     return best
 
 
-def _on_timelines(lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool) -> tuple[DocumentPlacement, None]:
+def _on_timelines(
+    lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool, part: float
+) -> tuple[DocumentPlacement, None]:
     """A placement that balances the total work of ranks. It does not decide the microbatches of whole documents."""
-    found = place_on_timelines(costs, lengths, num_parts, pool.num_ranks, widen=pool.widen, communication=pool.communication)
+    del part
+    found = place_on_timelines(
+        costs,
+        lengths,
+        num_parts,
+        pool.num_ranks,
+        widen=pool.widen,
+        communication=pool.communication,
+        slowness=pool.slowness,
+        aligned=pool.aligned,
+    )
     return found, None
 
 
-def _on_pipelines(lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool) -> tuple[DocumentPlacement, Ints]:
+def _on_pipelines(
+    lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool, part: float
+) -> tuple[DocumentPlacement, Ints]:
     """A placement that balances the time of pipelines: rings, and microbatches filled with whole documents. Every rank runs
-    its rings first."""
+    its rings first. A microbatch of whole documents costs up to `part` of the mean rank's work."""
     cut, whole = np.flatnonzero(num_parts > 1), np.flatnonzero(num_parts == 1)
     shares = pool.shares(costs[cut], lengths[cut], num_parts[cut])
     order = np.lexsort((-shares, -num_parts[cut]))
     cut, shares = cut[order], shares[order]
-    # Microbatches are small enough for a pipeline to stay full; a longer document is a microbatch of its own.
-    most = max(1, min(pool.capacity, int(lengths.sum()) // (pool.num_ranks * pool.pp * _PER_STAGE)))
-    row = best_fit(np.minimum(lengths[whole], most), len(whole), most)
+    # Microbatches are small enough for a pipeline to stay full; a costlier document is a microbatch of its own.
+    most = max(1e-300, part * float(costs.sum()) / pool.num_ranks)
+    filled = np.maximum(costs[whole] / most, lengths[whole] / pool.capacity) * _ROOM
+    row = best_fit(np.clip(np.ceil(filled).astype(np.int64), 1, _ROOM), len(whole), _ROOM)
     row_costs = bin_sums(row, costs[whole], int(row.max(initial=-1)) + 1)
     by_cost = np.argsort(-row_costs, kind="stable")
+    turn = np.empty(len(by_cost), np.int64)
+    turn[by_cost] = np.arange(len(by_cost))
+    row, row_costs = turn[row], row_costs[by_cost]  # a rank runs them by falling cost, so that it drains quickly
     sizes = num_parts[cut]
-    found = place_on_pipelines(shares, sizes, row_costs[by_cost], pool.num_ranks, pool.pp)
+    # Rings come by falling size and begin where others end, so powers of two are aligned; sorted by speed they would not be.
+    slowness = None if pool.aligned else pool.slowness
+    found = place_on_pipelines(shares, sizes, row_costs, pool.num_ranks, filling=pool.filling, slowness=slowness)
+    cut, sizes = cut[found.order], sizes[found.order]
     bounds = np.concatenate([[0], np.cumsum(sizes)])
-    members = np.repeat(np.array(found.first_rank, np.int64) - bounds[:-1], sizes) + np.arange(int(bounds[-1]))
-    rank_of_row = np.empty(len(by_cost), np.int64)
-    rank_of_row[by_cost] = found.rank
-    rank = rank_of_row[row]
+    members = np.array([rank for ring in found.order for rank in found.ranks[ring]], np.int64)
+    rank = np.array(found.rank, np.int64)[row]
     after = np.bincount(members, minlength=pool.num_ranks)[rank]
     return DocumentPlacement(cut, members, bounds, whole, rank, after, found.slowest), row
 
@@ -250,6 +323,29 @@ def _in_order(placed: DocumentPlacement, units: _Units, num_ranks: int) -> _Indi
     most = max(int(units.after.max(initial=0)), int(turn.max(initial=0))) + 1
     before = np.searchsorted(units.rank * most + units.after, placed.members * most + turn, side="right")
     return _Indices(turn + before - first_unit[placed.members], unit[units.of_whole], num_units + num_rings)
+
+
+def _in_columns(placed: DocumentPlacement, units: _Units, num_ranks: int) -> _Indices:
+    """The same with every ring at one index on all of its ranks: the first at which none of them has an earlier ring. Units
+    fill the indices between the rings of a rank, and then those after them."""
+    ring = np.empty(len(placed.members), np.int64)
+    free = np.zeros(num_ranks, np.int64)  # after the last ring of each rank
+    for begin, end in zip(placed.bounds[:-1].tolist(), placed.bounds[1:].tolist(), strict=True):
+        ranks = placed.members[begin:end]
+        ring[begin:end] = index = int(free[ranks].max())
+        free[ranks] = index + 1
+    # Unit k of a rank has the k-th index without a ring: k and as many more as rings have fewer than k + 1 gaps before them.
+    by_rank = np.argsort(placed.members, kind="stable")
+    num_rings, num_units = (np.bincount(each, minlength=num_ranks) for each in (placed.members, units.rank))
+    turn = np.arange(len(by_rank)) - np.repeat(np.cumsum(num_rings) - num_rings, num_rings)
+    gaps_before = ring[by_rank] - turn
+    k = np.arange(len(units.rank)) - (np.cumsum(num_units) - num_units)[units.rank]
+    most = max(int(gaps_before.max(initial=0)), int(k.max(initial=0))) + 1
+    passed = np.searchsorted(placed.members[by_rank] * most + gaps_before, units.rank * most + k, side="right")
+    unit = k + passed - (np.cumsum(num_rings) - num_rings)[units.rank]
+    counts = free.copy()
+    np.maximum.at(counts, units.rank, unit + 1)
+    return _Indices(ring, unit[units.of_whole], counts)
 
 
 def _pieces(lengths: Ints, costs: Floats, placed: DocumentPlacement, at: _Indices, pool: RankPool) -> Spread:

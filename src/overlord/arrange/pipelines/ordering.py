@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 _HALVINGS = 20  # bisection steps: to a millionth of the interval in which the shortest time lies
 
 
-def level(graph: DGraph, pipeline: Pipeline, *, max_tokens: int | None = None) -> DGraph:
+def level(graph: DGraph, pipeline: Pipeline, *, max_tokens: int | None = None, part: float = 1.0) -> DGraph:
     """Assign samples so that each group, a pipeline, runs microbatches of about the same cost: the cheaper, the more of
     them.
 
     It takes the place of `balance` for trainers that may run different numbers of microbatches (DDP, ZeRO-1). Microbatches
-    hold up to `max_tokens` (default: the batch's microbatch, or its longest sample). Where there are fewer microbatches than
-    groups, it falls back to `balance(equal_counts=False)`.
+    hold up to `max_tokens` (default: the batch's microbatch, or its longest sample), and are filled with documents up to
+    `part` of that: smaller microbatches fill a pipeline sooner. Where there are fewer microbatches than groups, it falls
+    back to `balance(equal_counts=False)`.
     """
     graph.check_distributed("level")
     if graph.costs is None or graph.rows is not None:
@@ -48,7 +49,7 @@ def level(graph: DGraph, pipeline: Pipeline, *, max_tokens: int | None = None) -
     micro_tokens = graph.batch.micro_tokens or graph.batch.sequence_length
     wanted = max_tokens or max(micro_tokens, int(graph.lengths.max(initial=0)))
     cap = microbatch_limit(graph.batch, graph.lengths, wanted)
-    found = levels(graph.costs, graph.lengths, graph.num_groups, cap, pipeline)
+    found = levels(graph.costs, graph.lengths, graph.num_groups, max(1, int(cap * part)), pipeline)
     if found is None:
         return graph.balance(max_tokens=cap, equal_counts=False)
     text = "one cost level a group, up to {} tokens, {} to {} a group"

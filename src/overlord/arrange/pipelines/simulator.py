@@ -78,11 +78,19 @@ class Timing:
         return 1.0 - self.work / total if total > 0 else 0.0
 
 
-def simulate(costs: Floats, counts: Ints, pipeline: Pipeline) -> Timing:
+def simulate(costs: Floats, counts: Ints, pipeline: Pipeline, rings: Ints | None = None) -> Timing:
     """Simulate a step. `costs` has one entry per microbatch, group by group in the order in which they run; group g has
-    `counts[g]` of them. `plan.micro_costs(costs)` and `plan.counts` have this form."""
+    `counts[g]` of them. `plan.micro_costs(costs)` and `plan.counts` have this form.
+
+    `rings` has the ring of each microbatch, -1 for none, as `Rings.of_micro` does. A stage begins a pass of a ring when the
+    stages of all its pipelines are ready for it, and takes as long as on the slowest.
+    """
     if int(counts.sum()) != len(costs):
         raise SpecError(f"the groups have {int(counts.sum())} microbatches together, but there are costs of {len(costs)}")
+    if rings is not None and (rings >= 0).any():
+        forward = costs / (pipeline.stages * pipeline.virtual * (1 + pipeline.backward))
+        times = play(forward, forward * pipeline.backward, counts, pipeline, rings)
+        return Timing(times, float(costs.sum()), pipeline.stages)
     first = np.cumsum(counts) - counts
     times = np.zeros(len(counts))
     # Groups with the same number of microbatches run the same schedule, side by side.
@@ -118,6 +126,38 @@ def times_of(costs: Floats, pipeline: Pipeline) -> Floats:
             np.maximum(begin, ends[0, block, micro], out=begin)
         np.add(begin, (backward if is_backward else forward)[micro], out=end)
         begin[:] = end
+    return free.max(axis=0)
+
+
+def play(forward: Floats, backward: Floats, counts: Ints, pipeline: Pipeline, rings: Ints) -> Floats:
+    """The time of each pipeline, where pipelines wait for each other in rings. `forward` and `backward` are the times of the
+    passes of each microbatch on one block of layers, group by group.
+
+    A ring has one index on all of its pipelines, so a pass of all pipelines at once can follow the schedule of the longest:
+    the others skip what they do not have.
+    """
+    most = -(-int(counts.max(initial=0)) // pipeline.count_multiple) * pipeline.count_multiple
+    group = np.repeat(np.arange(len(counts)), counts)
+    index = np.arange(len(forward)) - np.repeat(np.cumsum(counts) - counts, counts)
+    passes, ring = np.zeros((2, most, len(counts))), np.full((most, len(counts)), -1)
+    passes[0, index, group], passes[1, index, group], ring[index, group] = forward, backward, rings
+    members = [[np.flatnonzero(of == number) for number in np.unique(of[of >= 0]).tolist()] for of in ring]
+    blocks = pipeline.stages * pipeline.virtual
+    padded = -(-counts // pipeline.count_multiple) * pipeline.count_multiple
+    ends = np.zeros((2, blocks, most, len(counts)))
+    free = np.zeros((pipeline.stages, len(counts)))
+    for stage, is_backward, block, micro in _schedule(pipeline.stages, pipeline.virtual, most):
+        begin = free[stage].copy()
+        if not is_backward and block > 0:
+            begin = np.maximum(begin, ends[0, block - 1, micro] + pipeline.hop)
+        elif is_backward:
+            before = ends[1, block + 1, micro] + pipeline.hop if block < blocks - 1 else ends[0, block, micro]
+            begin = np.maximum(begin, before)
+        end = begin + passes[is_backward, micro]
+        for ranks in members[micro]:
+            end[ranks] = begin[ranks].max() + passes[is_backward, micro, ranks].max()
+        ends[is_backward, block, micro] = end
+        free[stage] = np.where(micro < padded, end, free[stage])
     return free.max(axis=0)
 
 

@@ -188,14 +188,38 @@ def place_of(place: Place, tree: ClientPlaceTree, axis: Bucket) -> int | None:
     return place.dp * tree.mesh.cp + place.cp if place.pp == 0 else None
 
 
-def _place_rounds(costs: Floats, group: Ints, round_of: Ints, homes: list[list[int]], num_places: int) -> Ints:
-    """The place of each image. In every round all places cost about the same, and as many images as possible stay in their
-    group."""
+def _place_rounds(costs: Floats, group: Ints, round_of: Ints, homes: list[list[int]], slowness: Floats) -> Ints:
+    """The place of each image. In every round all places take about the same time, and as many images as possible stay in
+    their group."""
     place = np.empty(len(costs), np.int64)
     order = np.lexsort((-costs, round_of))
+    is_even = bool((slowness == slowness[0]).all())
     for part in np.split(order, np.flatnonzero(np.diff(round_of[order])) + 1):
-        place[part] = _place_round(costs[part], group[part], homes, num_places)
+        if is_even:
+            place[part] = _place_round(costs[part], group[part], homes, len(slowness))
+        else:
+            place[part] = _place_round_by_time(costs[part], group[part], homes, slowness)
     return place
+
+
+def _place_round_by_time(costs: Floats, group: Ints, homes: list[list[int]], slowness: Floats) -> Ints:
+    """`_place_round` for places of different speed: each image goes to the place that would finish it first, of its group
+    while that is before the mean, otherwise of all."""
+    goal = float(costs.sum()) / float((1 / slowness).sum())
+    times, places = np.zeros(len(slowness)), np.full(len(costs), -1)
+    own = [np.array(home, np.int64) for home in homes]
+    items: list[tuple[float, int]] = list(zip(costs.tolist(), group.tolist(), strict=True))
+    # A loop over images, because each choice depends on those before.
+    for i, (cost, g) in enumerate(items):
+        ends = times[own[g]] + cost * slowness[own[g]]
+        if ends.min() <= goal:
+            places[i] = own[g][ends.argmin()]
+            times[places[i]] = ends.min()
+    for i in np.flatnonzero(places < 0).tolist():
+        ends = times + costs[i] * slowness
+        places[i] = int(ends.argmin())
+        times[places[i]] = ends.min()
+    return places
 
 
 def _place_round(costs: Floats, group: Ints, homes: list[list[int]], num_places: int) -> list[int]:
@@ -249,11 +273,13 @@ class Placement:
         return max_over_mean(bin_sums(self.place, self.costs, self.num_places))
 
 
-def place_images(images: Images, costs: Floats, a: Arrangement, tree: ClientPlaceTree, axis: Bucket) -> Placement:
+def place_images(images: Images, costs: Floats, a: Arrangement, graph: DGraph, axis: Bucket) -> Placement:
     """Spread images over all places, evenly in each round of microbatches."""
+    tree = graph.place
     num_places, homes = tree.num_groups(axis), places_of_groups(tree, axis)
     group = a.group[images.sample]
-    place = _place_rounds(costs, group, a.micro[images.sample], homes, num_places)
+    slowness = graph.slowness_along(axis)
+    place = _place_rounds(costs, group, a.micro[images.sample], homes, np.ones(num_places) if slowness is None else slowness)
     group_of_place = np.full(num_places, -1)
     for number, home in enumerate(homes):
         group_of_place[home] = number
@@ -275,7 +301,7 @@ def encode(graph: DGraph, images: Images, cost: ImageCost, axis: Bucket = "cp") 
         )
     if graph.axis != "dp":
         raise SpecError(f"images are exchanged between data-parallel groups: distribute over 'dp', not {graph.axis!r}")
-    found = place_images(images, cost(images), a, graph.place, axis)
+    found = place_images(images, cost(images), a, graph, axis)
     text = "{} images over {} ranks along {}: slowest {:.3f}x mean; {:.0%} of their tokens stay in their group"
     stage = PlanStage("encode", text, (len(images), found.num_places, axis, found.straggler, found.share_that_stays))
     return graph.with_stage(stage, parts=(*graph.parts, found))

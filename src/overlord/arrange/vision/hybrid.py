@@ -7,6 +7,7 @@ evenly to pools of bins, which bounds the work per sample; all pools are filled 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,34 +27,52 @@ def hybrid(modules: Sequence[Floats]) -> Balancer:
     """Make a `Balancer` that balances the cost in every module; each of `modules` has one cost per item. Items that cost
     nothing in one module fill the gaps of the others."""
     costs = np.stack([np.asarray(module, np.float64) for module in modules])
-    shares = costs / np.maximum(costs.sum(axis=1, keepdims=True), 1e-300)
+    return HybridBalancer(costs / np.maximum(costs.sum(axis=1, keepdims=True), 1e-300))
 
-    def hybrid_balance(total: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
-        if total.shape != costs.shape[1:]:
+
+@dataclass(frozen=True, slots=True)
+class HybridBalancer:
+    """What `hybrid` returns: a `Balancer` of items that cost a share of each module, [module, item]."""
+
+    shares: Floats
+    slowness: Floats | None = None
+    """The time that each bin takes for one unit of cost; None where all are equally fast."""
+
+    @property
+    def __name__(self) -> str:  # for `explain`
+        return "hybrid_balance" if self.slowness is None else "hybrid_balance_by_time"
+
+    def with_slowness(self, slowness: Floats) -> HybridBalancer:
+        """The balancer for bins of different speed."""
+        return replace(self, slowness=slowness)
+
+    def __call__(self, total: Floats, num_bins: int, sizes: Ints, capacity: int | None = None) -> Ints:
+        if total.shape != self.shares.shape[1:]:
             raise SpecError(
-                f"hybrid was made for {costs.shape[1]} items and is called with {len(total)}: it balances samples, not "
-                "packed rows"
+                f"hybrid was made for {self.shares.shape[1]} items and is called with {len(total)}: it balances samples, "
+                "not packed rows"
             )
-        return _assign(shares * num_bins, num_bins, sizes, capacity)
+        slowness = np.ones(num_bins) if self.slowness is None or len(self.slowness) != num_bins else self.slowness
+        return _assign(self.shares * num_bins, slowness, sizes, capacity)
 
-    return hybrid_balance
 
-
-def _assign(costs: Floats, num_bins: int, sizes: Ints, capacity: int | None) -> Ints:
+def _assign(costs: Floats, slowness: Floats, sizes: Ints, capacity: int | None) -> Ints:
     """The bin of each item. `costs` are [module, item], in shares of the mean bin."""
+    num_bins = len(slowness)
     num_items = costs.shape[1]
     num_pools = max(d for d in range(1, num_bins + 1) if num_bins % d == 0 and (d == 1 or num_bins // d >= _BINS_OF_POOL))
     pools = _deal_to_pools(costs, num_pools)  # [turn, pool], num_items where a pool has no more
     costs = np.concatenate([costs, np.zeros((len(costs), 1))], axis=1)
     sizes = np.append(sizes, 0)
     loads = np.zeros((len(costs), num_pools, num_bins // num_pools))
+    slow = slowness.reshape(loads.shape[1:])
     room = None if capacity is None else np.full(loads.shape[1:], capacity)
     bins = np.zeros(num_items + 1, np.int64)
     each, first = np.arange(num_pools), np.arange(num_pools) * loads.shape[2]
     # A loop over items, because each choice depends on those before. Each iteration places one item of every pool.
     for items in pools:
         added = costs[:, items]
-        score = (loads + added[:, :, None]).max(axis=0)
+        score = (loads + added[:, :, None]).max(axis=0) * slow
         if room is None:
             best = np.asarray(score.argmin(axis=1), np.int64)
         else:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 import numpy as np
 
 from overlord.arrange.cost import ATTENTION_SLOWDOWN
+from overlord.arrange.learned_cost import ENCODER, LearnedCost, LinearCost, is_linear
 from overlord.arrange.plan import PlanStage
 from overlord.errors import SpecError
 from overlord.stream.facts import Floats, ImageSizes, Ints, Samples
@@ -152,6 +153,98 @@ class VisionTransformerCost:
         attention = layers * 4 * hidden * attention_slowdown
         return cls(weights * (6 if trained else 2) / 1e9, attention * (3.5 if trained else 1.0) / 1e9)
 
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """(per_patch, per_patches_squared, constant)."""
+        return self.per_patch, self.per_patches_squared, self.constant
+
+    def with_coefficients(self, coefficients: tuple[float, ...]) -> VisionTransformerCost:
+        """The cost with these coefficients, in the order of `coefficients`. Where all are 0, encoding is nearly free."""
+        return VisionTransformerCost(*coefficients) if any(coefficients) else VisionTransformerCost(1e-300, 0.0)
+
+    def features(self, images: Images) -> Floats:
+        """The factor of each coefficient: a row per image, a column per coefficient."""
+        patches = images.patches.astype(np.float64)
+        return np.column_stack([patches, patches * patches, np.ones(len(patches))])
+
     def __call__(self, images: Images) -> Floats:
         patches = images.patches.astype(np.float64)
         return self.constant + patches * (self.per_patch + self.per_patches_squared * patches)
+
+
+class LinearImageCost(Protocol):
+    """A cost of images that is linear in its coefficients, such as `VisionTransformerCost`."""
+
+    @property
+    def coefficients(self) -> tuple[float, ...]: ...
+
+    def features(self, images: Images) -> Floats:
+        """The factor of each coefficient: a row per image, a column per coefficient."""
+        ...
+
+    def with_coefficients(self, coefficients: tuple[float, ...]) -> Self: ...
+
+    def __call__(self, images: Images) -> Floats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSamples:
+    """The cost of encoding the images of samples, as a module of a `LearnedCost`."""
+
+    of_images: LinearImageCost
+    grid: PatchGrid
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return self.of_images.coefficients
+
+    def with_coefficients(self, coefficients: tuple[float, ...]) -> EncodedSamples:
+        return EncodedSamples(self.of_images.with_coefficients(coefficients), self.grid)
+
+    def features(self, samples: Samples) -> Floats:
+        images = images_of(samples, self.grid)
+        columns = self.of_images.features(images).T
+        sums = [np.bincount(images.sample, column, len(samples)) for column in columns]
+        return np.column_stack(sums).astype(np.float64, copy=False)
+
+    def __call__(self, samples: Samples) -> Floats:
+        images = images_of(samples, self.grid)
+        return np.bincount(images.sample, self.of_images(images), len(samples)).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesWithImageTokens:
+    """A cost of samples whose texts have no place for the tokens of their images, as a module of a `LearnedCost`."""
+
+    cost: LinearCost
+    grid: PatchGrid
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return self.cost.coefficients
+
+    def with_coefficients(self, coefficients: tuple[float, ...]) -> SamplesWithImageTokens:
+        return SamplesWithImageTokens(self.cost.with_coefficients(coefficients), self.grid)
+
+    def features(self, samples: Samples) -> Floats:
+        return self.cost.features(with_image_tokens(samples, images_of(samples, self.grid)))
+
+    def __call__(self, samples: Samples) -> Floats:
+        return self.cost(with_image_tokens(samples, images_of(samples, self.grid)))
+
+
+def learned_with_encoder(backbone: LearnedCost, encoder: ImageCost, grid: PatchGrid, places_in_text: bool) -> LearnedCost:
+    """The learned cost of a backbone and its encoder together. Trainers report the time of both as one, so neither can be
+    learned without the other."""
+    if not is_linear(encoder):
+        raise SpecError(
+            "a LearnedCost of the backbone learns the cost of the encoder too, so the encoder's is a VisionTransformerCost, "
+            f"not a {type(encoder).__name__}; or give the backbone a fixed cost"
+        )
+    if ENCODER in backbone.modules:
+        raise SpecError(f"{ENCODER!r} is the module of the image encoder; give that of the backbone another name")
+    modules = dict(backbone.modules)
+    if not places_in_text:
+        modules = {name: SamplesWithImageTokens(cost, grid) for name, cost in modules.items()}
+    encoded = EncodedSamples(cast("LinearImageCost", encoder), grid)
+    return LearnedCost({**modules, ENCODER: encoded}, backbone.every, backbone.speeds)

@@ -6,10 +6,24 @@ must treat rows independently of each other, since it may be run again on part o
 """
 
 from overlord.chunks.transforms.apply import InProcesses
+from overlord.chunks.transforms.chat import Chat, PreferencePairs, PromptCompletion
 from overlord.chunks.transforms.outcome import Context
 from overlord.chunks.transforms.per_row import per_row
 from overlord.chunks.transforms.pick import Pick
 from overlord.chunks.transforms.place_images import PlaceImages
+from overlord.chunks.transforms.split import Split
 from overlord.chunks.transforms.tokenize import ByteTokenizer, Tokenize
 
-__all__ = ["ByteTokenizer", "Context", "InProcesses", "Pick", "PlaceImages", "Tokenize", "per_row"]
+__all__ = [
+    "ByteTokenizer",
+    "Chat",
+    "Context",
+    "InProcesses",
+    "Pick",
+    "PlaceImages",
+    "PreferencePairs",
+    "PromptCompletion",
+    "Split",
+    "Tokenize",
+    "per_row",
+]

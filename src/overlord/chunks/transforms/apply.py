@@ -28,12 +28,13 @@ from overlord.chunks.transforms.outcome import (
     without_origin,
 )
 from overlord.chunks.transforms.per_row import PerRow, num_positional
+from overlord.chunks.transforms.pick import Pick
 from overlord.chunks.transforms.tokenize import Tokenize
 from overlord.errors import OverlordError, SchemaError, SpecError
 from overlord.sources.column_types import cast_table, has_null_type, wider_schema
 
 if TYPE_CHECKING:
-    from overlord.chunks.bad_rows import BadRowLog
+    from overlord.chunks.bad_rows import BadRowSink
     from overlord.chunks.workers.pool import ProcessPool
     from overlord.runtime.threads import Executor
     from overlord.stream.facts import Ints
@@ -50,6 +51,10 @@ class TransformCall:
         self.name = name_of(fn)
         self._on_table = functools.partial(fn.run_on, threads) if isinstance(fn, Tokenize) else fn
         self._wants_context = num_positional(fn) >= 2
+
+    @property
+    def wants_context(self) -> bool:
+        return self.fn.wants_rng if isinstance(self.fn, PerRow) else self._wants_context
 
     def call(self, table: pa.Table, context: Context) -> pa.Table:
         result = self.fn(table, context) if self._wants_context else self._on_table(table)
@@ -115,6 +120,12 @@ class InProcesses:
         return f"InProcesses({name_of(self.fn)})"
 
 
+def is_keyed_by_chunk(fn: Any) -> bool:
+    """Whether a transform gets its chunk and a random generator, so that its rows are others in every epoch."""
+    fn = fn.fn if isinstance(fn, InProcesses) else fn
+    return fn.wants_rng if isinstance(fn, PerRow) else num_positional(fn) >= 2
+
+
 def name_of(fn: Any) -> str:
     """The name of a user's function in messages."""
     if isinstance(fn, PerRow):
@@ -133,7 +144,7 @@ Locate = Callable[[int], tuple[str, int]]
 class Reporter:
     """Reports the bad rows of one chunk to the log of their source, by file and row."""
 
-    log: BadRowLog
+    log: BadRowSink
     locate: Locate
 
     def add(self, origin: int, error: str) -> None:
@@ -161,6 +172,21 @@ class Transforms:
         self._processes = processes
         self._lock = threading.Lock()
 
+    @property
+    def wants_context(self) -> bool:
+        """Whether rows depend on their chunk: a transform takes its number, or draws random numbers."""
+        return any(stage.wants_context for stage in self._stages)
+
+    @property
+    def has_per_row(self) -> bool:
+        return any(isinstance(stage.fn, PerRow) for stage in self._stages)
+
+    @property
+    def slices_freely(self) -> bool:
+        """Whether all transforms are known to treat rows independently: they are ours, or get slices of chunks anyway."""
+        known = (PerRow, Pick, Tokenize)
+        return all(mark is not None or isinstance(s.fn, known) for mark, s in zip(self._marks, self._stages, strict=True))
+
     def run(self, table: pa.Table, context: Context, origin: Ints, reporter: Reporter) -> tuple[pa.Table, Ints]:
         """The transformed table and, for each of its rows, its origin or -1.
 
@@ -169,7 +195,7 @@ class Transforms:
         for index in range(len(self._stages)):
             if table.num_rows == 0:
                 break  # functions need not handle empty tables, whose types mean nothing
-            outcome = self._run_stage(index, table, replace(context, stage=index), origin, reporter)
+            outcome = self._run_stage(index, table, replace(context, stage=context.stage + index), origin, reporter)
             table = self._check_schema(index, outcome.table, context)
             origin = unknown_origin(table.num_rows) if outcome.origin is None else outcome.origin
             if len(origin) != table.num_rows:

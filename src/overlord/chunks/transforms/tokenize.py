@@ -135,7 +135,7 @@ class Tokenize:
             raise SchemaError(f"Tokenize: no column {', '.join(map(repr, missing))}; the columns are {present}")
         column = _as_text(table.column(self.column), self.column)
         encoder = _encoder(self.encoding, self.special_tokens, self.engine)
-        bos, eos = (_token_id(encoder, name, getattr(self, name)) for name in ("bos", "eos"))
+        bos, eos = (token_id(encoder, name, getattr(self, name)) for name in ("bos", "eos"))
         try:
             tokens = _encode(encoder, column, _Ends(bos, eos), threads)
         except RowError as error:
@@ -393,15 +393,23 @@ def _is_function(encoding: TokenizerLike) -> bool:
     return not isinstance(encoding, (str, Path)) and not any(hasattr(encoding, name) for name in known)
 
 
-def _token_id(encoder: Any, option: str, token: int | str | None) -> int | None:
+def token_id(encoder: Any, option: str, token: int | str | None, transform: str = "Tokenize") -> int | None:
+    """The id of a token that is given by its id or its name."""
     if not isinstance(token, str):
         return token
     if not hasattr(encoder, "id_of"):
-        raise SpecError(f"Tokenize: {option}={token!r} names a token, but this encoding cannot look it up: give its id")
+        raise SpecError(f"{transform}: {option}={token!r} names a token, but this encoding cannot look it up: give its id")
     found = encoder.id_of(token)
     if found is None:
-        raise SpecError(f"Tokenize: {option}={token!r}: the encoding has no such token; check its spelling, or give its id")
+        raise SpecError(
+            f"{transform}: {option}={token!r}: the encoding has no such token; check its spelling, or give its id"
+        )
     return found
+
+
+def find_encoder(encoding: TokenizerLike, *, special_tokens: bool) -> Any:
+    """An encoder that can tell offsets where its library does, so not tiktoken's in place of another."""
+    return _encoder(encoding, special_tokens, "tokenizers")
 
 
 _preparing = threading.Lock()

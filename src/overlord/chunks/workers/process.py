@@ -34,11 +34,11 @@ class WorkerGoneError(Exception):
 class WorkerProcess:
     """A worker process and the connection to it. One thread at a time may use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         ours, theirs = socket.socketpair()
         try:
             self._process = start_interpreter(
-                "overlord.chunks.workers.worker",
+                module,
                 theirs.fileno(),
                 descriptors=[theirs.fileno()],
                 # There is one worker per core: none starts threads of its own unless the environment says so.
@@ -53,13 +53,15 @@ class WorkerProcess:
         self.loaded: set[int] = set()
 
     @staticmethod
-    def start(admit: Callable[[WorkerProcess], bool] = lambda _: True) -> WorkerProcess:
-        """Start a worker and wait until it is ready. Call it from a thread that outlives the worker: the kernel kills the
-        worker when that thread ends. `admit` gets each process before it is ready, so that it can be killed meanwhile;
-        ClosedError when it returns False."""
+    def start(
+        admit: Callable[[WorkerProcess], bool] = lambda _: True, module: str = "overlord.chunks.workers.worker"
+    ) -> WorkerProcess:
+        """Start a worker, which runs `main` of a module, and wait until it is ready. Call it from a thread that outlives the
+        worker: the kernel kills the worker when that thread ends. `admit` gets each process before it is ready,
+        so that it can be killed meanwhile; ClosedError when it returns False."""
 
         def attempt() -> WorkerProcess:
-            worker = WorkerProcess()
+            worker = WorkerProcess(module)
             if not admit(worker):
                 worker.close()
                 raise ClosedError("the process pool was closed while a worker was starting")

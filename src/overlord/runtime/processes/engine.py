@@ -21,6 +21,8 @@ from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.processes.directory import Directory
 from overlord.runtime.processes.host_process import HostProcess, ProcessSettings
 from overlord.runtime.processes.node import DIRECTORY, Location, Node
+from overlord.runtime.processes.template import Template
+from overlord.runtime.recorder import Recorder
 from overlord.runtime.role_table import RoleTable, accept_calls
 from overlord.runtime.shared_memory import Listener, why_unavailable
 
@@ -82,12 +84,14 @@ class Processes:
         self._starting: dict[str, tuple[int, HostProcess]] = {}
         self._num_spawned = DIRECTORY
         self._processes: list[HostProcess] = []
+        self._template = Template(self._num_cores)
         self._directory = Directory()
         self._table = RoleTable()
         self._workplace: Workplace | None = None
         self._listener: Listener
         self._node: Node
         self._home = OneProcess("the engine of a run", _ONE_PROCESS)
+        self.recorder = Recorder()
         self._closed = False
 
     is_in_process = False
@@ -95,6 +99,7 @@ class Processes:
     is_one_machine = True
     keeps_planner = True
     log_table = None
+    most_hosts = None
     roles_live_on = False
 
     @property
@@ -121,6 +126,7 @@ class Processes:
                 raise SpecError("this engine runs a job already; give each overlord.start its own")
             self._workplace = Workplace(size)
         self._home = OneProcess("the engine of a run", _ONE_PROCESS)
+        self._template.start()
         self._listener = Listener()
         run = self._listener.address
         self._node = Node(run, run, self._table, self._directory, self._patience_s)
@@ -129,7 +135,7 @@ class Processes:
             target=accept_calls, args=(self._listener, self._table), name="overlord-accept_calls", daemon=True
         ).start()
         settings = ProcessSettings(run, self._share(size), self._num_cores, self._patience_s, self._hung_after_s)
-        self._processes = [HostProcess(index, settings) for index in range(self.num_processes)]
+        self._processes = [HostProcess(index, settings, self._template) for index in range(self.num_processes)]
         for process in self._processes:
             process.start()
 
@@ -139,7 +145,15 @@ class Processes:
             "or run the job with engine=ol.Ray(address)"
         )
 
-    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
+    near = ()
+
+    def expect_trainers(self, names: Sequence[Sequence[str]]) -> None:
+        """Do nothing: there is one machine."""
+
+    def move_near(self, name: str, node_names: Sequence[str]) -> bool:  # noqa: ARG002 - there is one machine
+        return False
+
+    def spawn(self, name: str, make: Callable[[Workplace], R], *, apart_from: str = "") -> Handle[R]:
         self._home.check()
         with self._lock:
             if self._closed:
@@ -150,7 +164,9 @@ class Processes:
             number = self._num_spawned
             process = None
             if not _is_planner(name):
-                process = self._processes[choose_process(name, [each.names for each in self._processes])]
+                avoided = self._roles[apart_from][1] if apart_from else None
+                offered = [each for each in self._processes if each is not avoided] or self._processes
+                process = offered[choose_process(name, [each.names for each in offered])]
                 process.add(number, name, make)
                 self._starting[name] = number, process
             self._roles[name] = number, process
@@ -185,6 +201,9 @@ class Processes:
         return self._node.call(name, method, *args, **kwargs)
 
     call_near = call
+
+    def call_once(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NodeReply[Any]:
+        return self._node.call_once(name, method, *args, **kwargs)
 
     def shares_memory_with(self, name: str) -> bool:  # noqa: ARG002 - all processes are on this machine
         return True
@@ -232,6 +251,7 @@ class Processes:
         deadline = time.monotonic() + _CLOSE_S
         for process in self._processes:
             process.finish_closing(max(deadline - time.monotonic(), 0.0))
+        self._template.close()
         self._workplace.close()
         self._listener.close()
         self._node.peers.close()
@@ -239,7 +259,8 @@ class Processes:
     def _make_here(self, number: int, name: str, make: Callable[[Workplace], Any]) -> None:
         assert self._workplace is not None  # start opens an engine before it spawns
         self._table.announce(number, name)
-        failed = self._table.make(number, make, self._workplace)
+        with self.recorder.current():
+            failed = self._table.make(number, make, self._workplace)
         if failed is not None:
             self.stop(name)
             raise failed.open()

@@ -1,8 +1,7 @@
 """One worker process as the process that started the run sees it: started, watched, and started again whenever it ends.
 
-A thread of its own starts the process and waits for its end, because the kernel ends a process with the thread that started
-it. The process's listener belongs to this side: callers that connect while the process is replaced wait in its queue, and
-its address never changes.
+A thread of its own starts the process and takes its messages. The process's listener belongs to this side: callers that
+connect while the process is replaced wait in its queue, and its address never changes.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import socket
-import subprocess
 import threading
 import time
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import cloudpickle
 
 from overlord.errors import SpecError
 from overlord.runtime import liveness
-from overlord.runtime.interpreters import describe_exit, start_interpreter
+from overlord.runtime.interpreters import describe_exit
 from overlord.runtime.processes.control import (
     CheckHealth,
     DropRole,
@@ -34,6 +32,7 @@ from overlord.runtime.processes.control import (
     Setup,
 )
 from overlord.runtime.processes.node import Location
+from overlord.runtime.recorder import current_recorder
 from overlord.runtime.retry import Backoff
 from overlord.runtime.shared_memory import Connection, Listener
 from overlord.runtime.transport import ErrorEnvelope
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from overlord.runtime.engine import Workplace, WorkplaceSize
+    from overlord.runtime.processes.template import ForkedProcess, Template
 
 _BACKOFF = Backoff(first_s=0.05, longest_s=5.0)
 _EXIT_S = liveness.WORKER_EXIT.after_s
@@ -72,19 +72,21 @@ class _Ordered:
 class HostProcess:
     """A worker process and its roles. Thread-safe."""
 
-    def __init__(self, index: int, settings: ProcessSettings) -> None:
+    def __init__(self, index: int, settings: ProcessSettings, template: Template) -> None:
         self.index = index
         self._settings = settings
+        self._template = template
         self._listener = Listener()
         self._changed = threading.Condition()
         self._roles: dict[int, _Ordered] = {}
         self._dropping: set[int] = set()
         self._control: Connection | None = None  # from when the process can take roles until it ends
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | None = None
         self._num_failed_starts = 0
         self._ended = ""
         self._is_up = True
         self._is_closed = False
+        self._events = current_recorder().events
         self._thread = threading.Thread(target=self._supervise, name=f"overlord-supervisor-{index}", daemon=True)
 
     def location(self, number: int) -> Location:
@@ -182,10 +184,12 @@ class HostProcess:
                     return
                 if not is_failed_start:
                     pauses = _BACKOFF.pauses()
+            roles = ", ".join(self.names) or "no roles"
+            self._events.note("restart", f"worker process {self.index} ({roles}) ended with {ended}: another is started")
             _log.warning(
                 "worker process %d (%s) ended with %s: another is started, and its roles are made again",
                 self.index,
-                ", ".join(self.names) or "no roles",
+                roles,
                 ended,
             )
             if is_failed_start:
@@ -198,17 +202,8 @@ class HostProcess:
     def _run_once(self) -> str:
         """Start the process, serve it until it ends, and return how it did."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        threads = str(self._settings.num_cores)
         try:
-            process = start_interpreter(
-                "overlord.runtime.processes.worker",
-                theirs.fileno(),
-                self._listener.fileno(),
-                self.index,
-                descriptors=[theirs.fileno(), self._listener.fileno()],
-                # All processes together have a thread per core, unless the environment says otherwise.
-                environment={"OMP_NUM_THREADS": threads, "RAYON_NUM_THREADS": threads},
-            )
+            process = self._template.fork(self.index, theirs.fileno(), self._listener.fileno())
         except OSError:
             ours.close()
             raise
@@ -228,12 +223,12 @@ class HostProcess:
             control.close()
         try:
             code = process.wait(_EXIT_S)  # the connection closes a moment before the process can be waited for
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             process.kill()
             code = process.wait()
         return reason or describe_exit(code)
 
-    def _serve(self, process: subprocess.Popen[bytes], control: Connection) -> str:
+    def _serve(self, process: ForkedProcess, control: Connection) -> str:
         """Take the messages of the process until it is gone; returns a reason if it was killed here.
 
         Time in which this thread did not run does not count: after a machine was suspended, the processes that were

@@ -19,14 +19,12 @@ from weakref import WeakValueDictionary
 
 from overlord.errors import ClosedError, OverlordError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
-from overlord.runtime.peers import Peers
+from overlord.runtime.peers import Peers, SentRequest
 from overlord.runtime.retry import Backoff
 from overlord.runtime.role_table import NOT_HERE, RAISED, VALUE, RoleNotHere, RoleTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from overlord.runtime.shared_memory import Connection
 
 T = TypeVar("T")
 
@@ -95,6 +93,9 @@ class Node:
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NodeReply[Any]:
         return NodeReply(self, name, (method.__name__, args, kwargs))
 
+    def call_once(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NodeReply[Any]:
+        return NodeReply(self, name, (method.__name__, args, kwargs), is_once=True)
+
     def tell(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         call = method.__name__, args, kwargs
         try:
@@ -150,26 +151,28 @@ class _Asking:
     def _ask(self, method: str, key: str) -> Any:
         node = self._node
         try:
-            connection = node.peers.send(node.run, (True, DIRECTORY, method, (key,), {}))
-            kind, value = connection.receive()
+            kind, value = node.peers.ask(node.run, (True, DIRECTORY, method, (key,), {})).receive(None)
         except (ConnectionError, EOFError):
             raise ClosedError("the process that started this run is gone") from None
-        node.peers.give_back(node.run, connection)
         if kind == VALUE:
             return value
         raise value.open() if kind == RAISED else ClosedError("the engine of this run is closed; call overlord.start again")
 
 
 class NodeReply(Generic[T]):
-    """The future of a call. Making it sends the call, unless the role is in this process: then `result` runs it."""
+    """The future of a call. Making it sends the call, unless the role is in this process: then `result` runs it. `result`
+    sends it again when the role dies, unless it `is_once`."""
 
-    __slots__ = ("_call", "_connection", "_is_here", "_location", "_lost_at", "_name", "_node", "_outcome", "_pauses")
+    __slots__ = ("_call", "_is_here", "_is_once", "_location", "_lost_at", "_name", "_node", "_outcome", "_pauses", "_sent")
 
-    def __init__(self, node: Node, name: str, call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(
+        self, node: Node, name: str, call: tuple[str, tuple[Any, ...], dict[str, Any]], is_once: bool = False
+    ) -> None:
         self._node = node
+        self._is_once = is_once
         self._name = name
         self._call = call
-        self._connection: Connection | None = None
+        self._sent: SentRequest | None = None
         self._outcome: tuple[int, Any] | None = None
         self._lost_at: float | None = None
         self._pauses = _BACKOFF.pauses()
@@ -188,7 +191,9 @@ class NodeReply(Generic[T]):
                 continue
             except TimeoutError:
                 is_lost = self._has_moved()
-            except (RoleNotHere, ConnectionError, EOFError, BlockingIOError):
+            except (RoleNotHere, ConnectionError, EOFError, BlockingIOError) as error:
+                if self._is_once:
+                    raise ClosedError(f"role {self._name!r} was lost") from error
                 is_lost = True
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(f"role {self._name!r} did not answer {self._call[0]!r} within {timeout:.1f} s")
@@ -207,17 +212,9 @@ class NodeReply(Generic[T]):
 
     def _receive(self, timeout_s: float) -> None:
         """Set the outcome if it comes in time."""
-        if self._connection is None:
+        if self._sent is None:
             raise ConnectionRefusedError(f"the process of role {self._name!r} cannot be reached")
-        try:
-            outcome = self._connection.receive(timeout_s)
-        except TimeoutError:
-            raise
-        except BaseException:
-            self._drop_connection()
-            raise
-        connection, self._connection = self._connection, None
-        self._node.peers.give_back(self._location.address, connection)
+        outcome = self._sent.receive(timeout_s)
         if outcome[0] == NOT_HERE:
             raise RoleNotHere
         self._outcome = outcome
@@ -230,7 +227,8 @@ class NodeReply(Generic[T]):
         return found.number != self._location.number
 
     def _send_again(self) -> None:
-        self._drop_connection()
+        if self._sent is not None:
+            self._sent.drop()
         found = self._node.locate(self._name, refresh=True)
         if found.number == self._location.number:
             self._note_lost(found)
@@ -243,9 +241,9 @@ class NodeReply(Generic[T]):
         if self._is_here:
             return
         try:
-            self._connection = self._node.peers.send(self._location.address, (True, self._location.number, *self._call))
+            self._sent = self._node.peers.ask(self._location.address, (True, self._location.number, *self._call))
         except (ConnectionError, EOFError, BlockingIOError):
-            self._connection = None  # `result` tries again
+            self._sent = None  # `result` tries again
 
     def _note_lost(self, found: Location) -> None:
         now = time.monotonic()
@@ -257,14 +255,3 @@ class NodeReply(Generic[T]):
                 "program; if memory ran out, run fewer processes (Processes(num_processes=)) or smaller buffers "
                 "(buffer_bytes=); Processes(patience_s=) waits longer"
             )
-
-    def _drop_connection(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    def __del__(self) -> None:
-        # An answer that nobody reads would be taken for that of the next call.
-        connection = getattr(self, "_connection", None)
-        if connection is not None:
-            connection.close()

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
-from overlord.runtime.engine import Handle, StoreUse, Workplace, WorkplaceSize
+from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
 from overlord.runtime.ray.cluster import Cluster
+from overlord.runtime.recorder import Recorder
+from overlord.status import StoreUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from overlord.runtime.ray.names import HostedRole, Names, RoleReply
+    from overlord.runtime.ray.placement import RolePlacement
     from overlord.runtime.ray.stored_calls import CallStore, JobTable
     from overlord.runtime.ray.watch import HangWatch
 
@@ -77,9 +80,8 @@ class ActorOptions:
 
 R = TypeVar("R")
 
-CONSTRUCTOR = "constructor"
-"""The kind of a Data Constructor's role."""
 _CLOSE_S = liveness.RAY_CLOSING.after_s
+_CONSTRUCTOR = "constructor"
 
 LOADERS = ActorOptions(num_cpus=1, placement="spread")
 PLANNER = ActorOptions(placement="here", max_concurrency=256)
@@ -100,10 +102,12 @@ class Ray:
 
     `address` None starts a cluster on this machine and stops it with the job; "auto", or a host and port, attaches to a
     running one. `loader_hosts` is the number of actors that loaders share, by default one for each share of a source but no
-    more than the cluster has free CPUs for. `near` names, for each data-parallel group, the node (its address or Ray id) of
-    its trainers: the group's constructor is placed there if the node has room. Callers wait `patience_s` for a role that
-    died. A role that is alive and answers no health check for `hung_after_s` is killed and restarted; None disables this. A
-    role answers health checks while it is busy. `num_cpus` and `object_store_bytes` are for a cluster that is started here.
+    more than the cluster has free CPUs for. The constructor of a data-parallel group is placed on the node of its trainers,
+    or moved there when the first of them connects; until one is known, on this node. `near` names the nodes (their addresses
+    or Ray ids) by group where trainers cannot tell; the constructors then stay there. Callers wait `patience_s` for a role
+    that died. A role that is alive and answers no health check for `hung_after_s` is killed and restarted; None disables
+    this. A role answers health checks while it is busy. `num_cpus` and `object_store_bytes` are for a cluster that is
+    started here.
     """
 
     def __init__(  # noqa: PLR0913 - options of a cluster, keyword-only
@@ -130,9 +134,10 @@ class Ray:
             raise SpecError(f"hung_after_s is a positive number of seconds or None, got {hung_after_s}")
         self._loader_hosts = loader_hosts
         # A role's name begins with its kind: planner, loaders/0, constructor/3, ...
-        self._options = {"loaders": loaders, "planner": planner, CONSTRUCTOR: constructors}
+        self._options = {"loaders": loaders, "planner": planner, _CONSTRUCTOR: constructors}
         self._others = others
         self._near = tuple(near)
+        self._trainers: tuple[tuple[str, ...], ...] = ()
         self._patience_s = patience_s
         self._hung_after_s = hung_after_s
         self._watch: HangWatch | None = None
@@ -142,12 +147,15 @@ class Ray:
         self._lock = threading.Lock()
         self._roles: dict[str, _RoleHost] = {}  # in the order of spawning
         self._shared: dict[str, _RoleHost] = {}  # the actor that constructors of a node share
+        self._spare: list[tuple[str, str | None, _RoleHost]] = []  # actors without roles, with their kind and node
         self._num_spawned = 0
         self._starting: dict[str, Any] = {}
         self._size: WorkplaceSize | None = None
         self._kept_in: str | None = None
         self._names: Names
+        self._placement: RolePlacement
         self._calls: CallStore
+        self.recorder = Recorder()
         self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -162,11 +170,15 @@ class Ray:
             self._size = size
         # These modules import Ray, which must come after `join` has set its environment.
         from overlord.runtime.ray.names import find_names
+        from overlord.runtime.ray.placement import RolePlacement
         from overlord.runtime.ray.stored_calls import CallStore
         from overlord.runtime.ray.watch import HangWatch
 
         self._names = find_names(self._kept_in or f"overlord-{uuid.uuid4().hex}", self._patience_s)
         self._calls = CallStore(self._names.table)
+        if not self.roles_live_on:
+            self._names.table.note_owner()
+        self._placement = RolePlacement(self._near, self._trainers)
         if self._hung_after_s is not None:
             self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s)
 
@@ -197,12 +209,46 @@ class Ray:
                 self._num_spawned = max(self._num_spawned, role.number)
             return list(self._roles)
 
+    def empty(self, names: Collection[str]) -> None:
+        """Stop roles that were taken over, and keep their actors for the next roles of their kind: a role that is made in a
+        process that runs costs milliseconds, a process seconds."""
+        import ray
+
+        with self._lock:
+            emptied: dict[Any, _RoleHost] = {}
+            for name in names:
+                host = self._roles.pop(name)
+                self._names.unbind(name)
+                emptied[host.actor.drop_role.remote(host.roles.pop(name).number)] = host
+                self._names.list_roles(host.name, tuple(host.roles.values()))
+        hung = ray.wait(list(emptied), num_returns=len(emptied), timeout=_CLOSE_S)[1] if emptied else []
+        lost = {emptied[ref].name: emptied[ref] for ref in hung}
+        _kill([host.actor for host in lost.values()])
+        for host in {host.name: host for host in emptied.values() if host.name not in lost and not host.roles}.values():
+            self._spare.append((host.name.partition("/")[0].partition("#")[0], self._names.node_of(host.name), host))
+
     @property
     def log_table(self) -> JobTable:
         return self._names.table
 
     def place_near(self, nodes: Sequence[str]) -> None:
         self._near = tuple(nodes)
+        if self._size is not None:
+            self._placement.place_near(self._near)
+
+    @property
+    def near(self) -> tuple[str, ...]:
+        return self._near
+
+    def expect_trainers(self, names: Sequence[Sequence[str]]) -> None:
+        self._trainers = tuple(tuple(each) for each in names)
+
+    @property
+    def most_hosts(self) -> int | None:
+        import ray
+
+        each = self._options["loaders"].num_cpus or 1
+        return max(int(ray.cluster_resources().get("CPU", 1) / each), self._loader_hosts or 1)
 
     @property
     def num_hosts(self) -> int | None:
@@ -213,9 +259,10 @@ class Ray:
         each = self._options["loaders"].num_cpus or 1
         return max(int(ray.available_resources().get("CPU", 1) / each), 1)
 
-    def spawn(self, name: str, make: Callable[[Workplace], R]) -> Handle[R]:
+    def spawn(self, name: str, make: Callable[[Workplace], R], *, apart_from: str = "") -> Handle[R]:  # noqa: ARG002
         from overlord.runtime.ray.names import Binding, HostedRole
 
+        # Every loader host has an actor of its own: none is lost together with another, unless a node is.
         with self._lock:
             if self._closed:
                 raise ClosedError("the engine is closed; call overlord.start again")
@@ -223,24 +270,81 @@ class Ray:
                 raise OverlordError(f"a role named {name!r} is already running")
             self._num_spawned += 1
             role = HostedRole(self._num_spawned, name, self._calls.store(make))
-            home = self._shared_home(name)
-            host = None if home is None else self._shared.get(home)
-            if host is None:
-                host = self._start_actor(role)
-                self._starting[name] = host.actor.wait_until_made.remote(role.number)
-                if home is not None:
-                    self._shared[home] = host
-            else:
-                host.roles[name] = role
-                self._names.list_roles(host.name, tuple(host.roles.values()))
-                self._starting[name] = host.actor.add_role.remote(role)
+            is_here = self._options_of(name).placement == "here"
+            host, self._starting[name] = self._start_role(role, self._placement.node_of(name, is_here))
             self._roles[name] = host
             self._names.bind(name, Binding(host.name, role.number))
         return Handle(self, name)
 
-    def _start_actor(self, role: HostedRole) -> _RoleHost:
+    def move_near(self, name: str, node_names: Sequence[str]) -> bool:
+        from overlord.runtime.ray.names import Binding, HostedRole
+
+        node = None if self._near else self._placement.find(node_names)
+        with self._lock:
+            old_host = self._roles.get(name)
+            if node is None or old_host is None or self._names.node_of(old_host.name) == node:
+                return False
+            old = old_host.roles[name]
+            self._num_spawned += 1
+            role = HostedRole(self._num_spawned, name, old.make)
+            host, started = self._start_role(role, node)
+        try:
+            # The old one answers until the new one is there.
+            self._wait_for({name: started}, self._patience_s)
+            with self._lock:
+                is_same = self._roles.get(name) is old_host and old_host.roles.get(name) is old
+                if is_same:
+                    self._placement.note_home(name, node)
+                    self._roles[name] = host
+                    self._names.bind(name, Binding(host.name, role.number))
+                    self._names.forget(name)
+        except BaseException:
+            self._discard(host, name)
+            raise
+        self._discard(old_host if is_same else host, name)
+        return is_same
+
+    def _discard(self, host: _RoleHost, name: str) -> None:
+        """Stop a role that is in the place of another, or was to be."""
+        with self._lock:
+            role = host.roles.pop(name, None)
+        if role is not None:
+            self._drop(host, role, is_killed=False)
+
+    def _start_role(self, role: HostedRole, node: str | None) -> tuple[_RoleHost, Any]:
+        """Start a role on a node (None: where Ray places it); returns its actor, and what is there when it is made.
+
+        Constructors of a node share one process, where a row is looked for once and a chunk is mapped once for all of them.
+        """
+        home = node if role.name.partition("/")[0] == _CONSTRUCTOR else None
+        host = None if home is None else self._shared.get(home)
+        if host is not None and role.name not in host.roles:
+            host.roles[role.name] = role
+            self._names.list_roles(host.name, tuple(host.roles.values()))
+            return host, host.actor.add_role.remote(role)
+        host = self._take_spare(role.name.partition("/")[0], node)
+        if host is None:
+            host = self._start_actor(role, node)
+            started = host.actor.wait_until_made.remote(role.number)
+        else:
+            host.roles[role.name] = role
+            self._names.list_roles(host.name, (role,))
+            started = host.actor.add_role.remote(role)
+        if home is not None:
+            self._shared[home] = host
+        return host, started
+
+    def _take_spare(self, kind: str, node: str | None) -> _RoleHost | None:
+        for spare in self._spare:
+            if spare[0] == kind and node in (None, spare[1]):
+                self._spare.remove(spare)
+                return spare[2]
+        return None
+
+    def _start_actor(self, role: HostedRole, node: str | None) -> _RoleHost:
         import ray
 
+        from overlord.runtime.ray.placement import strategy_for
         from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release
 
         assert self._size is not None  # start opens an engine before it spawns
@@ -257,7 +361,7 @@ class Ray:
                 namespace=self._names.namespace,
                 max_restarts=-1,
                 lifetime="detached" if self.roles_live_on else None,
-                scheduling_strategy=self._placement(role.name, options),
+                scheduling_strategy=strategy_for(node, options.placement == "spread"),
                 **options.to_ray(),
             )
             .remote(host_name, self._names.namespace, self._patience_s, size, num_cores, release=own_release())
@@ -265,13 +369,19 @@ class Ray:
         return _RoleHost(host_name, actor, {role.name: role})
 
     def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
+        with self._lock:
+            if names is None and self._spare:
+                _close([host.actor for _, _, host in self._spare])  # no role needs them
+                self._spare = []
+            waited_for = [name for name in self._starting if names is None or name in names]
+            starting = {name: self._starting.pop(name) for name in waited_for}
+        self._wait_for(starting, self._patience_s if timeout_s is None else timeout_s)
+
+    def _wait_for(self, starting: Mapping[str, Any], timeout_s: float) -> None:
+        """Wait for roles that are being made, by name."""
         import ray
         from ray import exceptions as ray_errors
 
-        with self._lock:
-            waited_for = [name for name in self._starting if names is None or name in names]
-            starting = {name: self._starting.pop(name) for name in waited_for}
-        timeout_s = self._patience_s if timeout_s is None else timeout_s
         late = ray.wait(list(starting.values()), num_returns=len(starting), timeout=timeout_s)[1] if starting else []
         for name, ref in starting.items():
             if ref in late:
@@ -289,6 +399,9 @@ class Ray:
 
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RoleReply[Any]:
         return self._names.call(name, method, *args, **kwargs)
+
+    def call_once(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RoleReply[Any]:
+        return self._names.call_once(name, method, *args, **kwargs)
 
     def call_near(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RoleReply[Any]:
         return self._names.call_near(name, method, *args, **kwargs)
@@ -365,6 +478,12 @@ class Ray:
             return
         if self._watch is not None:
             self._watch.close()
+        import ray
+
+        if not ray.is_initialized():  # the program has left the cluster, and its actors have ended with that
+            self._names.close(0.0)
+            self._cluster.leave()
+            return
         self._names.closed.set()
         self._names.table.clear()
         # Last spawned, first stopped: a role is closed before those it calls.
@@ -380,41 +499,6 @@ class Ray:
 
     def _options_of(self, name: str) -> ActorOptions:
         return self._options.get(name.partition("/")[0], self._others)
-
-    def _placement(self, name: str, options: ActorOptions) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        node = self._node_of(name, options)
-        if node is not None:
-            return NodeAffinitySchedulingStrategy(node, soft=True)
-        return "SPREAD" if options.placement == "spread" else "DEFAULT"
-
-    def _node_of(self, name: str, options: ActorOptions) -> str | None:
-        """The node that a role prefers; None where the choice is Ray's."""
-        import ray
-
-        kind, _, index = name.partition("/")
-        if kind == CONSTRUCTOR and self._near:
-            if int(index) >= len(self._near):
-                raise SpecError(f"near names the nodes of {len(self._near)} data-parallel groups, but the mesh has more")
-            return _node_id(self._near[int(index)])
-        return ray.get_runtime_context().get_node_id() if options.placement == "here" else None
-
-    def _shared_home(self, name: str) -> str | None:
-        """The node on whose actor a role joins others of its kind: constructors of a node share one process, where a row is
-        looked for once and a chunk is mapped once for all of them. None for a role with an actor of its own."""
-        return self._node_of(name, self._options_of(name)) if name.partition("/")[0] == CONSTRUCTOR else None
-
-
-def _node_id(node: str) -> str:
-    import ray
-
-    nodes = [entry for entry in ray.nodes() if entry["Alive"]]
-    for entry in nodes:
-        if node in (entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerHostname"]):
-            return entry["NodeID"]
-    known = ", ".join(sorted(entry["NodeManagerAddress"] for entry in nodes))
-    raise SpecError(f"near names the node {node!r}, but the cluster's nodes are {known}")
 
 
 def _close(actors: Sequence[Any]) -> None:

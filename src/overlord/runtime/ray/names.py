@@ -24,7 +24,7 @@ from ray import exceptions as ray_errors
 
 from overlord.errors import ClosedError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
-from overlord.runtime.peers import Peers, RoleCall
+from overlord.runtime.peers import Peers, RoleCall, SentRequest
 from overlord.runtime.ray.stored_calls import JobTable, StoredCall
 from overlord.runtime.ray.telling import RemoteTells
 from overlord.runtime.retry import Backoff
@@ -32,8 +32,6 @@ from overlord.runtime.role_table import NOT_HERE, RAISED, RoleNotHere, RoleTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from overlord.runtime.shared_memory import Connection
 
 T = TypeVar("T")
 
@@ -82,8 +80,8 @@ class ActorPlace:
     """Where an actor is. Another one after a restart."""
 
     node: str
-    address: str
-    """Of its listener."""
+    address: str | None
+    """Of its listener; None where the node has no shared memory."""
 
 
 _known: WeakValueDictionary[str, Names] = WeakValueDictionary()
@@ -127,11 +125,13 @@ class Names:
     def host(self, actor: str, table: RoleTable, address: str | None) -> None:
         """Say that this process is an actor, which has the roles of `table` and listens at `address`."""
         self._here = actor, table
-        if address is not None:
-            self.table.put(f"place/{actor}", pickle.dumps(ActorPlace(self._node, address)))
+        self.table.put(f"place/{actor}", pickle.dumps(ActorPlace(self._node, address)))
 
     def call(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RoleReply[Any]:
         return RoleReply(self, name, (method.__name__, args, kwargs))
+
+    def call_once(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RoleReply[Any]:
+        return RoleReply(self, name, (method.__name__, args, kwargs), is_once=True)
 
     def call_near(self, name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RoleReply[Any]:
         return RoleReply(self, name, (method.__name__, args, kwargs), only_near=True)
@@ -216,6 +216,11 @@ class Names:
             place = self._places[bound.actor] = pickle.loads(found)
         return place.address if place.node == self._node else None
 
+    def node_of(self, actor: str) -> str | None:
+        """The node of an actor; None if it has not started yet."""
+        found = self.table.get(f"place/{actor}")
+        return None if found is None else pickle.loads(found).node
+
     def table_here(self, bound: Binding) -> RoleTable | None:
         """The roles of this process, if a name is bound to one of them."""
         return None if self._here is None or self._here[0] != bound.actor else self._here[1]
@@ -245,17 +250,18 @@ class Names:
 
 class RoleReply(Generic[T]):
     """The future of a call. Making it sends the call, unless the role is in this process: then `result` runs it. `result`
-    sends it again when the role dies or moves; not if the call goes `only_near`, over a socket of the machine."""
+    sends it again when the role dies or moves; not when it dies if it `is_once`, and never if the call goes `only_near`,
+    over a socket of the machine."""
 
-    __slots__ = ("_bound", "_call", "_connection", "_lost_at", "_name", "_names", "_near", "_only_near", "_pauses", "_ref")
+    __slots__ = ("_bound", "_call", "_is_once", "_lost_at", "_name", "_names", "_only_near", "_pauses", "_ref", "_sent")
 
-    def __init__(self, names: Names, name: str, call: RoleCall, only_near: bool = False) -> None:
+    def __init__(self, names: Names, name: str, call: RoleCall, only_near: bool = False, is_once: bool = False) -> None:
         self._names = names
         self._name = name
         self._call = call
         self._only_near = only_near
-        self._connection: Connection | None = None
-        self._near = ""
+        self._is_once = is_once or only_near
+        self._sent: SentRequest | None = None  # over a socket of the machine
         self._ref: Any = None
         self._lost_at: float | None = None
         self._pauses = _BACKOFF.pauses()
@@ -295,20 +301,12 @@ class RoleReply(Generic[T]):
             if kind == NOT_HERE:
                 raise RoleNotHere
             return kind, value
-        if self._connection is None:
-            if self._ref is None:
-                raise ConnectionRefusedError(f"the actor of role {self._name!r} is gone")
+        if self._sent is not None:
+            kind, value = self._sent.receive(timeout_s)
+        elif self._ref is not None:
             kind, value = ray.get(self._ref, timeout=timeout_s)
         else:
-            try:
-                kind, value = self._connection.receive(timeout_s)
-            except TimeoutError:
-                raise
-            except BaseException:
-                self._drop_connection()
-                raise
-            connection, self._connection = self._connection, None
-            self._names.peers.give_back(self._near, connection)
+            raise ConnectionRefusedError(f"the actor of role {self._name!r} is gone")
         if kind == NOT_HERE:
             raise RoleNotHere(f"role {self._name!r} is not in {self._bound.actor}")
         return kind, value
@@ -316,19 +314,19 @@ class RoleReply(Generic[T]):
     def _send(self, is_near_tried: bool) -> None:
         """Send the call over a socket of the machine if the role is near, and that was not tried before; else as an actor
         call."""
-        self._drop_connection()
-        self._ref = None
+        if self._sent is not None:
+            self._sent.drop()
+        self._sent = self._ref = None
         if self._names.table_here(self._bound) is not None:
             return
         near = None if is_near_tried else self._names.near_address(self._bound)
         if near is not None:
             try:
-                self._near = near
-                self._connection = self._names.peers.send(near, (True, self._bound.number, *self._call))
+                self._sent = self._names.peers.ask(near, (True, self._bound.number, *self._call))
                 return
             except (ConnectionError, EOFError, BlockingIOError) as error:
                 self._names.forget(self._name)
-                if self._only_near:
+                if self._is_once:
                     raise self._out_of_reach() from error
         if self._only_near:
             raise self._out_of_reach()
@@ -343,7 +341,7 @@ class RoleReply(Generic[T]):
 
     def _note_lost(self, error: Exception) -> None:
         self._names.forget(self._name)
-        if self._only_near:
+        if self._is_once:
             raise self._out_of_reach() from error
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at
@@ -355,14 +353,3 @@ class RoleReply(Generic[T]):
 
     def _out_of_reach(self) -> ClosedError:
         return ClosedError(f"role {self._name!r} is not on this node, or was lost")
-
-    def _drop_connection(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    def __del__(self) -> None:
-        # An answer that nobody reads would be taken for that of the next call.
-        connection = getattr(self, "_connection", None)
-        if connection is not None:
-            connection.close()

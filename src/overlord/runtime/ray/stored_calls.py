@@ -15,6 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import ray
+from ray._private.state import jobs
 from ray.exceptions import RpcError
 from ray.experimental import internal_kv
 
@@ -97,6 +99,14 @@ class CallStore:
 
 
 _SPACE = b"overlord"
+_OWNERS = b"owner/"
+"""Before the name of a job: the driver with which its entries end."""
+
+
+def _delete(key: bytes, by_prefix: bool = False) -> None:
+    # A program may have left the cluster before it closes its loader: then there is nobody to ask.
+    if internal_kv._internal_kv_initialized():  # noqa: SLF001 - Ray has no public one
+        internal_kv._internal_kv_del(key, del_by_prefix=by_prefix, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
 
 
 class JobTable:
@@ -126,11 +136,23 @@ class JobTable:
         return [key.decode()[len(self.namespace) + 1 :] for key in found]
 
     def delete(self, key: str) -> None:
-        internal_kv._internal_kv_del(self._full(key), namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
+        _delete(self._full(key))
 
     def clear(self) -> None:
         """Delete all entries of this job."""
-        internal_kv._internal_kv_del(self._full(""), del_by_prefix=True, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
+        _delete(self._full(""), by_prefix=True)
+        _delete(_OWNERS + self.namespace.encode())
+
+    def note_owner(self) -> None:
+        """Note that the entries are of no use once the driver of this process is gone. Deletes those of others that are."""
+        dead = {job["JobID"] for job in jobs() if job["IsDead"]}
+        owners: list[bytes] = internal_kv._internal_kv_list(_OWNERS, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
+        for key in owners:
+            owner = internal_kv._internal_kv_get(key, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
+            if owner is not None and owner.decode() in dead:
+                JobTable(key.removeprefix(_OWNERS).decode()).clear()
+        driver = ray.get_runtime_context().get_job_id().encode()
+        internal_kv._internal_kv_put(_OWNERS + self.namespace.encode(), driver, overwrite=True, namespace=_SPACE)  # noqa: SLF001 - Ray has no public one
 
     def _full(self, key: str) -> bytes:
         return f"{self.namespace}/{key}".encode()

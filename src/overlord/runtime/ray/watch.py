@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from overlord.runtime import liveness
 from overlord.runtime.ray.role_actor import HEALTH_CHECKS, HealthReport, process_start_time
+from overlord.runtime.recorder import current_recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,6 +42,8 @@ class _Probe:
     silent_s: float = 0.0
     last: HealthReport | None = None
     """The last report since the actor was last started; None before the first."""
+    process: int | None = None
+    """The process that answered last; None before the first answer, and after this watch has killed it."""
 
 
 class HangWatch:
@@ -54,6 +57,7 @@ class HangWatch:
         self._period_s = hung_after_s / liveness.RAY_HUNG.checks
         self._probes: dict[str, _Probe] = {}
         self._closed = threading.Event()
+        self._events = current_recorder().events
         self._thread = threading.Thread(target=self._watch, name="overlord-watch", daemon=True)
         self._thread.start()
 
@@ -87,6 +91,9 @@ class HangWatch:
             probe.ref, probe.last, probe.silent_s = None, None, 0.0
         else:
             probe.ref, probe.last, probe.silent_s = None, report, 0.0
+            if probe.process not in (None, report.process):
+                self._events.note("restart", f"role {name!r} lost its process {probe.process}: Ray has started it again")
+            probe.process = report.process
 
     def _restart(self, name: str, probe: _Probe) -> None:
         """Restart a role that does not answer, unless it has not started yet."""
@@ -97,10 +104,12 @@ class HangWatch:
                 probe.silent_s = 0.0  # the actor has started; its time to answer begins now
             elif silent_s >= self._unstarted_after_s:
                 _log.warning("role %r has not started within %.1f s: it is restarted", name, silent_s)
+                self._events.note("restart", f"role {name!r} has not started within {silent_s:.1f} s")
                 probe.silent_s = 0.0
                 ray.kill(probe.actor, no_restart=False)
             return
-        probe.last, probe.silent_s = None, 0.0
+        probe.last, probe.process, probe.silent_s = None, None, 0.0
+        self._events.note("restart", f"role {name!r} on node {last.node} has not answered for {silent_s:.1f} s")
         _log.warning(
             "role %r has not answered for %.1f s, though its process %d on node %s is alive: the process is killed and the "
             "role is restarted (Ray(hung_after_s=%g))%s",

@@ -1,0 +1,141 @@
+"""Pipelines of a pool of ranks, played with the measured times of their stages.
+
+    python -m bench.gpu.pipelines [--device cpu] [--out FILE]
+
+Every microbatch of every pipeline runs forward and backward through one block on one GPU, one after the other: a stage. The
+1F1B or interleaved schedule of all pipelines is then played with these times; a ring begins on a stage when all of its
+pipelines are ready for it, and takes as long as on the slowest. What stages and rings send each other is not part of it.
+
+Times are over those without any waiting. `alike` is what filling and draining would cost if all microbatches of a pipeline
+were alike; `least` is what no order of these microbatches can go below under 1F1B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.blocks import LLAMA_8B, TINY, Bench
+from bench.gpu.settings import Setting
+from bench.gpu.work import LENGTHS, Fit, Work, of_hdp_plan
+from bench.length_tables import BYTED, GITHUB
+from overlord.arrange.graph import DGraph
+from overlord.arrange.hdp.rings import Rings
+from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.arrange.pipelines.simulator import Pipeline, play, simulate
+from overlord.arrange.plan import Plan
+from overlord.arrange.strategies import hdp
+from overlord.declare.mesh import Mesh
+from overlord.stream.facts import Floats
+
+K = 1024
+
+
+@dataclass(frozen=True)
+class PipelineOutcome:
+    setting: str
+    stages: int
+    virtual: int
+    microbatches: float
+    """The mean of all pipelines."""
+    predicted: float
+    played: float
+    alike: float
+    least: float
+
+
+def least_time(micro: Floats, counts: Floats, stages: int) -> float:
+    """A lower bound of the slowest pipeline's time under 1F1B, whatever the order, times the stages.
+
+    While a microbatch goes through all stages and back, the first stage runs stages - 1 others at most, so it waits for the
+    rest; and before its first and after its last microbatch some stage always waits.
+    """
+    found, first = 0.0, 0
+    for count in counts.astype(int).tolist():
+        falling = np.sort(micro[first : first + count])[::-1]
+        first += count
+        if count:
+            window = float(falling[1:stages].sum())
+            waits = max((stages - 1) * float(falling[0]) - window, (stages - 1) * float(falling[-1]))
+            found = max(found, float(falling.sum()) + waits)
+    return found
+
+
+def passes(bench: Bench, works: list[Work]) -> tuple[list[float], list[float]]:
+    """Milliseconds of the forward and of the backward pass of each microbatch."""
+    if bench.device != "cuda":
+        both, forward = bench.timed(works), bench.timed(works, backward=False)
+        return forward, [max(0.0, all_ - f) for all_, f in zip(both, forward, strict=True)]
+    found = [bench.timed_passes(works) for _ in range(2)]  # the quicker of two: short runs wait for memory now and then
+    return [min(a[0], b[0]) for a, b in zip(*found, strict=True)], [min(a[1], b[1]) for a, b in zip(*found, strict=True)]
+
+
+def outcome(setting: Setting, pipeline: Pipeline, fit: Fit, timed: Callable[[list[Work]], Any]) -> PipelineOutcome:
+    graph = setting.graph(seed=0)
+    place = ClientPlaceTree(Mesh(dp=setting.dp, cp=setting.cp, pp=pipeline.stages))
+    graph = DGraph(graph.samples, graph.batch, place, graph.reference_rows)
+    capacity = max(setting.context // setting.cp, 1)
+    plan: Plan = hdp(fit.document_cost, capacity=capacity, pipeline=pipeline)(graph)
+    rings = plan.part(Rings)
+    assert rings is not None
+    micro = plan.micro_costs(rings.cost)
+    busy = float(rings.cost.sum()) / len(plan.counts) / pipeline.stages
+    predicted = simulate(micro, plan.counts, pipeline, rings.of_micro).step_time / busy
+    works = [work for rank in of_hdp_plan(plan) for work in rank]
+    filled = [i for i, work in enumerate(works) if work.num_tokens]
+    forward, backward = np.zeros(len(works)), np.zeros(len(works))
+    forward[filled], backward[filled] = timed([works[i] for i in filled])
+    times = play(forward, backward, plan.counts, pipeline, rings.of_micro)
+    measured_busy = float((forward + backward).sum()) / len(plan.counts) * pipeline.virtual
+    counts = plan.counts.astype(np.float64)
+    return PipelineOutcome(
+        setting=str(setting),
+        stages=pipeline.stages,
+        virtual=pipeline.virtual,
+        microbatches=float(counts.mean()),
+        predicted=predicted,
+        played=float(times.max()) / measured_busy,
+        alike=1 + (pipeline.stages - 1) / pipeline.virtual / float(counts.mean()),
+        least=least_time(micro, counts, pipeline.stages) / (busy * pipeline.stages) if pipeline.virtual == 1 else 1.0,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu", "model"])
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    given = parser.parse_args()
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if given.device == "cuda" else given.device}
+    run = json.loads((Path(__file__).parent / "h200.json").read_text())
+    table = run["fit"]["document_cost"]
+    fit = Fit.of(table["lengths"], table["costs"])
+    settings = [Setting(each, 128 * K, dp=8, cp=4, rows=4) for each in (BYTED, GITHUB)]
+    settings += [Setting(each, 32 * K, dp=4, rows=16) for each in (BYTED, GITHUB)]
+    if given.device == "model":
+        timed = lambda works: ([fit.predicted(w) / 3 for w in works], [fit.predicted(w) * 2 / 3 for w in works])  # noqa: E731
+    else:
+        bench = Bench(LLAMA_8B if given.device == "cuda" else TINY, given.device)
+        if given.device == "cpu":
+            settings = [Setting(GITHUB, 4 * K, dp=2, cp=2, rows=2)]
+            fit = Fit.of(LENGTHS[:6], [2e-3 * n + 9e-8 * n * n for n in LENGTHS[:6]])
+        timed = lambda works: passes(bench, works)  # noqa: E731
+        timed([Work.of_documents(np.full(4, (16 if given.device == "cuda" else 1) * K))] * 2)
+    rows = []
+    for setting in settings:
+        for pipeline in (Pipeline(4), Pipeline(8), Pipeline(8, 2)):
+            rows.append(asdict(outcome(setting, pipeline, fit, timed)))
+            print(json.dumps(rows[-1]), flush=True)
+            if given.out:
+                given.out.write_text(json.dumps({**report, "rows": rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

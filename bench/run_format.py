@@ -1,0 +1,140 @@
+"""One competitor of `bench.formats`, once: python -m bench.run_format FORMAT overlord|own --seconds S. Prints JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bench.formats import DATA
+from bench.peers.packing import BATCH_TOKENS, ROW_TOKENS, batches
+
+WARMUP_TOKENS = 8_000_000
+
+
+def source_of(name: str) -> Any:
+    import overlord as ol
+
+    folder = DATA / name
+    if name == "megatron":
+        return ol.formats.MegatronBin(folder / "text")
+    if name == "mds":
+        return ol.formats.Mds(folder / "text")
+    if name == "huggingface":
+        return ol.formats.HuggingFaceFiles(folder / "text")
+    return ol.formats.Lance(folder / "text.lance")
+
+
+def packed_by_overlord(name: str) -> Iterator[tuple[int, int]]:
+    """(tokens, checksum) of each step; all arrays are read."""
+    import overlord as ol
+
+    # One microbatch of all rows, as `batches` makes them.
+    batch = ol.Batch(tokens=BATCH_TOKENS, sequence_length=ROW_TOKENS, micro_tokens=BATCH_TOKENS, cut_documents=True)
+    with ol.start(ol.Job(sources={"text": source_of(name)}, batch=batch, num_workers=0)) as loader:
+        for step in loader.client(0):
+            yield BATCH_TOKENS, sum(_sum_of(micro) for micro in step)
+
+
+def read_by_overlord(name: str) -> Iterator[tuple[int, int]]:
+    from overlord.sources.files import open_reader
+
+    source = source_of(name)
+    units, reader = source.units(), open_reader(source, release_gil=False)
+    rng = np.random.default_rng(0)
+    while True:
+        for number in rng.permutation(len(units)).tolist():
+            column: Any = reader.read_rows(units[number]).table.column("tokens").combine_chunks()
+            tokens = column.flatten().to_numpy(zero_copy_only=False)
+            yield len(tokens), int(tokens.sum())
+
+
+def packed_by_owner(name: str) -> Iterator[tuple[int, int]]:
+    for batch in batches(tokens.astype(np.int32) for tokens in samples_of(name)):
+        yield BATCH_TOKENS, _sum_of(batch)
+
+
+def read_by_owner(name: str) -> Iterator[tuple[int, int]]:
+    for tokens in samples_of(name):
+        yield len(tokens), int(tokens.sum())
+
+
+def _sum_of(fields: Any) -> int:
+    return sum(int(np.asarray(value).sum()) for value in fields.values() if isinstance(value, np.ndarray))
+
+
+def samples_of(name: str) -> Iterator[np.ndarray]:
+    """Endless, by the format's own loader."""
+    folder = DATA / name
+    if name == "megatron":
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        dataset = IndexedDataset(str(folder / "text"))  # once: what it returned may not be touched when it is gone
+        rng = np.random.default_rng(0)
+        while True:
+            for row in rng.permutation(len(dataset)).tolist():
+                yield dataset[row]
+    elif name == "mds":
+        from streaming import StreamingDataset
+
+        stream = StreamingDataset(local=str(folder / "text"), shuffle=True, batch_size=1)
+        while True:
+            for sample in stream:
+                yield sample["tokens"]
+    elif name == "huggingface":
+        import datasets
+
+        rows = datasets.load_from_disk(str(folder / "text")).with_format("numpy")
+        while True:
+            for batch in rows.iter(batch_size=1000):
+                yield from batch["tokens"]
+    else:
+        import lance
+        from lance.torch.data import LanceDataset
+
+        table = lance.dataset(str(folder / "text.lance"))
+        while True:
+            for batch in LanceDataset(table, batch_size=1024, columns=["tokens"], to_tensor_fn=_unchanged):
+                column = batch.column("tokens")
+                values, ends = column.flatten().to_numpy(), column.offsets.to_numpy()
+                yield from np.split(values, ends[1:-1] - ends[0])
+
+
+def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:
+    return batch
+
+
+RUNS = {
+    ("overlord", "packed"): packed_by_overlord,
+    ("overlord", "read"): read_by_overlord,
+    ("own", "packed"): packed_by_owner,
+    ("own", "read"): read_by_owner,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("format")
+    parser.add_argument("peer", choices=("overlord", "own"))
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--what", choices=("packed", "read"), default="packed")
+    parser.add_argument("--set", default="{}")
+    given = parser.parse_args()
+    began = time.perf_counter()
+    parts = RUNS[given.peer, given.what](given.format)
+    warm, first = 0, 0.0
+    while warm < WARMUP_TOKENS:
+        warm += next(parts)[0]
+        first = first or time.perf_counter() - began
+    total, cpu, start = 0, time.process_time(), time.perf_counter()
+    while time.perf_counter() - start < given.seconds:
+        total += next(parts)[0]
+    print(json.dumps({"tokens_per_cpu_s": total / (time.process_time() - cpu), "first_batch_s": first}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

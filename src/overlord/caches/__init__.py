@@ -1,0 +1,1 @@
+"""Bounded stores of bytes that can be made again."""

@@ -1,0 +1,161 @@
+"""Tells which reader reads what lies at a path: by the files that a folder has, by endings, and by the first bytes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from overlord.errors import SourceError, SpecError, StorageError
+from overlord.jobfile.values import READERS, reader_of
+from overlord.sources.prepared import MANIFEST
+from overlord.sources.storage import Storage, has_glob, is_remote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_MOST_LISTED = 100_000
+_MAGIC = (
+    (b"PAR1", 0, "Parquet"),
+    (b"ARROW1", 0, "ArrowIpc"),
+    (b"\xff\xff\xff\xff", 0, "ArrowIpc"),
+    (b"ustar", 257, "WebDataset"),
+)
+_FOLDERS = (
+    ("Prepared", MANIFEST),
+    ("HuggingFaceFiles", "dataset_dict.json"),
+    ("HuggingFaceFiles", "state.json", "dataset_info.json"),
+    ("Delta", "_delta_log/*.json"),
+    ("Iceberg", "metadata/*.metadata.json"),
+    ("Lance", "_versions/*"),
+)
+"""Readers of whole folders, and the files by which these are known."""
+_INDEX = "index.json"
+_ENERGON = ".nv-meta/split.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """How what lies at a path is read."""
+
+    reader: str
+    paths: str
+    """Its files as a pattern, or the folder."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def declaration(self) -> dict[str, Any]:
+        """As a job file declares it."""
+        return {"reader": self.reader, "uri" if self.reader == "Lance" else "paths": self.paths, **self.options}
+
+
+def recognise(path: str, reader: str | None = None) -> Recognised:
+    """What lies at a path; with `reader`, which of its files that one reads."""
+    local = os.path.expanduser(path)
+    if path.endswith(".metadata.json") and reader in (None, "Iceberg"):
+        return Recognised("Iceberg", path)
+    if path.rpartition("/")[2] == _INDEX and (found := _indexed(path.rpartition("/")[0] or ".")) in ("Mds", "LitData"):
+        return Recognised(reader or found, path)
+    is_folder = os.path.isdir(local) if not is_remote(path) else not has_glob(path) and reader_of(path) is None
+    if is_folder and (found := _folder(path.rstrip("/") or "/", reader)) is not None:
+        return found
+    if is_folder and not (is_remote(path) and reader is not None):
+        return _by_endings(path, reader)
+    name = reader or reader_of(path)
+    if name is None and not is_remote(path) and os.path.isfile(local):
+        name = _by_content(Path(local))
+    if name is None:
+        if not is_remote(path) and not has_glob(path) and not os.path.exists(local):
+            raise SourceError(f"there is nothing at {path}")
+        raise SpecError(
+            f"the format of {path} cannot be told from its name or first bytes; say it with --reader, as "
+            f"{', '.join(dict.fromkeys(READERS.values()))}"
+        )
+    return Recognised(name, path)
+
+
+def _folder(path: str, reader: str | None) -> Recognised | None:
+    """A folder that one reader reads as a whole."""
+    for name, *files in _FOLDERS:
+        if reader in (None, name) and all(_has(path, file) for file in files):
+            return Recognised(name, path, _split_of(path) if files == ["dataset_dict.json"] else {})
+    found = _indexed(path)
+    if found is not None and reader in (None, found):
+        return Recognised(found, path)
+    if reader in (None, "WebDataset") and _has(path, _ENERGON):
+        note = f"an Energon dataset, with all of its splits: ol.formats.energon({path!r}) in a Python job reads one"
+        return Recognised("WebDataset", f"{path}/**/*.tar", notes=(note,))
+    return None
+
+
+def _has(folder: str, pattern: str) -> bool:
+    try:
+        return bool(Storage().list_files([f"{folder}/{pattern}"]))
+    except StorageError:
+        raise
+    except SourceError:
+        return False
+
+
+def _read_json(path: str) -> Any:
+    """The content of a file; None where there is none, or something else."""
+    storage = Storage()
+    try:
+        (file,) = storage.list_files([path])
+        return msgspec.json.decode(storage.read(file, 0, file.num_bytes).to_pybytes())
+    except StorageError:
+        raise
+    except (SourceError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _indexed(folder: str) -> str | None:
+    """The reader of a folder with an index of shards or chunks."""
+    index = _read_json(f"{folder}/{_INDEX}")
+    if not isinstance(index, dict):
+        return None
+    return "Mds" if "shards" in index else "LitData" if "chunks" in index and "config" in index else None
+
+
+def _split_of(folder: str) -> dict[str, Any]:
+    saved = _read_json(f"{folder}/dataset_dict.json")
+    splits = saved.get("splits") if isinstance(saved, dict) else None
+    if not isinstance(splits, list) or not splits:
+        return {}
+    return {"split": "train" if "train" in splits else splits[0]}
+
+
+def _by_endings(path: str, reader: str | None) -> Recognised:
+    """A folder of files: those of the ending that most have."""
+    endings: Counter[tuple[str, str]] = Counter()
+    for name in islice(_names_under(path), _MOST_LISTED):
+        found = reader_of(name)
+        if found is not None and reader in (None, found):
+            bare = next(ending for ending in (*READERS, ".tgz") if ending in name.lower())
+            endings[name[name.lower().rindex(bare) :], found] += 1
+    if not endings:
+        raise SpecError(f"no file under {path} has an ending that Overlord knows ({', '.join(READERS)}); name the files")
+    ((ending, found), _), *others = endings.most_common()
+    listed = ", ".join(f"{count:,} {name}" for (name, _), count in others)
+    notes = (f"only the files *{ending} are read; under {path} are also {listed}",) if others else ()
+    return Recognised(found, f"{path.rstrip('/')}/**/*{ending}", notes=notes)
+
+
+def _names_under(path: str) -> Iterator[str]:
+    if is_remote(path):
+        return (file.path.rpartition("/")[2] for file in Storage().list_files([f"{path.rstrip('/')}/**"]))
+    return (name for _, _, names in os.walk(os.path.expanduser(path)) for name in names)
+
+
+def _by_content(path: Path) -> str | None:
+    with path.open("rb") as file:
+        head = file.read(1024)
+    for magic, place, found in _MAGIC:
+        if head[place : place + len(magic)] == magic:
+            return found
+    return "Jsonl" if head.lstrip()[:1] == b"{" else None

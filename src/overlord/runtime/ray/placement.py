@@ -1,0 +1,88 @@
+"""On which node of the cluster a role is placed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from overlord.errors import SpecError
+from overlord.runtime.whereabouts import match_node
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CONSTRUCTOR = "constructor"
+_FRESH_S = 1.0  # thousands of trainers may connect within that, each of which is looked for
+
+
+class RolePlacement:
+    """Which node each role prefers. Constructors are on the nodes of their trainers, as far as these are known.
+
+    `near` and `trainers` are by data-parallel group: nodes that the user has named, which must exist, and the names by which
+    trainers know their own.
+    """
+
+    def __init__(self, near: Sequence[str], trainers: Sequence[Sequence[str]]) -> None:
+        self._near = tuple(near)
+        self._trainers = tuple(trainers)
+        self._homes: dict[str, str] = {}  # of roles that were moved
+        self._lock = threading.Lock()
+        self._nodes: list[dict[str, Any]] = []
+        self._known_at = float("-inf")
+
+    def node_of(self, name: str, is_here: bool) -> str | None:
+        """The node that a role prefers; None where the choice is Ray's. `is_here`: it is this one, unless its trainers are
+        elsewhere."""
+        kind, _, index = name.partition("/")
+        if kind == _CONSTRUCTOR:
+            if self._near:
+                if int(index) >= len(self._near):
+                    raise SpecError(
+                        f"near names the nodes of {len(self._near)} data-parallel groups, but the mesh has more: name a "
+                        "node for each group, in a run that is resized with resize(near=...)"
+                    )
+                return self._named_node(self._near[int(index)])
+            trainers = self._trainers[int(index)] if int(index) < len(self._trainers) else ()
+            home = self._homes.get(name)
+            node = self.find(trainers if home is None else (home, *trainers))
+            if node is not None:
+                return node
+        return ray.get_runtime_context().get_node_id() if is_here else None
+
+    def place_near(self, near: Sequence[str]) -> None:
+        """Place constructors on these nodes from now on."""
+        self._near = tuple(near)
+
+    def find(self, names: Sequence[str]) -> str | None:
+        """The node of the cluster that has one of these names."""
+        return match_node(self._alive_nodes(), names) if names else None
+
+    def note_home(self, name: str, node: str) -> None:
+        """Prefer a node for a role from now on."""
+        self._homes[name] = node
+
+    def _named_node(self, name: str) -> str:
+        nodes = self._alive_nodes()
+        for node in nodes:
+            if name in (node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"]):
+                return node["NodeID"]
+        known = ", ".join(sorted(node["NodeManagerAddress"] for node in nodes))
+        raise SpecError(f"near names the node {name!r}, but the cluster's nodes are {known}")
+
+    def _alive_nodes(self) -> list[dict[str, Any]]:
+        with self._lock:
+            if time.monotonic() - self._known_at > _FRESH_S:
+                self._nodes = [node for node in ray.nodes() if node["Alive"]]
+                self._known_at = time.monotonic()
+            return self._nodes
+
+
+def strategy_for(node: str | None, is_spread: bool) -> Any:
+    """The argument of Ray for an actor that prefers a node, or none."""
+    if node is not None:
+        return NodeAffinitySchedulingStrategy(node, soft=True)
+    return "SPREAD" if is_spread else "DEFAULT"

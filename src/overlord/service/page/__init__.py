@@ -1,0 +1,1 @@
+"""The live page of a run: what a browser shows of it, and how that gets there."""

@@ -1,0 +1,194 @@
+"""Tables with versions: Lance datasets, and the Parquet files of Delta tables. Their libraries read manifests, and Lance
+its own files. The version that is read is part of every state."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from overlord.declare.source import Source, Unit
+from overlord.errors import SchemaError, SourceError, SpecError
+from overlord.sources.files import check_columns, missing_column, needed_library
+from overlord.sources.parquet import Parquet
+from overlord.sources.reading import ReadResult, UnitReader, validate
+from overlord.sources.storage import is_remote
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from overlord.sources.storage import StoredFile
+
+_SIZED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentRange:
+    version: int
+    fragment: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Lance(Source):
+    """A Lance dataset at one of its versions; the newest unless given. A unit is `unit_rows` rows of a fragment, in the
+    order of the dataset, without deleted rows. `storage_options` are those of Lance.
+    """
+
+    uri: str | os.PathLike[str]
+    columns: Sequence[str] | None = None
+    version: int | None = None
+    unit_rows: int = 8192
+    storage_options: Mapping[str, str] = field(default_factory=dict, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "uri", str(self.uri))
+        object.__setattr__(self, "columns", check_columns(self.columns))
+        if self.unit_rows < 1:
+            raise SpecError(f"unit_rows must be positive, got {self.unit_rows}")
+
+    def units(self) -> list[Unit]:
+        dataset = self.open_version(self.version)
+        version = dataset.version
+        for name in self.columns or ():
+            if name not in dataset.schema.names:
+                raise missing_column(f"version {version} of {self.uri}", name, dataset.schema.names)
+        head = dataset.head(_SIZED_ROWS, columns=self.wanted_columns())
+        row_bytes = head.nbytes // max(head.num_rows, 1)
+        units: list[Unit] = []
+        for fragment in dataset.get_fragments():
+            path = f"{self.uri}/data/{fragment.data_files()[0].path}"
+            num_rows = fragment.count_rows()
+            for index, start in enumerate(range(0, num_rows, self.unit_rows)):
+                stop = min(start + self.unit_rows, num_rows)
+                detail = FragmentRange(version, fragment.fragment_id, start, stop)
+                units.append(Unit(path, index, stop - start, row_bytes * (stop - start), detail, str(version)))
+        if not units:
+            raise SourceError(f"version {version} of {self.uri} has no rows")
+        return units
+
+    def read(self, unit: Unit) -> pa.Table:
+        return self.read_rows(unit).strict()
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        return LanceReader(self).read_rows(unit)
+
+    def open_reader(self, *, release_gil: bool) -> UnitReader:
+        del release_gil
+        return LanceReader(self)
+
+    def identity(self) -> str:
+        version = self.open_version(self.version).version if self.version is None else self.version
+        columns = self.columns and list(self.columns)
+        return f"Lance({self.uri!r}, version={version}, columns={columns!r}, unit_rows={self.unit_rows})"
+
+    def open_version(self, version: int | None) -> Any:
+        lance = needed_library("lance", "lance", "Lance")
+        options = dict(self.storage_options) or None
+        try:
+            return lance.dataset(self.uri, version=version, storage_options=options)
+        except (ValueError, OSError, RuntimeError) as error:
+            try:
+                known = [each["version"] for each in lance.dataset(self.uri, storage_options=options).versions()]
+            except (ValueError, OSError, RuntimeError):
+                raise SourceError(f"{self.uri} cannot be opened as a Lance dataset: {_one_line(error)}") from error
+            raise SourceError(
+                f"{self.uri} has no version {version} (it has {_span(known)}): it was cleaned up, or never was; name one "
+                "that is there, or leave version out for the newest"
+            ) from error
+
+    def wanted_columns(self) -> list[str] | None:
+        return None if self.columns is None else list(self.columns)
+
+
+class LanceReader:
+    """Keeps the version open that it read last."""
+
+    def __init__(self, source: Lance) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._opened: tuple[int, Any] | None = None
+
+    def read_rows(self, unit: Unit) -> ReadResult:
+        detail: FragmentRange = unit.detail
+        with self._lock:
+            if self._opened is None or self._opened[0] != detail.version:
+                self._opened = detail.version, self._source.open_version(detail.version)
+            dataset = self._opened[1]
+        fragment = dataset.get_fragment(detail.fragment)
+        try:
+            table = fragment.to_table(
+                columns=self._source.wanted_columns(), offset=detail.start, limit=detail.stop - detail.start
+            )
+        except (ValueError, OSError, RuntimeError) as error:
+            raise SourceError(
+                f"{unit} of version {detail.version} cannot be read by Lance: {_one_line(error)}; was it cleaned up?"
+            ) from error
+        if table.num_rows != unit.num_rows:
+            raise SourceError(f"{unit} has {table.num_rows} rows and had {unit.num_rows} when it was listed")
+        return validate(table.replace_schema_metadata(None), str(unit))
+
+    def close(self) -> None:
+        with self._lock:
+            self._opened = None
+
+
+@dataclass(frozen=True)
+class Delta(Parquet):
+    """A Delta table at one of its versions; the newest unless given. `paths` is the table's folder. Its Parquet files are
+    read like any others; the library reads the log. Tables with deletion vectors or column mapping are refused.
+    """
+
+    version: int | None = None
+
+    def list_files(self) -> tuple[StoredFile, ...]:
+        table = self._open()
+        where = f"version {table.version()} of {self.patterns[0]}"
+        configuration = table.metadata().configuration
+        if configuration.get("delta.columnMapping.mode", "none") != "none":
+            raise SourceError(f"{where} maps the names of its columns, and its files have others; write it without that")
+        actions = pa.table(table.get_add_actions(flatten=True))
+        deleted = [name for name in actions.column_names if name.startswith("deletion_vector")]
+        if any(actions.column(name).null_count < actions.num_rows for name in deleted):
+            raise SourceError(f"{where} has deletion vectors: rewrite its files (REORG TABLE ... APPLY (PURGE))")
+        if parts := [name for name in table.metadata().partition_columns if name in (self.columns or ())]:
+            raise SchemaError(
+                f"{where} is partitioned by {parts[0]!r}, which its files do not have; leave it out of columns, and make "
+                "each partition a source if it matters"
+            )
+        paths = sorted(table.file_uris())
+        if not paths:
+            raise SourceError(f"{where} has no files")
+        return self.list_beside([path.removeprefix("file://") for path in paths])
+
+    def identity(self) -> str:
+        version = self._open().version() if self.version is None else self.version
+        return f"Delta({list(self.patterns)!r}, version={version}, columns={self.columns and list(self.columns)!r})"
+
+    def _open(self) -> Any:
+        deltalake = needed_library("deltalake", "delta", "Delta")
+        (path,) = self.patterns if len(self.patterns) == 1 else (None,)
+        if path is None:
+            raise SpecError(f"Delta reads one table, and paths names {len(self.patterns)}: make them sources of their own")
+        options = dict(self.storage_options) if is_remote(path) else None
+        try:
+            return deltalake.DeltaTable(path, version=self.version, storage_options=options)
+        except (deltalake.exceptions.DeltaError, ValueError, OSError) as error:
+            what = path if self.version is None else f"version {self.version} of {path}"
+            raise SourceError(
+                f"{what} cannot be opened as a Delta table: {_one_line(error)}; name a version whose log is there, or leave "
+                "version out for the newest"
+            ) from error
+
+
+def _span(versions: Sequence[int]) -> str:
+    return f"{min(versions)} to {max(versions)}" if len(versions) > 1 else ", ".join(map(str, versions))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
