@@ -67,6 +67,8 @@ if TYPE_CHECKING:
 
 _PLANS_TOGETHER = STEPS_AHEAD + 1
 """Plans that a group requests together, where processes share memory: as many as the planner has ready."""
+_LONGER_LEAD = 20
+"""Steps that groups in other processes may be further ahead of each other while steps take only milliseconds."""
 PLANNER = "planner"
 """The name of the planner's role."""
 SOURCES = "sources"
@@ -370,7 +372,8 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
     """`is_safe`: the decisions of the planner outlive it; `is_served`: trainers in other processes will come;
     `plans_together`: how many plans a group gets at a time. `engine`: where processes share memory, and the planner sends
     plans to the constructors there. `skips`: what the job leaves out, with the units of its files."""
-    max_lead = job.prefetch + 1 + plans_together
+    usual_lead = job.prefetch + 1 + plans_together
+    max_lead = usual_lead + (_LONGER_LEAD if plans_together > 1 else 0)
     place = ClientPlaceTree(job.mesh)
     log = None if era is None else PlanLog(era, start, max_lead, steered)
     return Planner(
@@ -386,6 +389,7 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
         has_loss_masks=job.is_masked,
         size_columns=job.size_columns,
         max_lead=max_lead,
+        usual_lead=usual_lead,
         log=log,
         steering=Steering(job.mix, start, place, steered, log=log, is_safe=is_safe, skips=skips),
         expected=range(job.mesh.dp) if is_served else (),

@@ -1,14 +1,15 @@
 """The steps that a planner keeps, and which groups may still request them.
 
 Kept are the plans around the step that each group reads, and the progress before every step that somebody may come back to.
-No group gets more than `max_lead` steps ahead of the slowest, so the window cannot grow. Somebody may come back to any step
-(a second client of a rank begins at the start), so some progress of all that was drawn is kept too: a bounded number of
-milestones, and the steps that were requested far behind the others lately.
+No group gets more than `max_lead` steps ahead of the slowest, and that far only while steps are very short, so the window
+cannot grow. Somebody may come back to any step (a second client of a rank begins at the start), so some progress of all
+that was drawn is kept too: a bounded number of milestones, and the steps that were requested far behind the others lately.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -37,6 +38,10 @@ _VISITED = 16  # steps of those who read far behind the others
 
 STEPS_AHEAD = 6
 """Steps that are planned beyond the requested one while that takes no waiting."""
+
+_LEAD_S = 0.06
+"""How long the plans should last that a group may have beyond the step of the slowest."""
+_PACE_STEPS = 8  # that the pace is measured over
 
 
 @record
@@ -139,6 +144,30 @@ class _Needs:
         return min(self._num_at, default=None)
 
 
+class _Lead:
+    """How many steps a group may be ahead of the slowest one now: `usual`, and up to `most` while steps are so short that
+    groups would wait for plans all the time."""
+
+    __slots__ = ("_at", "_clock", "_most", "_since", "_usual", "now")
+
+    def __init__(self, usual: int, most: int, clock: Callable[[], float]) -> None:
+        self._usual = usual
+        self._most = most
+        self._clock = clock
+        self._since = -1  # the step that the slowest group was at when the clock was read last
+        self._at = 0.0
+        self.now = usual
+
+    def note(self, least: int | None) -> None:
+        """Note the oldest step that some group may still request."""
+        if least is None or self._usual == self._most or 0 <= least - self._since < _PACE_STEPS:
+            return
+        at, passed = self._clock(), least - self._since
+        if self._since >= 0 and passed > 0:
+            self.now = min(max(int(_LEAD_S * passed / max(at - self._at, 1e-9)), self._usual), self._most)
+        self._since, self._at = least, at
+
+
 class PlanWindow:
     """Plans and progress by step, and the needs of each group. Needs have a lock of their own, so that noting them never
     waits for planning; everything else is changed only under the planner's lock."""
@@ -152,9 +181,12 @@ class PlanWindow:
         logged: Mapping[int, Progress],
         needed: int | None = None,
         expected: Collection[int] = (),
+        usual_lead: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`logged`: progress that a log has, by step, and `needed` the oldest step that the log knew as needed. `expected`:
-        groups with ranks that will come."""
+        groups with ranks that will come. `usual_lead`: how many steps a group may be ahead of the slowest, unless steps are
+        very short; `max_lead` unless given."""
         known = {start.step: start, **logged}
         self._start = start.step
         self._place = place
@@ -162,6 +194,7 @@ class PlanWindow:
         self._max_lead = max_lead
         self._lock = threading.Lock()
         self._needs = _Needs()
+        self._lead = _Lead(max_lead if usual_lead is None else usual_lead, max_lead, clock)
         self._host_of: dict[int, PlanHost] = {}  # group that reads to the process that its constructor is in
         self._groups_of: dict[PlanHost, tuple[int, ...]] = {}
         self._late: set[int] = set(expected)  # groups with a rank that is expected and has not requested a step yet
@@ -197,6 +230,7 @@ class PlanWindow:
                 self._visited.append(step)
             self._awaited.discard(group)
             self._needs.note(group, self._needs.of.get(group, step) if oldest is None else oldest)
+            self._lead.note(self._needs.least)
             self._set_late(group, is_late)
             if host is not None and self._host_of.get(group) != host:
                 self._leave_host(group)
@@ -212,7 +246,9 @@ class PlanWindow:
                 known = self._needs.of.get(group)
                 if known is not None and known < oldest:
                     self._needs.note(group, oldest)
-            return self._needs.least != before
+            least = self._needs.least
+            self._lead.note(least)
+            return least != before
 
     def expect(self, group: int, holds: bool = False) -> None:
         with self._lock:
@@ -230,26 +266,32 @@ class PlanWindow:
     def wait_for_slowest(self, step: int) -> Later | None:
         """Why a step has to wait for a group that is behind; None when it need not."""
         with self._lock:
-            if self._awaited and step - self._start > self._max_lead:
+            lead = self._lead.now
+            if self._awaited and step - self._start > lead:
                 group = min(self._awaited)
                 return Later(
                     f"{describe_ranks(self._place.ranks_of(group))} (data-parallel group {group}) did not read a step yet, "
                     "and all ranks are expected to; close the client of a rank that is not to read"
                 )
             behind = self._needs.least
-            if behind is None or step - behind <= self._max_lead:
+            if behind is None or step - behind <= lead:
                 return None
             slowest = min(group for group, oldest in self._needs.of.items() if oldest == behind)
         return Later(
             f"the ranks of data-parallel group {slowest} are still at step {behind}, and no group may be more than "
-            f"{self._max_lead} steps ahead of the slowest"
+            f"{lead} steps ahead of the slowest"
         )
 
     def last_for_all(self) -> int:
         """The last step that need not wait for a group that is behind; -1 if nobody reads."""
         with self._lock:
             least = self._start if self._awaited and self._needs.least is not None else self._needs.least
-        return -1 if least is None else least + self._max_lead
+            return -1 if least is None else least + self._lead.now
+
+    @property
+    def lead(self) -> int:
+        """How many steps a group may be ahead of the slowest one now."""
+        return self._lead.now
 
     def hosts(self) -> list[tuple[PlanHost, tuple[int, ...]]]:
         """The hosts of groups that read, each with those groups in rising order."""

@@ -74,7 +74,7 @@ MOST_LOOKED_AHEAD = 1_000_000
 
 _CLOSE_S = 1.0
 _log = logging.getLogger(__name__)
-_SENT_TOGETHER = 4  # steps that are planned ahead and sent in one message: a message costs as much as several small steps
+_SENT_TOGETHER = 4  # steps, at least, that are sent ahead in one message, which costs as much as several small steps
 _LOOK_STEPS = 16  # between two looks at how often sources were read
 _SLICE_STEPS = 16  # drawn in a row before another caller gets its turn
 
@@ -95,6 +95,7 @@ class Planner:
         has_loss_masks: bool = False,
         size_columns: Sequence[str] = (),
         max_lead: int = 8,
+        usual_lead: int | None = None,
         log: PlanLog | None = None,
         steering: Steering | None = None,
         expected: Collection[int] = (),
@@ -102,9 +103,9 @@ class Planner:
         lineage: LineageWriter | None = None,
         warn_epochs: Sequence[bool | int] | None = None,
     ) -> None:
-        """`expected`: groups with ranks that will come. With `send`, which sends plans to the host of a group's constructor,
-        the planner plans ahead by itself, so that constructors in other processes need not ask. `lineage` records which
-        documents made each step, `warn_epochs` has `Source.warn_epochs` of each source."""
+        """`usual_lead`: see `PlanWindow`. `expected`: groups with ranks that will come. With `send`, which sends plans to
+        the host of a group's constructor, the planner plans ahead by itself, so that constructors in other processes need
+        not ask. `lineage` records which documents made each step, `warn_epochs` has `Source.warn_epochs` of each source."""
         self._start = start
         self._batch = batch
         self._mixture = mixture
@@ -137,6 +138,7 @@ class Planner:
             needed=None if log is None else log.needed,
             # Ranks that a lost planner knew may still come.
             expected={*expected, *(() if log is None else log.readers)},
+            usual_lead=usual_lead,
         )
         # A source that starts again after its end never ends, as far as prefetching is concerned.
         self._ends = [None if mixture.stop == "all_exhausted" else extent.end for extent in extents]
@@ -214,7 +216,11 @@ class Planner:
 
     def _is_ahead_due(self) -> bool:
         """True if there are enough steps to plan ahead that they are worth a message to each host."""
-        return self._send is not None and self._drawer.number + _SENT_TOGETHER - 1 <= self._window.last_for_all()
+        return self._send is not None and self._drawer.number + self._num_together() - 1 <= self._window.last_for_all()
+
+    def _num_together(self) -> int:
+        """How many steps are sent in one message: those that groups have left meanwhile last for twice as many."""
+        return max(_SENT_TOGETHER, self._window.lead // 3)
 
     def _plan_ahead(self) -> None:
         """Plan the steps that groups may have, and send them. It waits for facts; an error is left to the request for the
@@ -232,8 +238,8 @@ class Planner:
         assert self._send is not None  # checked by `_wake`
         first: int | None = None
         fetched = FetchedFacts()
-        num_planned = 0
-        while num_planned < _SENT_TOGETHER:
+        num_planned, num_wanted = 0, self._num_together()
+        while num_planned < num_wanted:
             missing: FactsMissing | None = None
             with self._lock:
                 step = self._drawer.number
