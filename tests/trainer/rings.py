@@ -20,10 +20,12 @@ from overlord.trainer.ring import Ring
 class ThreadMessages:
     """Messages between ranks that are threads of this process."""
 
-    boxes: dict[int, queue.SimpleQueue[list[Tensor]]]
+    boxes: dict[int, queue.SimpleQueue[tuple[list[Tensor], Any]]]
 
     def exchange(self, ring: Ring, tensors: Sequence[Tensor], num_tokens: int) -> ThreadPending:
-        self.boxes[ring.after].put([tensor.clone() for tensor in tensors])
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        sent = [tensor.clone() for tensor in tensors]
+        self.boxes[ring.after].put((sent, torch.cuda.current_stream().record_event() if on_gpu else None))
         return ThreadPending(self.boxes[ring.ranks[ring.index]], num_tokens)
 
     def check(self, ring: Ring, facts: Sequence[int]) -> None:
@@ -32,11 +34,16 @@ class ThreadMessages:
 
 @dataclass(frozen=True)
 class ThreadPending:
-    box: queue.SimpleQueue[list[Tensor]]
+    box: queue.SimpleQueue[tuple[list[Tensor], Any]]
     num_tokens: int
 
     def wait(self) -> list[Tensor]:
-        received = self.box.get(timeout=60)
+        received, sent = self.box.get(timeout=60)
+        if sent is not None:  # memory of the sender's stream: copied to this one's
+            sent.wait()
+            for tensor in received:
+                tensor.record_stream(torch.cuda.current_stream())
+            received = [tensor.clone() for tensor in received]
         assert [len(tensor) for tensor in received] == [self.num_tokens] * len(received)
         return received
 

@@ -1,5 +1,9 @@
 """Rings on fused kernels; needs a GPU. Without one, the same comparison runs on the reference kernel."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -27,3 +31,11 @@ def test_rings_whose_passes_are_called_as_functions_are_as_exact_as_one_rank():
         _check("cpu", 3, 300)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_ring_over_nccl_has_the_bits_of_one_with_plain_copies():
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.gpu_nccl"], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert json.loads(found.stdout)["different"] == 0

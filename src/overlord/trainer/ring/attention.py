@@ -21,8 +21,10 @@ from overlord.errors import SpecError
 from overlord.trainer.ring.kernels import AttentionMask, Bounds, Kernel, OutputGradient, choose_kernel
 from overlord.trainer.ring.merging import merge
 from overlord.trainer.ring.schedule import NO_WINDOW, KernelCall, TokenSpan, calls_of
+from overlord.trainer.ring.turn_streams import TurnStreams
 
 if TYPE_CHECKING:
+    from overlord.trainer.ring.messages import PendingMessages
     from overlord.trainer.ring.pieces import Ring
 
 
@@ -101,8 +103,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         _check_together(ctx.ring, q, k, 1)
         grad = OutputGradient(q, grads[0].contiguous(), out, lse)
-        dq, dk, dv = differentiate_around(grad, [k, v], ctx.ring, ctx.options)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return (*differentiate_around(grad, [k, v], ctx.ring, ctx.options), None, None)
 
 
 def _check_together(ring: Ring, q: Tensor, k: Tensor, direction: int) -> None:
@@ -114,58 +115,88 @@ def attend_around(q: Tensor, held: list[Tensor], ring: Ring, options: RingOption
     """The output over all keys of the ring, in the dtype of `q`, and its log-sum-exp. `held` are this rank's keys and
     values."""
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))  # of a rank without tokens
-    for turn in range(ring.size):
-        part = (ring.index - turn) % ring.size
-        is_last = turn + 1 == ring.size
-        pending = None if is_last else ring.messages.exchange(ring, held, ring.num_tokens((part - 1) % ring.size))
-        for number, each in enumerate(_device_calls(ring, part, options.window, q.device)):
-            keys, values = (each.keys.take(tensor) for tensor in held)
-            found, found_lse = options.kernel.forward(
-                each.queries.take(q), keys, values, each.bounds, options.mask(each.call)
-            )
-            if turn == 0 and number == 0:  # it has all queries
-                out, lse = _for_sums(found) if ring.size > 1 or options.window != NO_WINDOW else found, found_lse
-                continue
-            own, own_lse = each.queries.take(out), each.queries.take(lse, 1)
-            merge(own, own_lse, found, found_lse)
-            each.queries.put_back(out, own)
-            each.queries.put_back(lse, own_lse, 1)
-        held = held if pending is None else pending.wait()
-    return out.to(q.dtype), lse
+    turns = _turns(ring, options.window, q.device)
+    streams = TurnStreams(q.device, ring.size)
+    pending = None
+    for turn, (part, calls) in enumerate(turns):
+        with streams.arrival(turn):
+            arrived = held if pending is None else pending.wait()
+        with streams.keys(turn):
+            held = arrived
+            pending = _pass_on(held, ring, part, turn)
+        found: list[tuple[Tensor, Tensor]] = []
+        with streams.kernels(turn):
+            for each in calls:
+                keys, values = (each.keys.take(tensor) for tensor in held)
+                found.append(
+                    options.kernel.forward(each.queries.take(q), keys, values, each.bounds, options.mask(each.call))
+                )
+        with streams.sums(turn):
+            for number, (each, (own, own_lse)) in enumerate(zip(calls, found, strict=True)):
+                if turn == 0 and number == 0:  # it has all queries
+                    out, lse = _for_sums(own) if ring.size > 1 or options.window != NO_WINDOW else own, own_lse
+                    continue
+                sums, sums_lse = each.queries.take(out), each.queries.take(lse, 1)
+                merge(sums, sums_lse, own, own_lse)
+                each.queries.put_back(out, sums)
+                each.queries.put_back(lse, sums_lse, 1)
+    streams.join()
+    return streams.take_out([out], q.dtype)[0], lse
 
 
 def differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, options: RingOptions) -> list[Tensor]:
-    """The gradients of this rank's queries, keys and values. `held` are this rank's keys and values."""
+    """The gradients of this rank's queries, keys and values, in the dtype of these. `held` are this rank's keys and
+    values."""
     dq = grad.q.new_empty(grad.q.shape)
     sums: list[Tensor] = [torch.zeros_like(tensor) for tensor in held]  # of a rank without tokens
-    arriving = None
-    for turn in range(ring.size):
-        part = (ring.index - turn) % ring.size
-        is_last = turn + 1 == ring.size
-        before = ring.num_tokens((part - 1) % ring.size)
-        pending = None if is_last else ring.messages.exchange(ring, held, before)
-        added: list[tuple[_DeviceCall, list[Tensor]]] = []
-        for number, each in enumerate(_device_calls(ring, part, options.window, grad.q.device)):
-            keys, values = (each.keys.take(tensor) for tensor in held)
-            q, dout, out = (each.queries.take(tensor) for tensor in grad[:3])
-            own = OutputGradient(q, dout, out, each.queries.take(grad.lse, 1).contiguous())
-            found = options.kernel.backward(own, keys, values, each.bounds, options.mask(each.call))
-            if turn == 0 and number == 0:
-                if ring.size == 1 and options.window == NO_WINDOW:
-                    return found
-                dq, sums = _for_sums(found[0]), [_for_sums(gradient) for gradient in found[1:]]
-                continue
-            each.queries.add(dq, found[0])
-            added.append((each, found[1:]))
-        sums = sums if arriving is None else arriving.wait()
-        for each, gradients in added:
-            for total, gradient in zip(sums, gradients, strict=True):
-                each.keys.add(total, gradient)
-        if ring.size > 1:
-            # What is sent on now arrives during the next turn of the next rank, or at last at the rank that it belongs to.
-            arriving = ring.messages.exchange(ring, sums, before)
-        held = held if pending is None else pending.wait()
-    return [dq, *(sums if arriving is None else arriving.wait())]
+    turns = _turns(ring, options.window, grad.q.device)
+    streams = TurnStreams(grad.q.device, ring.size)
+    pending = arriving = None
+    for turn, (part, calls) in enumerate(turns):
+        with streams.arrival(turn):
+            arrived = held if pending is None else pending.wait()
+        with streams.keys(turn):
+            held = arrived
+            pending = _pass_on(held, ring, part, turn)
+        found: list[list[Tensor]] = []
+        with streams.kernels(turn):
+            for each in calls:
+                keys, values = (each.keys.take(tensor) for tensor in held)
+                q, dout, out = (each.queries.take(tensor) for tensor in grad[:3])
+                own = OutputGradient(q, dout, out, each.queries.take(grad.lse, 1).contiguous())
+                found.append(options.kernel.backward(own, keys, values, each.bounds, options.mask(each.call)))
+        with streams.sums(turn):
+            sums = sums if arriving is None else arriving.wait()
+            for number, (each, (added, *gradients)) in enumerate(zip(calls, found, strict=True)):
+                if turn == 0 and number == 0:  # it has all queries and keys of this rank
+                    alone = ring.size == 1 and options.window == NO_WINDOW
+                    dq, *sums = (added, *gradients) if alone else map(_for_sums, (added, *gradients))
+                    continue
+                for total, gradient in zip(sums, gradients, strict=True):
+                    each.keys.add(total, gradient)
+            if ring.size > 1:
+                # What is sent on now arrives during the next turn of the next rank, or at last at its own rank.
+                arriving = ring.messages.exchange(ring, sums, ring.num_tokens((part - 1) % ring.size))
+            for number, (each, (added, *_)) in enumerate(zip(calls, found, strict=True)):
+                if turn > 0 or number > 0:
+                    each.queries.add(dq, added)
+            if arriving is not None and turn + 1 == ring.size:
+                sums = arriving.wait()
+    streams.join()
+    return streams.take_out([dq, *sums], grad.q.dtype)
+
+
+def _turns(ring: Ring, window: int, device: torch.device) -> list[tuple[int, list[_DeviceCall]]]:
+    """The rank whose keys are there in each turn, and the calls on them."""
+    parts = [(ring.index - turn) % ring.size for turn in range(ring.size)]
+    return [(part, _device_calls(ring, part, window, device)) for part in parts]
+
+
+def _pass_on(held: list[Tensor], ring: Ring, part: int, turn: int) -> PendingMessages | None:
+    """Send the keys and values of a turn on and receive those of the next; None in the last turn."""
+    if turn + 1 == ring.size:
+        return None
+    return ring.messages.exchange(ring, held, ring.num_tokens((part - 1) % ring.size))
 
 
 def _for_sums(tensor: Tensor) -> Tensor:
