@@ -60,8 +60,17 @@ class _Varlen(torch.autograd.Function):
 _Bounds = tuple[Tensor, Tensor, int, int]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, work: Work, causal: bool) -> Tensor:
-    bounds = (_ends(work.queries, q), _ends(work.keys, q), int(work.queries.max()), int(work.keys.max()))
+def bounds_of(work: Work, device: str) -> _Bounds:
+    """The ends of a microbatch's pieces on the device. Made before anything is timed: a copy to the device waits for all
+    kernels before it."""
+    ends = (
+        torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=device)
+        for lengths in (work.queries, work.keys)
+    )
+    return (*ends, int(work.queries.max()), int(work.keys.max()))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, work: Work, bounds: _Bounds, causal: bool) -> Tensor:  # noqa: PLR0917
     if q.is_cuda:
         return _Varlen.apply(q, k, v, bounds, causal)
     return _piece_by_piece(q, k, v, work, causal)
@@ -82,10 +91,6 @@ def _piece_by_piece(q: Tensor, k: Tensor, v: Tensor, work: Work, causal: bool) -
     return torch.cat(outs)
 
 
-def _ends(lengths: np.ndarray, like: Tensor) -> Tensor:
-    return torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=like.device)
-
-
 class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -97,13 +102,15 @@ class Block(nn.Module):
         self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False) if shape.gated else None
         self.first, self.second = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
 
-    def forward(self, x: Tensor, work: Work, remote: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, work: Work, bounds: _Bounds, remote: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`remote` are the keys and values that a ring would have brought, where documents are shared with other ranks; this
         rank's own are computed all the same, and given back so that their gradients are too."""
         hidden = self.first(x)
         q, k, v = (layer(hidden).unflatten(1, (-1, self.shape.head_dim)) for layer in (self.query, self.key, self.value))
         keys, values = (k, v) if remote is None else remote
-        x = x + self.output(attention(q, keys, values, work, self.shape.causal).flatten(1))
+        x = x + self.output(attention(q, keys, values, work, bounds, self.shape.causal).flatten(1))
         hidden = self.second(x)
         wide = self.up(hidden)
         wide = nn.functional.gelu(wide) if self.gate is None else nn.functional.silu(self.gate(hidden)) * wide
@@ -122,14 +129,17 @@ class Bench:
             self._pool = torch.randn(1, dtype=self._kind)
             self._blocks = nn.ModuleList(Block(shape) for _ in range(num_blocks)).to(self._kind)
 
-    def run(self, work: Work, backward: bool = True, between: torch.cuda.Event | None = None) -> None:
+    def run(
+        self, work: Work, bounds: _Bounds | None = None, backward: bool = True, between: torch.cuda.Event | None = None
+    ) -> None:
         """Forward and backward of one microbatch."""
+        bounds = bounds_of(work, self.device) if bounds is None else bounds
         x = self._numbers((work.num_tokens, self._shape.hidden))
         heads = (int(work.keys.sum()), self._shape.kv_heads, self._shape.head_dim)
         remote = None if work.is_whole else (self._numbers(heads), self._numbers(heads))
         out, ends = x, []
         for block in self._blocks:
-            out, own = block(out, work, remote)
+            out, own = block(out, work, bounds, remote)
             ends += own
         ends.append(out)
         if between is not None:
@@ -143,27 +153,36 @@ class Bench:
             found = []
             for work in works:
                 begun = time.perf_counter()
-                self.run(work, backward)
+                self.run(work, backward=backward)
                 found.append((time.perf_counter() - begun) * 1e3)
             return found
+        bounds = [bounds_of(work, self.device) for work in works]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
         events[0].record()
-        for work, event in zip(works, events[1:], strict=True):
-            self.run(work, backward)
+        for work, known, event in zip(works, bounds, events[1:], strict=True):
+            self.run(work, known, backward)
             event.record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) for a, b in pairwise(events)]
 
-    def timed_passes(self, works: list[Work]) -> list[tuple[float, float]]:
-        """Milliseconds of the forward and of the backward pass of each, run one right after the other on a GPU."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * len(works) + 1)]
-        events[0].record()
-        for i, work in enumerate(works):
-            self.run(work, between=events[2 * i + 1])
-            events[2 * i + 2].record()
+    def settled(self, works: list[Work], runs: int) -> list[tuple[float, float]]:
+        """Milliseconds of the forward and of the backward pass of each on a GPU, in the last of several runs in a row.
+
+        The clock of a GPU depends on what it ran just before: after attention, which draws less power, matrix products are
+        up to a tenth quicker for some tens of milliseconds. One block of a microbatch is over by then, a whole model is not.
+        """
+        bounds = [bounds_of(work, self.device) for work in works]
+        found = []
+        for work, known in zip(works, bounds, strict=True):
+            for _ in range(runs - 1):
+                self.run(work, known)
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            events[0].record()
+            self.run(work, known, between=events[1])
+            events[2].record()
+            found.append(events)
         torch.cuda.synchronize()
-        times = [a.elapsed_time(b) for a, b in pairwise(events)]
-        return list(zip(times[::2], times[1::2], strict=True))
+        return [(a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in found]
 
     def _numbers(self, shape: tuple[int, ...]) -> Tensor:
         """Random numbers out of one pool: making them anew would be part of what is timed."""
@@ -180,4 +199,4 @@ def kernel_error(device: str) -> float:
     sizes = ((work.num_tokens, 8), (int(work.keys.sum()), 2), (int(work.keys.sum()), 2))
     q, k, v = (torch.randn(n, h, 128, generator=make, device=device, dtype=torch.bfloat16) for n, h in sizes)
     exact = _piece_by_piece(q.float(), k.float(), v.float(), work, causal=True)
-    return float((attention(q, k, v, work, causal=True).float() - exact).abs().max())
+    return float((attention(q, k, v, work, bounds_of(work, device), causal=True).float() - exact).abs().max())

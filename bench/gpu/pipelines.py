@@ -73,8 +73,8 @@ def passes(bench: Bench, works: list[Work]) -> tuple[list[float], list[float]]:
     if bench.device != "cuda":
         both, forward = bench.timed(works), bench.timed(works, backward=False)
         return forward, [max(0.0, all_ - f) for all_, f in zip(both, forward, strict=True)]
-    found = [bench.timed_passes(works) for _ in range(2)]  # the quicker of two: short runs wait for memory now and then
-    return [min(a[0], b[0]) for a, b in zip(*found, strict=True)], [min(a[1], b[1]) for a, b in zip(*found, strict=True)]
+    found = bench.settled(works, runs=2)
+    return [forward for forward, _ in found], [backward for _, backward in found]
 
 
 def outcome(setting: Setting, pipeline: Pipeline, fit: Fit, timed: Callable[[list[Work]], Any]) -> PipelineOutcome:
