@@ -5,8 +5,8 @@ There are two ways to keep that small, and the better one is taken:
 
 **Shelves**, for microbatches of about one cost: the sum is then what counts. The rings of a shelf lie side by side on
 different ranks, the widest first. Shelves are sorted by how many ranks they take, and all begin at the first rank. So each
-rank has the rings of the first so many shelves without a gap, and a ring has the index of its shelf on all of its ranks.
-Whole documents then even out the sums.
+rank has the rings of the first so many shelves without a gap, and a ring has one index on all of its ranks. Whole documents
+then even out the sums, and `columns` chooses the order in which ranks run what they have.
 
 **Stacks**, for microbatches of very different cost: costly ones belong together. A pipeline that has one pays the filling
 once and may as well have several, while a pipeline without one finishes sooner and can run more of the cheap ones. The rings
@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from overlord.arrange.balancing import speed_kinds
+from overlord.arrange.hdp.columns import RankCosts, best_columns, slowest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from overlord.arrange.pipelines.simulator import Pipeline
     from overlord.stream.facts import Floats, Ints
 
 _HALVINGS = 10
@@ -46,59 +48,85 @@ class PipelinePlacement(NamedTuple):
     """The ranks of each ring, rising."""
     rank: list[int]
     """The rank of each single-rank microbatch."""
+    in_column: dict[int, tuple[int, int]]
+    """Single-rank microbatches that do not run after all rings of their rank: how many of these run before each, and its
+    place among the others of the rank."""
     slowest: float
-    """The time of the slowest pipeline."""
+    """The time of the slowest pipeline, by simulation."""
 
 
 def place_on_pipelines(
-    shares: Floats, num_parts: Ints, costs: Floats, num_ranks: int, *, filling: float, slowness: Floats | None = None
+    shares: Floats, num_parts: Ints, costs: Floats, num_ranks: int, *, pipeline: Pipeline, slowness: Floats | None = None
 ) -> PipelinePlacement:
     """Place rings, each on `num_parts` ranks at a cost of `shares` per rank, and microbatches of one rank that cost `costs`.
 
-    Rings are sorted by falling `num_parts`, microbatches by falling cost. A pipeline takes the sum of its costs plus
-    `filling` times the largest. `slowness` is the time of each rank for one unit of cost; None where all are equally fast.
+    Rings are sorted by falling `num_parts`, microbatches by falling cost. `slowness` is the time of each rank for one unit
+    of cost; None where all are equally fast.
     """
     rings = list(zip(shares.tolist(), num_parts.tolist(), strict=True))
     slow = np.ones(num_ranks) if slowness is None else slowness
-    found = [_place_on_shelves(rings, costs.tolist(), slow, filling)]
+    found = [_place_on_shelves(rings, costs.tolist(), slow, pipeline)]
     if slowness is None:
-        found += _place_on_stacks(rings, costs, num_ranks, 1 + filling)
+        found += _place_on_stacks(rings, costs, num_ranks, pipeline)
     return min(found, key=lambda each: each.slowest)
 
 
 def _place_on_shelves(
-    rings: Sequence[tuple[float, int]], costs: list[float], slow: Floats, filling: float
+    rings: Sequence[tuple[float, int]], costs: list[float], slow: Floats, pipeline: Pipeline
 ) -> PipelinePlacement:
     by_speed = np.argsort(slow, kind="stable")
     slow = slow[by_speed]
     used, shelf, first = _fill_shelves(rings, len(slow))
-    number = _shelf_order(rings, shelf, used)
+    number = sorted(range(len(used)), key=lambda at: -used[at])
     total, most = np.zeros(len(slow)), np.zeros(len(slow))
-    for (share, num), begin in zip(rings, first, strict=True):
-        ranks = slice(begin, begin + num)
-        total[ranks] += share * slow[begin + num - 1]
-        most[ranks] = np.maximum(most[ranks], share * slow[begin + num - 1])
-    rank_of = _even_out(costs, total, most, slow, filling)
-    order: list[int] = np.argsort(number[shelf], kind="stable").tolist() if rings else []
-    ranks = [sorted(by_speed[begin : begin + num].tolist()) for (_, num), begin in zip(rings, first, strict=True)]
-    slowest = float((total + filling * most).max(initial=0.0))
-    return PipelinePlacement(order, ranks, by_speed[rank_of].tolist() if rank_of else [], slowest)
+    on_shelf = np.zeros((len(used), len(slow)))  # the time of each rank's ring
+    ring_of = np.full((len(used), len(slow)), -1)
+    for ring, ((share, num), begin, at) in enumerate(zip(rings, first, shelf, strict=True)):
+        on_shelf[at, begin : begin + num] = share * slow[begin + num - 1]
+        ring_of[at, begin : begin + num] = ring
+    if len(used):
+        total, most = on_shelf.sum(axis=0), on_shelf.max(axis=0)
+    rank_of = _even_out(costs, total, most, slow, filling_of(pipeline))
+    held = _RowsOfRanks.of(rank_of, len(slow))
+    num_full = sum(width == len(slow) for width in used)
+    of_ranks = [
+        [(time, ring) for time, ring in zip(times, numbers, strict=True) if ring >= 0]
+        for times, numbers in zip(on_shelf[number].T.tolist(), ring_of[number].T.tolist(), strict=True)
+    ]
+    ranks = [
+        RankCosts(each[:num_full], each[num_full:], [costs[row] * float(slow[rank]) for row in held.rows(rank)])
+        for rank, each in enumerate(of_ranks)
+    ]
+    found = best_columns(ranks, pipeline)
+    number = [*(number[at] for at in found.shelves), *number[num_full:]]
+    turn = np.empty(len(used), np.int64)
+    turn[number] = np.arange(len(used))
+    columns = [(held.rows(rank), column) for rank in range(len(slow)) for column in found.singles]
+    in_column = {rows[column.index]: (column.before, column.turn) for rows, column in columns}
+    order: list[int] = np.argsort(turn[shelf], kind="stable").tolist() if rings else []
+    members = [sorted(by_speed[begin : begin + num].tolist()) for (_, num), begin in zip(rings, first, strict=True)]
+    return PipelinePlacement(order, members, by_speed[rank_of].tolist() if rank_of else [], in_column, found.slowest)
 
 
-def _shelf_order(rings: Sequence[tuple[float, int]], shelf: list[int], used: list[int]) -> Ints:
-    """The index of each shelf: those that use more ranks first and, among equal ones, costs that rise and fall again, since
-    a pipeline waits where neighbours in the order differ in cost."""
-    costliest = [0.0] * len(used)
-    for (share, _), at in zip(rings, shelf, strict=True):
-        costliest[at] = max(costliest[at], share)
-    rising = sorted(range(len(used)), key=costliest.__getitem__)
-    order: list[int] = []
-    for width in sorted(set(used), reverse=True):
-        alike = [at for at in rising if used[at] == width]
-        order += alike[::2] + alike[1::2][::-1]
-    number = np.empty(len(used), np.int64)
-    number[order] = np.arange(len(used))
-    return number
+def filling_of(pipeline: Pipeline) -> float:
+    """How many times its costliest microbatch a pipeline takes to fill and drain."""
+    return (pipeline.stages - 1) / pipeline.virtual
+
+
+class _RowsOfRanks(NamedTuple):
+    """The single-rank microbatches of each rank, by falling cost."""
+
+    by_rank: Ints
+    bounds: Ints
+
+    @staticmethod
+    def of(rank_of: list[int], num_ranks: int) -> _RowsOfRanks:
+        ranks = np.array(rank_of, np.int64)
+        counts = np.bincount(ranks, minlength=num_ranks)
+        return _RowsOfRanks(np.argsort(ranks, kind="stable"), np.concatenate([[0], np.cumsum(counts)]))
+
+    def rows(self, rank: int) -> list[int]:
+        return self.by_rank[self.bounds[rank] : self.bounds[rank + 1]].tolist()
 
 
 def _fill_shelves(rings: Sequence[tuple[float, int]], num_ranks: int) -> tuple[list[int], list[int], list[int]]:
@@ -143,14 +171,28 @@ def _even_out(costs: list[float], total: Floats, most: Floats, slow: Floats, fil
 
 
 def _place_on_stacks(
-    rings: Sequence[tuple[float, int]], costs: Floats, num_ranks: int, pp: float
+    rings: Sequence[tuple[float, int]], costs: Floats, num_ranks: int, pipeline: Pipeline
 ) -> list[PipelinePlacement]:
+    pp = 1 + filling_of(pipeline)
     falling = np.sort(np.concatenate([np.repeat([s for s, _ in rings], [n for _, n in rings]), costs]))[::-1].tolist()
     least = max(_lower_bound(falling, num_ranks, pp), _lower_bound_of_rings(rings, num_ranks, pp))
     found = [_place_by_goal(rings, costs.tolist(), num_ranks, pp, least)]
     if found[0].slowest > least * _LOOSER:
         found.append(_place_by_goal(rings, costs.tolist(), num_ranks, pp, least * _LOOSER))
-    return found
+    return [each._replace(slowest=_simulated_time(each, rings, costs.tolist(), num_ranks, pipeline)) for each in found]
+
+
+def _simulated_time(
+    placed: PipelinePlacement, rings: Sequence[tuple[float, int]], costs: list[float], num_ranks: int, pipeline: Pipeline
+) -> float:
+    """The time of the slowest pipeline, where each runs its rings and then its other microbatches."""
+    of_rings: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
+    for ring in placed.order:
+        for rank in placed.ranks[ring]:
+            of_rings[rank].append((rings[ring][0], ring))
+    held = _RowsOfRanks.of(placed.rank, num_ranks)
+    ranks = [RankCosts([], of_rings[rank], [costs[row] for row in held.rows(rank)]) for rank in range(num_ranks)]
+    return slowest_of(ranks, pipeline)
 
 
 def _place_by_goal(
@@ -172,7 +214,7 @@ def _place_by_goal(
         insort(used, (taken + cost + (pp - 1) * max(0.0, cost - costliest[rank]), rank))
         costliest[rank] = max(costliest[rank], cost)
     ranks = [list(range(first, first + num)) for first, (_, num) in zip(first_rank, rings, strict=True)]
-    return PipelinePlacement(list(range(len(rings))), ranks, rank_of, used[-1][0] if used else 0.0)
+    return PipelinePlacement(list(range(len(rings))), ranks, rank_of, {}, used[-1][0] if used else 0.0)
 
 
 def _stack_rings(

@@ -19,9 +19,8 @@ finished, and microbatches without a ring wait for no other rank. So the rings f
 
 A pipeline interleaves forward and backward passes of several microbatches by their index on the rank: under 1F1B the forward
 pass of index i comes before the backward pass of index j on a stage if and only if i <= j + the number of stages after it.
-So with `mode="pp"` a ring has **the same index on all of its ranks**, and ranks run their rings before everything else
-(`levels`). The schedule of a rank is then a prefix of one endless schedule that all ranks share, so all agree on the order,
-however many microbatches each of them has.
+So with `mode="pp"` a ring has **the same index on all of its ranks** (`levels`, `columns`). The schedule of a rank is then a
+prefix of one endless schedule that all ranks share, so all agree on the order, however many microbatches each of them has.
 
 FSDP gathers weights in every microbatch, so there a rank in its i-th microbatch waits for all others to reach theirs. With
 `equal_counts` all ranks therefore run the same number, and a ring has the same index on all of its ranks here too.
@@ -35,10 +34,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from overlord.arrange.balancing import bin_sums
-from overlord.arrange.hdp.levels import place_on_pipelines
+from overlord.arrange.hdp.levels import filling_of, place_on_pipelines
 from overlord.arrange.hdp.rings import chunk_begins
 from overlord.arrange.hdp.timelines import DocumentPlacement, place_on_timelines
 from overlord.arrange.microbatches import even_cost
+from overlord.arrange.pipelines.simulator import Pipeline
 from overlord.errors import SpecError
 from overlord.stream.packing import best_fit
 
@@ -127,9 +127,8 @@ class RankPool:
         return 1 << np.ceil(np.log2(num_parts)).astype(np.int64) if self.aligned else num_parts
 
     @property
-    def filling(self) -> float:
-        """How many times its costliest microbatch a pipeline takes to fill and drain."""
-        return (self.pp - 1) / self.virtual
+    def pipeline(self) -> Pipeline:
+        return Pipeline(self.pp, self.virtual if self.pp > 1 else 1)
 
     @property
     def speed(self) -> float:
@@ -212,7 +211,7 @@ def _best(lengths: Ints, costs: Floats, needed: Ints, pool: RankPool) -> tuple[D
     best = place(lengths, costs, needed, pool, 1 / (pool.pp * _PER_STAGE[0]))
     mean = float((pool.shares(costs, lengths, needed) * needed).sum()) / pool.speed
     finest = min(pool.microbatch_shares(lengths)) if pool.mode == "pp" else 0.0
-    good = mean * _GOOD[pool.mode] * (1 + pool.filling * finest)
+    good = mean * _GOOD[pool.mode] * (1 + filling_of(pool.pipeline) * finest)
     most = np.minimum(pool.num_ranks, np.maximum(1, lengths))
     work = len(lengths) + len(best[0].members)
     for part in _FINER if pool.mode == "dp" else pool.microbatch_shares(lengths):
@@ -248,8 +247,8 @@ def _on_timelines(
 def _on_pipelines(
     lengths: Ints, costs: Floats, num_parts: Ints, pool: RankPool, part: float
 ) -> tuple[DocumentPlacement, Ints]:
-    """A placement that balances the time of pipelines: rings, and microbatches filled with whole documents. Every rank runs
-    its rings first. A microbatch of whole documents costs up to `part` of the mean rank's work."""
+    """A placement that balances the time of pipelines: rings, and microbatches filled with whole documents. A microbatch of
+    whole documents costs up to `part` of the mean rank's work."""
     cut, whole = np.flatnonzero(num_parts > 1), np.flatnonzero(num_parts == 1)
     shares = pool.shares(costs[cut], lengths[cut], num_parts[cut])
     order = np.lexsort((-shares, -num_parts[cut]))
@@ -266,13 +265,18 @@ def _on_pipelines(
     sizes = num_parts[cut]
     # Rings come by falling size and begin where others end, so powers of two are aligned; sorted by speed they would not be.
     slowness = None if pool.aligned else pool.slowness
-    found = place_on_pipelines(shares, sizes, row_costs, pool.num_ranks, filling=pool.filling, slowness=slowness)
+    found = place_on_pipelines(shares, sizes, row_costs, pool.num_ranks, pipeline=pool.pipeline, slowness=slowness)
     cut, sizes = cut[found.order], sizes[found.order]
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     members = np.array([rank for ring in found.order for rank in found.ranks[ring]], np.int64)
-    rank = np.array(found.rank, np.int64)[row]
+    rank = np.array(found.rank, np.int64)
     after = np.bincount(members, minlength=pool.num_ranks)[rank]
-    return DocumentPlacement(cut, members, bounds, whole, rank, after, found.slowest), row
+    number = np.arange(len(rank))
+    if found.in_column:
+        number += 1 + max(turn for _, turn in found.in_column.values())
+        for at, (num_rings, turn) in found.in_column.items():
+            after[at], number[at] = num_rings, turn
+    return DocumentPlacement(cut, members, bounds, whole, rank[row], after[row], found.slowest), number[row]
 
 
 def _pack_whole(lengths: Ints, costs: Floats, placed: DocumentPlacement, pool: RankPool) -> Ints:

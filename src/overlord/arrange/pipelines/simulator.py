@@ -141,7 +141,7 @@ def play(forward: Floats, backward: Floats, counts: Ints, pipeline: Pipeline, ri
     index = np.arange(len(forward)) - np.repeat(np.cumsum(counts) - counts, counts)
     passes, ring = np.zeros((2, most, len(counts))), np.full((most, len(counts)), -1)
     passes[0, index, group], passes[1, index, group], ring[index, group] = forward, backward, rings
-    members = [[np.flatnonzero(of == number) for number in np.unique(of[of >= 0]).tolist()] for of in ring]
+    together = [_Together.of(of, passes[:, micro]) if (of >= 0).any() else None for micro, of in enumerate(ring)]
     blocks = pipeline.stages * pipeline.virtual
     padded = -(-counts // pipeline.count_multiple) * pipeline.count_multiple
     ends = np.zeros((2, blocks, most, len(counts)))
@@ -153,12 +153,38 @@ def play(forward: Floats, backward: Floats, counts: Ints, pipeline: Pipeline, ri
         elif is_backward:
             before = ends[1, block + 1, micro] + pipeline.hop if block < blocks - 1 else ends[0, block, micro]
             begin = np.maximum(begin, before)
-        end = begin + passes[is_backward, micro]
-        for ranks in members[micro]:
-            end[ranks] = begin[ranks].max() + passes[is_backward, micro, ranks].max()
+        rings_here = together[micro]
+        end = begin + passes[is_backward, micro] if rings_here is None else rings_here.ends(begin, is_backward)
         ends[is_backward, block, micro] = end
         free[stage] = np.where(micro < padded, end, free[stage])
     return free.max(axis=0)
+
+
+class _Together(NamedTuple):
+    """The pipelines at one index of their microbatches, those of a ring side by side."""
+
+    order: Ints
+    starts: Ints
+    """The first of each ring; a pipeline without one is alone."""
+    sizes: Ints
+    longest: Floats
+    """[pass, ring]: the time on the slowest pipeline."""
+
+    @staticmethod
+    def of(rings: Ints, passes: Floats) -> _Together:
+        alone = int(rings.max()) + 1 + np.arange(len(rings))
+        number = np.where(rings >= 0, rings, alone)
+        order = np.argsort(number, kind="stable")
+        _, starts, sizes = np.unique(number[order], return_index=True, return_counts=True)
+        return _Together(order, starts, sizes, np.maximum.reduceat(passes[:, order], starts, axis=1))
+
+    def ends(self, begin: Floats, is_backward: int) -> Floats:
+        """When a pass ends that begins on all pipelines of a ring as soon as the last of them is ready."""
+        found = np.empty_like(begin)
+        found[self.order] = np.repeat(
+            np.maximum.reduceat(begin[self.order], self.starts) + self.longest[is_backward], self.sizes
+        )
+        return found
 
 
 class _Pass(NamedTuple):
