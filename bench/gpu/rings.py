@@ -24,25 +24,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bench.gpu.ablation import HEAD_BYTES, NETWORK, SETTING, step_ms, ways
 from bench.gpu.blocks import LLAMA_8B, TINY, Shape
 from bench.gpu.settings import Setting
 from bench.gpu.virtual_rings import CopyMessages, RingBlock, clocked, positions_of, ring_of
 from bench.gpu.work import Fit, of_plan
 from bench.length_tables import BYTED
-from overlord.arrange.cost import TransformerCost
 from overlord.arrange.graph import DGraph
-from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.hdp.rings import Rings
 from overlord.arrange.plan import Plan
-from overlord.arrange.strategies import hdp, plain
 from overlord.trainer import OffloadedLayers, RecomputedLayers, Ring
 from overlord.trainer.offload import LayerRunner
 from overlord.trainer.ring.attention import RingOptions, attend_around, differentiate_around
 from overlord.trainer.ring.kernels import Bounds, OutputGradient, choose_kernel
 from overlord.trainer.ring.schedule import NO_WINDOW, KernelCall, TokenSpan
 
-NETWORK = 50e9
-"""Bytes a second that a rank receives where the network is modelled: 400 Gb/s."""
 K = 1024
 
 
@@ -57,7 +53,6 @@ class Sizes:
     long_tokens: int
     long_ranks: int
     long_layers: int
-    ablation_context: int
     lengths: tuple[int, ...]
 
 
@@ -71,10 +66,9 @@ GPU = Sizes(
     2048 * K,
     32,
     3,
-    512 * K,
     (512, 2048, 8192, 32768, 131072),
 )
-SMALL = Sizes(TINY, torch.float32, 256, (2, 4), 64, 4, 512, 8, 3, 4096, (64, 128, 256))
+SMALL = Sizes(TINY, torch.float32, 256, (2, 4), 64, 4, 512, 8, 3, (64, 128, 256))
 
 
 def speed(sizes: Sizes, device: torch.device) -> dict[str, Any]:
@@ -284,40 +278,33 @@ def dynamic_rings(plan: Plan) -> Micros:
 
 def ablation(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     """The slowest rank of each arrangement by prediction, with messages at the modelled speed of a network."""
-    setting = Setting(BYTED, sizes.ablation_context, dp=8, cp=8, rows=4)
+    setting = SETTING if device.type == "cuda" else Setting(BYTED, 4 * K, dp=2, cp=4, rows=2)
     graph: DGraph = setting.graph(seed=0)
-    capacity = sizes.ablation_context // 8
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kv_heads in (sizes.shape.heads, sizes.shape.kv_heads):
         blocks = stack(sizes, 1, device, kv_heads)
         fit = fit_of(sizes, device, kv_heads)
-        per_token, per_area = fit.per_token / 3e3, fit.per_area / 3e3  # seconds of a forward pass
-        moved = Offload(
-            layers=32, time=TransformerCost(per_token, per_area), bytes_per_token=180e3, bytes_per_s=54e9, bytes_constant=0.0
-        )
-        tokens = TransformerCost(1.0, 0.0)
-        plans = {
-            "static rings": static_rings(plain()(graph), 8),
-            "dynamic rings": dynamic_rings(hdp(tokens, capacity=capacity, widen=False)(graph)),
-            "and offloading": dynamic_rings(hdp(tokens, capacity=capacity, widen=False, offload=moved)(graph)),
-            "and balance": dynamic_rings(hdp(fit.document_cost, capacity=capacity, offload=moved)(graph)),
-        }
-        for name, micros in plans.items():
-            slowest = sorted(micros, key=lambda micros: -_weight(micros, fit))[:1]
-            times = [sum(_timed(blocks, micro, device) for micro in rank) for rank in slowest]
-            first = max(times) if not rows or name == "static rings" else rows[-1]["static_ms"]
-            row = {"kv_heads": kv_heads, "arrangement": name, "slowest_ms": max(times), "static_ms": first}
-            rows.append(row | {"over_static": first / max(times)})
+        static_ms = 0.0
+        for name, plan in ways(graph, fit, kv_heads).items():
+            ranks = static_rings(plan, setting.cp) if plan.part(Rings) is None else dynamic_rings(plan)
+            slowest = max(ranks, key=lambda micros: _predicted_ms(micros, fit, kv_heads))
+            ms = sum(_timed(blocks, micro, device) for micro in slowest)
+            static_ms = static_ms or ms
+            predicted = step_ms(plan, setting.cp, fit, kv_heads)
+            row = {"kv_heads": kv_heads, "arrangement": name, "slowest_ms": ms, "predicted_ms": predicted}
+            rows.append(row | {"over_static": static_ms / ms})
             say(rows[-1])
     return {"setting": str(setting), "network_bytes_per_s": NETWORK, "rows": rows}
 
 
-def _weight(micros: list[tuple[list[int], int, int]], fit: Fit) -> float:
+def _predicted_ms(micros: list[tuple[list[int], int, int]], fit: Fit, kv_heads: int) -> float:
     """What a rank is predicted to take: compute, or messages where they take longer."""
     total = 0.0
     for wholes, ranks, _ in micros:
         lengths = np.array(wholes, np.float64)
-        total += float((fit.per_token * lengths + fit.per_area * lengths**2).sum()) / ranks
+        compute = float((fit.per_token * lengths + fit.per_area * lengths**2).sum()) / ranks
+        sent = 4 * HEAD_BYTES * kv_heads / NETWORK * 1e3 * float(lengths.sum()) * (ranks - 1) / ranks
+        total += max(compute, sent)
     return total
 
 

@@ -259,6 +259,26 @@ def test_a_host_with_little_memory_holds_less_of_a_document():
         Offload(**layer, host_bytes=0.0)
 
 
+@given(st.integers(1, 2_000_000), st.integers(1_000, 100_000), st.floats(1e-9, 1e-4))
+def test_a_document_gives_up_ranks_only_while_attention_does_not_hide_its_messages(length, capacity, sent_token_s):
+    fewest, selective = offload(bytes_per_s=25e9), offload(bytes_per_s=25e9, sent_token_s=sent_token_s)
+    lengths = np.array([length])
+    held, least = -(-length // capacity), int(fewest.fewest_ranks(lengths, capacity)[0])
+    ranks = int(selective.fewest_ranks(lengths, capacity)[0])
+    assert least <= ranks <= held
+
+    def shows(num: int) -> bool:
+        """Whether a rank of so many receives for longer than it attends."""
+        return sent_token_s * length * (num - 1) > selective.time.per_length_squared * length**2 * (1 + 1e-9)
+
+    if ranks < held:  # on one more rank messages would show
+        assert shows(ranks + 1)
+    if ranks > least:
+        assert not shows(ranks)
+    with pytest.raises(SpecError, match="sent_token_s"):
+        offload(sent_token_s=0.0)
+
+
 def test_a_pipeline_of_other_stages_than_the_mesh_is_refused():
     graph = DGraph(Samples.of_lengths(np.array([5])), Batch(tokens=8, sequence_length=8), ClientPlaceTree(Mesh(dp=2, pp=2)))
     with pytest.raises(SpecError, match="4 stages, but the mesh has pp=2"):

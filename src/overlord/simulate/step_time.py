@@ -212,6 +212,7 @@ class TimeModel:
             time=TransformerCost(per_token / self.tp, squared / self.tp),
             bytes_per_token=self.shape.activation_bytes / self.tp,
             bytes_per_s=bytes_per_s,
+            sent_token_s=self.shape.kv_bytes / self.tp / self.links.network_bytes_per_s,
         )
 
     def ring_token_s(self, ranks: Floats | Ints | float, in_node: NDArray[np.bool_] | bool | None = None) -> Floats:

@@ -10,6 +10,11 @@ l Act(C) bytes over its l layers, so the document needs
 ranks, and as many as it takes for the moved activations to fit into the hosts' memory. r is the smallest value for which D
 is least: moving more would save no rank, and a document that saves none has r = 0. (The paper bounds r from below by l
 Act(C) / ((l - 2) Act(s)), which is sure to save one rank. Computing D exactly makes that bound unnecessary.)
+
+Fewer ranks send less, but each of them computes more. That pays only while messages take longer than the attention which
+hides them: on n ranks, a rank computes 1 / n of the attention A(s) and receives (n - 1) / n of the keys and values, M(s). So
+with `sent_token_s` a document keeps n = 1 + A(s) / M(s) ranks, where both take equally long, or as many as it has without
+offloading if these are fewer.
 """
 
 from __future__ import annotations
@@ -47,6 +52,9 @@ class Offload:
     """Activation bytes that one layer keeps per document, whatever its length."""
     host_bytes: float = math.inf
     """Host memory of one rank that activations may be moved to."""
+    sent_token_s: float = math.inf
+    """Seconds in which a rank receives the keys and values of one token for one layer. A document gives up ranks only as far
+    as attention would not hide its messages. Infinite: it takes as few ranks as hold it, however long they then compute."""
 
     def __post_init__(self) -> None:
         if self.layers < 2:
@@ -55,8 +63,9 @@ class Offload:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise SpecError(f"Offload.{name} must be a number above 0, got {value!r}")
-        if not self.host_bytes > 0:
-            raise SpecError(f"Offload.host_bytes must be above 0, got {self.host_bytes!r}")
+        for name in ("host_bytes", "sent_token_s"):
+            if not getattr(self, name) > 0:
+                raise SpecError(f"Offload.{name} must be above 0, got {getattr(self, name)!r}")
         if not (math.isfinite(self.bytes_constant) and self.bytes_constant >= 0):
             raise SpecError(f"Offload.bytes_constant must be a number >= 0, got {self.bytes_constant!r}")
 
@@ -75,7 +84,13 @@ class Offload:
         # What does not stay on the devices must fit on the hosts of the same ranks.
         in_all = self.layers * self.activations(lengths) / (self._room(capacity) + self.host_bytes)
         fewest = np.maximum(1, np.ceil(in_all - 1e-9)).astype(np.int64)
-        return np.maximum(fewest, self._ranks(lengths, capacity, self.most_ratio(lengths)))
+        fewest = np.maximum(fewest, self._ranks(lengths, capacity, self.most_ratio(lengths)))
+        return np.maximum(fewest, np.minimum(self._ranks(lengths, capacity, 0.0), self._hidden_ranks(lengths)))
+
+    def _hidden_ranks(self, lengths: Ints) -> Ints:
+        """The most ranks on which the attention of a document hides its messages."""
+        hidden = self.time.per_length_squared * np.asarray(lengths, np.float64) / self.sent_token_s
+        return 1 + np.minimum(hidden, 1 << 40).astype(np.int64)
 
     def ratios(self, lengths: Ints, capacity: int, num_ranks: Ints) -> Floats:
         """The smallest share of its activations that each document must move out to fit on `num_ranks` ranks."""
