@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from bench.gpu.pipelines import least_time
 from bench.gpu.rings import PARTS, SMALL, dynamic_rings, static_rings
 from bench.gpu.settings import ARRANGEMENTS, Setting
 from bench.gpu.work import Fit, Ranks, Work, predicted_times
+from overlord.arrange.pipelines.simulator import Pipeline, times_of
 from overlord.arrange.strategies import hdp, plain
 from overlord.simulate.presets import BYTED, GITHUB
 
@@ -68,3 +72,14 @@ def test_the_rings_of_an_ablation_have_every_document_once():
 def test_a_part_of_the_ring_benchmark_runs_on_a_cpu(part):
     rows = PARTS[part](SMALL, torch.device("cpu"))["rows"]
     assert all(value > 0 for row in rows for name, value in row.items() if name.endswith("_ms") or name == "ms")
+
+
+@given(
+    st.lists(st.floats(0.1, 100.0), min_size=1, max_size=24), st.sampled_from([2, 4, 8]), st.randoms(use_true_random=False)
+)
+def test_no_order_of_microbatches_is_quicker_than_the_lower_bound(costs, stages, draw):
+    draw.shuffle(costs)
+    micro = np.array(costs)
+    orders = np.stack([micro, np.sort(micro), np.concatenate([np.sort(micro)[::2], np.sort(micro)[1::2][::-1]])])
+    least = least_time(micro, np.array([float(len(micro))]), stages)
+    assert (times_of(orders, Pipeline(stages)) * stages >= least * (1 - 1e-9)).all()

@@ -1,13 +1,14 @@
 """Pipelines of a pool of ranks, played with the measured times of their stages.
 
-    python -m bench.gpu.pipelines [--device cpu] [--out FILE]
+    python -m bench.gpu.pipelines [--device cpu|model] [--lengths github] [--contexts 128] [--out FILE]
 
 Every microbatch of every pipeline runs forward and backward through one block on one GPU, one after the other: a stage. The
 1F1B or interleaved schedule of all pipelines is then played with these times; a ring begins on a stage when all of its
 pipelines are ready for it, and takes as long as on the slowest. What stages and rings send each other is not part of it.
 
 Times are over those without any waiting. `alike` is what filling and draining would cost if all microbatches of a pipeline
-were alike; `least` is what no order of these microbatches can go below under 1F1B.
+were alike; `least` is what no order of these microbatches can go below under 1F1B. `over_allowed` is what was played over
+the larger of both.
 """
 
 from __future__ import annotations
@@ -49,21 +50,25 @@ class PipelineOutcome:
     played: float
     alike: float
     least: float
+    over_allowed: float
 
 
-def least_time(micro: Floats, counts: Floats, stages: int) -> float:
+def least_time(micro: Floats, counts: Floats, stages: int, backward: float = 2.0) -> float:
     """A lower bound of the slowest pipeline's time under 1F1B, whatever the order, times the stages.
 
-    While a microbatch goes through all stages and back, the first stage runs stages - 1 others at most, so it waits for the
-    rest; and before its first and after its last microbatch some stage always waits.
+    While a microbatch goes through all stages and back, the first stage runs the forward passes of the next stages - 1
+    microbatches and the backward passes of the stages - 1 before it, and waits for the rest. That is longest for the
+    costliest microbatch. Besides, some stage waits before its first microbatch and after its last.
     """
     found, first = 0.0, 0
+    share = backward / (1 + backward)
     for count in counts.astype(int).tolist():
         falling = np.sort(micro[first : first + count])[::-1]
         first += count
         if count:
-            window = float(falling[1:stages].sum())
-            waits = max((stages - 1) * float(falling[0]) - window, (stages - 1) * float(falling[-1]))
+            before, after = falling[1:stages], falling[stages : 2 * stages - 1]
+            run = share * float(before.sum()) + (1 - share) * float(after.sum())
+            waits = max((stages - 1) * float(falling[0]) - run, (stages - 1) * float(falling[-1]))
             found = max(found, float(falling.sum()) + waits)
     return found
 
@@ -77,8 +82,10 @@ def passes(bench: Bench, works: list[Work]) -> tuple[list[float], list[float]]:
     return [forward for forward, _ in found], [backward for _, backward in found]
 
 
-def outcome(setting: Setting, pipeline: Pipeline, fit: Fit, timed: Callable[[list[Work]], Any]) -> PipelineOutcome:
-    graph = setting.graph(seed=0)
+def outcome(
+    setting: Setting, pipeline: Pipeline, fit: Fit, timed: Callable[[list[Work]], Any], seed: int = 0
+) -> PipelineOutcome:
+    graph = setting.graph(seed)
     place = ClientPlaceTree(Mesh(dp=setting.dp, cp=setting.cp, pp=pipeline.stages))
     graph = DGraph(graph.samples, graph.batch, place, graph.reference_rows)
     capacity = max(setting.context // setting.cp, 1)
@@ -95,29 +102,37 @@ def outcome(setting: Setting, pipeline: Pipeline, fit: Fit, timed: Callable[[lis
     times = play(forward, backward, plan.counts, pipeline, rings.of_micro)
     measured_busy = float((forward + backward).sum()) / len(plan.counts) * pipeline.virtual
     counts = plan.counts.astype(np.float64)
+    played = float(times.max()) / measured_busy
+    alike = 1 + (pipeline.stages - 1) / pipeline.virtual / float(counts.mean())
+    least = least_time(micro, counts, pipeline.stages) / (busy * pipeline.stages) if pipeline.virtual == 1 else 1.0
     return PipelineOutcome(
         setting=str(setting),
         stages=pipeline.stages,
         virtual=pipeline.virtual,
         microbatches=float(counts.mean()),
         predicted=predicted,
-        played=float(times.max()) / measured_busy,
-        alike=1 + (pipeline.stages - 1) / pipeline.virtual / float(counts.mean()),
-        least=least_time(micro, counts, pipeline.stages) / (busy * pipeline.stages) if pipeline.virtual == 1 else 1.0,
+        played=played,
+        alike=alike,
+        least=least,
+        over_allowed=played / max(alike, least),
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu", "model"])
+    parser.add_argument("--lengths", default="byted,github")
+    parser.add_argument("--contexts", default="128,32", help="in units of 1,024 tokens")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     given = parser.parse_args()
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if given.device == "cuda" else given.device}
     run = json.loads((Path(__file__).parent / "h200.json").read_text())
     table = run["fit"]["document_cost"]
     fit = Fit.of(table["lengths"], table["costs"])
-    settings = [Setting(each, 128 * K, dp=8, cp=4, rows=4) for each in (BYTED, GITHUB)]
-    settings += [Setting(each, 32 * K, dp=4, rows=16) for each in (BYTED, GITHUB)]
+    tables = [each for each in (BYTED, GITHUB) if each.name in given.lengths.split(",")]
+    meshes = {"128": {"dp": 8, "cp": 4, "rows": 4}, "32": {"dp": 4, "rows": 16}}
+    settings = [Setting(each, int(at) * K, **meshes[at]) for at in given.contexts.split(",") for each in tables]
     if given.device == "model":
         timed = lambda works: ([fit.predicted(w) / 3 for w in works], [fit.predicted(w) * 2 / 3 for w in works])  # noqa: E731
     else:
@@ -130,7 +145,7 @@ def main() -> int:
     rows = []
     for setting in settings:
         for pipeline in (Pipeline(4), Pipeline(8), Pipeline(8, 2)):
-            rows.append(asdict(outcome(setting, pipeline, fit, timed)))
+            rows.append(asdict(outcome(setting, pipeline, fit, timed, given.seed)))
             print(json.dumps(rows[-1]), flush=True)
             if given.out:
                 given.out.write_text(json.dumps({**report, "rows": rows}, indent=1))

@@ -121,7 +121,7 @@ def _promising(ranks: Sequence[RankCosts], costs: list[float], fewest: int, pipe
     for singles in _choices_of_singles(fewest, pipeline.stages):
         of_singles = [float(np.median([rank.singles[at] for rank in ranks])) for at in singles]
         mean = [float(np.mean([rank.full[at][0] for rank in ranks])) for at in range(len(costs))]
-        orders = _orders([*costs, *of_singles], pipeline.stages)
+        orders = _orders([*costs, *of_singles], len(costs), pipeline.stages)
         if not orders:
             continue
         rest = [time for time, _ in longest.sequence(singles, [])]
@@ -142,15 +142,22 @@ def _choices_of_singles(fewest: int, stages: int) -> list[list[int]]:
     return [[], *([-1 - j for j in range(num)] for num in cheap), *([list(range(fewest))] if fewest else [])]
 
 
-def _orders(costs: list[float], stages: int) -> list[list[int]]:
-    """Orders of columns: some of the cheapest, then some of the costliest by rising cost, then the rest by falling cost."""
+def _orders(costs: list[float], num_full: int, stages: int) -> list[list[int]]:
+    """Orders of columns: some of the cheapest, then some of the costliest by rising cost, then the rest by falling cost.
+
+    The cheapest are taken from all columns, or from those after `num_full`. These cost about the same on all ranks, so that
+    nobody comes late to the first ring of all ranks.
+    """
     rising = sorted(range(len(costs)), key=costs.__getitem__)
-    found = []
-    for cheap in range(min(stages, len(rising)) + 1):
-        for costly in range(1, min(stages + 1, len(rising) - cheap) + 1):
-            top = len(rising) - costly
-            found.append(rising[:cheap] + rising[top:] + rising[cheap:top][::-1])
-    return found
+    found: dict[tuple[int, ...], None] = {}
+    for cheapest in (rising, [column for column in rising if column >= num_full]):
+        for num_cheap in range(min(stages, len(cheapest)) + 1):
+            first = cheapest[:num_cheap]
+            rest = [column for column in rising if column not in first]
+            for costly in range(1, min(stages + 1, len(rest)) + 1):
+                top = len(rest) - costly
+                found[(*first, *rest[top:], *rest[:top][::-1])] = None
+    return [list(order) for order in found]
 
 
 def _played(ranks: Sequence[RankCosts], choices: Sequence[_Choice], pipeline: Pipeline) -> Floats:
