@@ -150,10 +150,15 @@ def even_tokens(_: Mesh, __: TimeModel) -> Strategy:
     return hdp(TransformerCost(1.0, 0.0), capacity=CAPACITY, widen=False)
 
 
+def even_tokens_offloading(_: Mesh, model: TimeModel) -> Strategy:
+    return hdp(TransformerCost(1.0, 0.0), capacity=CAPACITY, widen=False, offload=model.offload(HOST_BYTES_PER_S))
+
+
 def variants(steps: int) -> list[Variant]:
     """What each part of the gain, and of the model, comes to at 1,024 ranks and 2M tokens."""
     tries: list[tuple[str, dict[str, Any]]] = [
         ("documents over as few ranks as hold them, even tokens", {"strategy": even_tokens}),
+        ("even tokens, and activations moved to the host at 25 GB/s", {"strategy": even_tokens_offloading}),
         ("and even time", {"strategy": balanced}),
         ("and activations moved to the host at 25 GB/s", {"strategy": offloading}),
         ("even time, network of 25 GB/s a rank", {"links": Links(network_bytes_per_s=25e9)}),
