@@ -63,11 +63,11 @@ _Bounds = tuple[Tensor, Tensor, int, int]
 def bounds_of(work: Work, device: str) -> _Bounds:
     """The ends of a microbatch's pieces on the device. Made before anything is timed: a copy to the device waits for all
     kernels before it."""
-    ends = (
+    queries, keys = (
         torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=device)
         for lengths in (work.queries, work.keys)
     )
-    return (*ends, int(work.queries.max()), int(work.keys.max()))
+    return queries, keys, int(work.queries.max()), int(work.keys.max())
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, work: Work, bounds: _Bounds, causal: bool) -> Tensor:  # noqa: PLR0917

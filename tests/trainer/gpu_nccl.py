@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 

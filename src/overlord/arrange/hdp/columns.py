@@ -36,7 +36,7 @@ _MOST_PASSES = 6000
 class SingleColumn(NamedTuple):
     """A column of single-rank microbatches."""
 
-    index: int
+    number: int
     """Of the microbatch among those of its rank, which are sorted by falling cost; below 0 it counts from the end."""
     before: int
     """How many full shelves run before it."""
@@ -73,7 +73,7 @@ class RankCosts:
 
 class _Choice(NamedTuple):
     singles: list[int]
-    """The single-rank microbatches that are columns, as in `SingleColumn.index`."""
+    """The single-rank microbatches that are columns, as in `SingleColumn.number`."""
     order: list[int]
     """The columns: full shelves, and after them the microbatches of `singles`."""
 

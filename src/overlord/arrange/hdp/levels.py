@@ -102,7 +102,7 @@ def _place_on_shelves(
     turn = np.empty(len(used), np.int64)
     turn[number] = np.arange(len(used))
     columns = [(held.rows(rank), column) for rank in range(len(slow)) for column in found.singles]
-    in_column = {rows[column.index]: (column.before, column.turn) for rows, column in columns}
+    in_column = {rows[column.number]: (column.before, column.turn) for rows, column in columns}
     order: list[int] = np.argsort(turn[shelf], kind="stable").tolist() if rings else []
     members = [sorted(by_speed[begin : begin + num].tolist()) for (_, num), begin in zip(rings, first, strict=True)]
     return PipelinePlacement(order, members, by_speed[rank_of].tolist() if rank_of else [], in_column, found.slowest)
