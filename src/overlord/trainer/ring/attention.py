@@ -200,8 +200,8 @@ def _pass_on(held: list[Tensor], ring: Ring, part: int, turn: int) -> PendingMes
 
 
 def _for_sums(tensor: Tensor) -> Tensor:
-    """A tensor in the precision in which sums are kept."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    """A tensor in the precision in which sums are kept; on a GPU in memory of the current stream (see `turn_streams`)."""
+    return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=tensor.is_cuda)
 
 
 class _Selection(NamedTuple):

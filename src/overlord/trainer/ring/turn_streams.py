@@ -8,7 +8,8 @@ Memory that was allocated on a stream may be reused on it at once when its tenso
 Three rules make that safe without `record_stream`, which would keep the buffers of all turns while the host runs ahead:
 
 - keys and values are freed after the stream that allocated them waits for the kernels that read them;
-- the kernels of a turn wait for the sums of the turn before the last, which read what that turn's kernels returned;
+- the kernels of a turn wait for the sums of the turn before the last, which read what that turn's kernels returned; sums and
+  what is sent of them are copies in memory of their own stream;
 - nothing that was allocated on a side stream leaves the ring (`take_out`).
 
 Streams belong to a thread, because these rules order the work of one thread only.
