@@ -2,7 +2,7 @@
 
 Under 1F1B a stage waits while the first microbatch comes down the pipeline, while the last one goes back up, and wherever
 neighbours in the order differ in cost. So cheap microbatches belong at both ends, and costs should rise and fall slowly in
-between. `best_orders` tries a few orders of that kind on the simulator and keeps the best for each pipeline: within a per
+between. `best_orders` tries some orders of that kind on the simulator and keeps the best for each pipeline: within a per
 cent of the best of all orders, where all can be tried.
 
 `levels` goes further where pipelines may run different numbers of microbatches: documents of one length share a microbatch,
@@ -120,11 +120,18 @@ def _orders(count: int, pipeline: Pipeline) -> list[Ints]:
     rising = np.arange(count)
     there_and_back = np.concatenate([rising[::2], rising[1::2][::-1]])
     first = {1, min(pipeline.stages - 1, count - 1)} - {0}  # so many cheap ones while the pipeline fills
+    climbs = [
+        np.concatenate([rising[:few], rising[count - top :], rising[few : count - top][::-1]])
+        for few in (0, 1, 2, 4)
+        for top in sorted({2, 3, 4, pipeline.stages})
+        if few + top <= count
+    ]
     return [
         there_and_back,
         there_and_back[::-1],
         rising,
         *(np.concatenate([rising[:few], rising[few:][::-1]]) for few in sorted(first)),
+        *climbs,  # some cheap ones, then the costliest by rising cost, then the rest by falling cost
     ]
 
 
