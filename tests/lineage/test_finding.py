@@ -57,6 +57,40 @@ def test_the_next_time_of_a_document_is_told_about_right(tmp_path):
     assert 250 < places.expected < 450
 
 
+@pytest.mark.parametrize("skip", [{"file": "numbered", "rows": [7]}, {"file": "numbered#3"}, {}], ids=str)
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_document_that_is_left_out_is_told_and_not_expected_again(tmp_path, skip, is_live):
+    source = Numbered(rows=80, unit_rows=20, first=1)
+    others = {"a": source, "b": Numbered(rows=50, first=500)}
+    job = job_of(others, skip=() if is_live else [ol.Skip("a", **skip, from_step=60)])
+    with ol.start(job, log=tmp_path) as loader:
+        client = loader.client(0)
+        for _ in range(40):
+            next(client)
+        if is_live:
+            loader.skip("a", skip.get("file"), skip.get("rows"), from_step=60)
+        for _ in range(60):
+            next(client)
+    found = open_log(job, tmp_path)
+    of_row = RowPlace(3, 7) if skip.get("file") == "numbered#3" else RowPlace(0, 7)
+    places = find_document(found, "a", of_row)
+    assert places.left_out_from == 60
+    assert places.expected is None
+    assert places.documents
+    assert all(document.step < 60 for document in places.documents)
+    if skip.get("rows"):
+        assert find_document(found, "a", RowPlace(0, 8)).left_out_from is None
+        assert (find_document(found, "a", RowPlace(0, 8)).expected or 0) > 60
+
+
+def test_a_document_of_a_source_that_ends_is_not_expected_again(tmp_path):
+    job = job_of({"a": Numbered(rows=80, unit_rows=20, first=1, repeat=2), "b": Numbered(rows=50, first=500)})
+    read(job, 200, log=tmp_path)
+    places = find_document(open_log(job, tmp_path), "a", RowPlace(0, 7))
+    assert len(places.documents) == 2
+    assert places.expected is None
+
+
 def job_file(folder, rows: int = 120):
     table = pa.table(
         {
@@ -121,6 +155,7 @@ def test_find_draws_the_steps_that_nobody_has_recorded_and_ends_with_the_run(tmp
         assert found
     once = json.loads(overlord("find", path, *where, "sources.web.repeat=false", "--json").stdout)["found"][0]
     assert len(once["documents"]) == 1
+    assert once["expected_step"] is None
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_a_log_in_an_object_store_has_the_lineage_too(bucket):
     place = ol.Log("s3://runs/lineage/log", storage_options=bucket)
     steps = read(job, 20, log=place)
     run = RecordedRun.at("s3://runs/lineage/log", bucket)
-    found = FoundRun(run.check_job(job), run, is_log=True)
+    found = FoundRun(run.check_job(job), run, is_log=True, log="s3://runs/lineage/log")
     for number in (0, 19):
         assert_told(found.documents(number), steps[number][0])
 

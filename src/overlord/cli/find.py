@@ -74,6 +74,8 @@ def _find(options: argparse.Namespace, job: Job, found: FoundRun) -> int:
         name = f"{options.source}: {units.unit(place.unit)}, row {place.row:,}"
         expected = occurrences.expected
         coming = "" if expected is None else f"; it comes {'next ' if occurrences.documents else ''}about step {expected:,}"
+        if occurrences.left_out_from is not None:
+            coming += f"; it is left out from step {occurrences.left_out_from:,} on"
         out.print(f"{name}: {_count(occurrences)} before step {found.run.end:,}{coming}", soft_wrap=True)
         if occurrences.documents:
             rows = [
@@ -90,7 +92,11 @@ def _count(occurrences: Occurrences) -> str:
 
 
 def _entry(occurrences: Occurrences) -> dict[str, object]:
-    return {"documents": documents_json(occurrences.documents), "expected_step": occurrences.expected}
+    return {
+        "documents": documents_json(occurrences.documents),
+        "expected_step": occurrences.expected,
+        "left_out_from": occurrences.left_out_from,
+    }
 
 
 def _places(options: argparse.Namespace, job: Job, found: FoundRun) -> list[RowPlace]:

@@ -3,12 +3,15 @@ drawn. Only a few blocks are read, however long the run was."""
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from overlord.planlog.lineage_run import skip_value
+from overlord.steering.decisions import SKIP
 from overlord.stream.chunk_order import UnitRuns, chunk_of_unit, chunks_per_epoch, row_order, units_of_chunk
 
 if TYPE_CHECKING:
@@ -30,7 +33,9 @@ class Occurrences:
     """Each time, with the step, the ranks and the place."""
     expected: int | None
     """About the step that has it next, if the source is drawn at the pace of the recorded steps; None where that is not
-    known."""
+    known, or where it does not come again."""
+    left_out_from: int | None = None
+    """The step from which on the run leaves it out; None where it does not."""
 
 
 def find_document(found: FoundRun, source: str, place: RowPlace) -> Occurrences:
@@ -56,7 +61,9 @@ class _Finder:
         per_epoch = chunks_per_epoch(runs.num_units, self._declared.units_per_chunk)
         last, expected = self._cursor(len(self._marked) - 1)[0] if self._marked else 0, None
         steps: set[int] = set()
-        for epoch in range(last // per_epoch + 2):
+        left_out_from = self._left_out_from(units)
+        num_epochs = self._declared.num_epochs
+        for epoch in range(min(last // per_epoch + 2, num_epochs or sys.maxsize)):
             chunk = self._chunk(runs, epoch)
             if chunk > last + 1:
                 expected = self._expect(chunk)
@@ -65,7 +72,22 @@ class _Finder:
         unit = units.unit(self._place.unit)
         where = unit.path, unit.index, self._place.row
         documents = [document for step in sorted(steps) for document in self._found.documents(step)]
-        return Occurrences([d for d in documents if d.source == self._source and (d.file, d.unit, d.row) == where], expected)
+        if expected is not None and left_out_from is not None and expected >= left_out_from:
+            expected = None
+        found = [d for d in documents if d.source == self._source and (d.file, d.unit, d.row) == where]
+        return Occurrences(found, expected, left_out_from)
+
+    def _left_out_from(self, units: SourceUnits) -> int | None:
+        """The first step that is drawn without the row, by the job's own `skip` or by what was decided during the run."""
+        declared = [(s.from_step, skip_value(s, units.all())) for s in self._found.job.skip if s.source == self._source]
+        decided = [
+            (d.step, d.value) for d in self._found.decisions() if d.name == SKIP and d.value["source"] == self._source
+        ]
+        return min((step for step, value in (*declared, *decided) if self._is_in(value["rows"])), default=None)
+
+    def _is_in(self, rows: Sequence[tuple[int, Sequence[int] | None]] | None) -> bool:
+        unit, row = self._place.unit, self._place.row
+        return rows is None or any(number == unit and (kept is None or row in kept) for number, kept in rows)
 
     def _chunk(self, runs: UnitRuns, epoch: int) -> int:
         source = self._declared

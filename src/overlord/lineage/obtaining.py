@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
     from overlord.declare.job import Job
+    from overlord.messages import Decision
     from overlord.planlog.lineage import RecordedStep
 
 
@@ -65,6 +66,13 @@ class FoundRun:
     run: RecordedRun
     is_log: bool
     """Whether a run has recorded it, on the mesh that it had then. Otherwise the job's own mesh counts."""
+    log: str | os.PathLike[str]
+    """The log beside which the steps are recorded."""
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was decided while the run ran."""
+        newest = read_newest(open_segments(Log(self.log)))
+        return () if newest is None else newest.recovered.decisions
 
     def tree(self, stretch: RecordedSteps) -> ClientPlaceTree:
         return self.run.tree(stretch) if self.is_log else ClientPlaceTree(self.job.mesh)
@@ -100,7 +108,7 @@ def open_log(job: Job, log: str | os.PathLike[str]) -> FoundRun:
             if is_there
             else f"there is no log at {os.fspath(log)}; give the place that the run was started with as log=..."
         )
-    return FoundRun(run.check_job(job), run, is_log=True)
+    return FoundRun(run.check_job(job), run, is_log=True, log=log)
 
 
 @contextmanager
@@ -117,13 +125,13 @@ def step_of(job: Job, step: int, where: KnownFrom) -> Generator[FoundRun]:
     if step < found.run.first:
         raise StateError(found.run.missing_text(step))
     with tempfile.TemporaryDirectory(prefix="overlord-trace-") as folder:
-        state = _state_from_log(found, step, where.log)
+        state = _state_from_log(found, step)
         where.say(f"{found.run.missing_text(step)}; it is drawn from step {state['step']:,} on, which reads the data")
         drawn = _draw(job, step, Path(folder), state)
         # The mesh of a step that is yet to come is the one of the last recorded step.
         stretch = drawn.stretches[-1]
         last = found.tree(found.run.stretches[-1])
-        yield _OnMesh(found.job, drawn, is_log=True, mesh_tree=last if stretch.first >= found.run.end else None)
+        yield _OnMesh(found.job, drawn, is_log=True, log=folder, mesh_tree=last if stretch.first >= found.run.end else None)
 
 
 @contextmanager
@@ -160,7 +168,7 @@ def _from_data(job: Job, step: int, where: KnownFrom, *, may_end: bool = False) 
     if step - begin < _WORTH_KEEPING:
         with tempfile.TemporaryDirectory(prefix="overlord-trace-") as folder:
             run = _draw(job, step, Path(folder), state, may_end=may_end)
-            yield FoundRun(job, run, is_log=False)
+            yield FoundRun(job, run, is_log=False, log=folder)
         return
     job = with_windows(job, units := list_units(job.sources), saved_windows(state, None, job.sources))
     fingerprint = Fingerprint.of(job, units).to_dict()
@@ -175,7 +183,7 @@ def _from_data(job: Job, step: int, where: KnownFrom, *, may_end: bool = False) 
             "They are kept for the next time; a run with log=... records them as it goes"
         )
         run = _draw(job, step, folder, state, may_end=may_end)
-    yield FoundRun(job, run, is_log=False)
+    yield FoundRun(job, run, is_log=False, log=folder)
 
 
 _WORTH_KEEPING = 64
@@ -219,12 +227,11 @@ def _cache_key(job: Job, fingerprint: Mapping[str, Any], state: Mapping[str, Any
     return hashlib.blake2b(plain, digest_size=12).hexdigest()
 
 
-def _state_from_log(found: FoundRun, step: int, log: str | os.PathLike[str]) -> dict[str, Any]:
+def _state_from_log(found: FoundRun, step: int) -> dict[str, Any]:
     """The state nearest before a step that the log can tell, with what was decided about the run."""
     progress = found.run.progress_before(step)
     if progress is None:
         raise StateError(f"{found.run.missing_text(step)}, and no earlier step was kept whole either")
-    newest = read_newest(open_segments(Log(log)))
-    decisions = () if newest is None else tuple(d for d in newest.recovered.decisions if d.name != MESH)
+    decisions = tuple(d for d in found.decisions() if d.name != MESH)
     saved = found.run.recorded_units(found.run.stretches[-1]).fingerprint
     return to_state(progress, found.job.mix.unit, saved, Steered(decisions))
