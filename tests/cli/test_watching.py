@@ -3,8 +3,14 @@
 import io
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +22,7 @@ from overlord.cli.live import WaitNotes
 from overlord.cli.output import printable, table
 from overlord.cli.run_view import headline, summary_line, view_of
 from overlord.service.admin import Control
+from tests.commands import environment
 from tests.service.served import served, streams, two_sources
 from tests.small_sources import Numbered, job_of
 
@@ -107,6 +114,48 @@ def test_a_service_that_is_lost_while_it_is_watched_is_told_and_found_again(caps
         watch(control, first, Namespace(json=False, count=2, every_s=0.01))
     out = capsys.readouterr().out
     assert re.search(r"lost the service \d+ s ago: the service could not be reached", out)
+
+
+@contextmanager
+def started(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
+    """A command in a process of its own, and the lines that it prints."""
+    words = [sys.executable, "-u", "-m", "overlord", *map(str, arguments)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            assert process.stdout is not None
+            yield process, iter(process.stdout)
+        finally:
+            process.kill()
+
+
+def test_top_says_soon_that_a_service_is_lost_or_stopped_though_its_first_look_may_wait_longer(tmp_path):
+    path = tmp_path / "watched_job.py"
+    path.write_text("from tests.service.served import two_sources\njob = two_sources()\n")
+    with (
+        started("serve", path, "--processes", 0) as (service, printed),
+        started("top", next(printed).strip(), "--every", "0.1") as (_, shown),
+    ):
+        assert "step 0" in next(shown)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            service.send_signal(number)
+            began = time.monotonic()
+            assert any("lost the service" in line for line in shown)
+            assert time.monotonic() - began < 20, "far less than the 30 s that a first look has"
+            service.send_signal(signal.SIGCONT)
+            if number == signal.SIGSTOP:
+                assert any("step 0" in line for line in shown), "the service is found again"
+
+
+def test_who_waits_for_a_service_learns_of_it_before_the_timeout(caplog, monkeypatch):
+    monkeypatch.setattr("overlord.service.admin._TELL_AFTER_S", 0.2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{probe.getsockname()[1]}"
+    with Control(nobody, timeout_s=0.6) as control, pytest.raises(ol.errors.ServiceError, match="could not be reached for"):
+        control.metrics()
+    (told,) = caplog.messages
+    assert nobody in told
+    assert told.endswith("; tried again for up to 0.6 s")
 
 
 @pytest.mark.parametrize(

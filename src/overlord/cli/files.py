@@ -26,14 +26,12 @@ def read_state(path: Path) -> State:
     try:
         num_bytes = path.stat().st_size
         if path.is_dir():
-            raise StateError(
-                f"{path} is a folder; name the state file in it, or leave out --resume to start from the beginning"
-            )
+            raise StateError(f"{path} is a folder; name the state file in it, or none to start from the beginning")
         if num_bytes > _MOST_BYTES:
             raise StateError(f"{path} has {num_bytes >> 20:,} MiB, and a state has some kB: it is another file")
         text = path.read_bytes()
     except FileNotFoundError:
-        raise StateError(f"there is no state file {path}; leave out --resume to start from the beginning") from None
+        raise StateError(f"there is no state file {path}; name none to start from the beginning") from None
     except OSError as error:
         raise StateError(f"the state file {path} cannot be read: {error}") from None
     if not text.strip():

@@ -11,6 +11,7 @@ from overlord.service.admin import Control
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
 
 def add_service_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,5 +33,10 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> None:
 
 def open_control(options: argparse.Namespace) -> Control:
     """The run that the options name. Use it in a `with` block."""
+    return control_maker(options)(options.timeout_s)
+
+
+def control_maker(options: argparse.Namespace) -> Callable[[float], Control]:
+    """Returns a function from a timeout to the run that the options name."""
     token = options.token if options.token_file is None else read_token(options.token_file)
-    return Control(options.address, token=token, tls_root=options.tls_root, timeout_s=options.timeout_s)
+    return lambda timeout_s: Control(options.address, token=token, tls_root=options.tls_root, timeout_s=timeout_s)

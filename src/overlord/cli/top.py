@@ -18,7 +18,7 @@ from rich.text import Text
 from overlord.cli.options import at_least, positive
 from overlord.cli.output import console, write_json
 from overlord.cli.run_view import headline, view_of
-from overlord.cli.served import add_service_arguments, open_control
+from overlord.cli.served import add_service_arguments, control_maker
 from overlord.errors import ServiceError
 from overlord.status import to_plain
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from overlord.service.admin import Control
     from overlord.status import RunMetrics
+
+_LOST_AFTER_S = 2.0  # the view stands still for so long before it says that the service is lost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    with open_control(options) as control:
+    control_within = control_maker(options)
+    with control_within(options.timeout_s) as control:
         first = control.metrics()  # an address that is wrong is an error; a service that is lost later is waited for
+    with control_within(min(options.timeout_s, _LOST_AFTER_S)) as control:
         watch(control, first, options)
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import repeat
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _CALL_S = SERVER_CONTROL.after_s
+_TELL_AFTER_S = 2.0  # whoever waits at a terminal learns of it before the timeout
+_log = logging.getLogger(__name__)
 
 
 class Control(RunHandle):
     """The run that is served at an address. While the service cannot be reached, a call is retried for up to
-    `timeout_s`."""
+    `timeout_s`; after two seconds of that a warning says so."""
 
     def __init__(
         self, address: str, *, token: str | None = None, tls_root: str | Path | None = None, timeout_s: float = 30.0
@@ -50,16 +53,23 @@ class Control(RunHandle):
         self.close()
 
     def _send(self, call: Call[..., R], request_for: Callable[[str], RunRequest]) -> R:
+        has_told = False
+
         def attempt() -> R:
-            welcome = self._link.call(wire.HELLO, wire.Hello(wire.VERSION, 0), _CALL_S)
+            # A service greets without asking its roles: one that is stopped need not be waited for as long as one that is busy.
+            welcome = self._link.call(wire.HELLO, wire.Hello(wire.VERSION, 0), min(_CALL_S, self._timeout_s))
             request = request_for(welcome.job)
             return call.result_of(self._link.call(call.action, request, _CALL_S + request.patience_s))
 
         def check_timeout(failed: FailedAttempt[Unreachable]) -> None:
+            nonlocal has_told
             if failed.waited_s >= self._timeout_s:
                 raise ServiceError(
                     f"the service could not be reached for {failed.waited_s:.1f} s: {failed.error}; is it running, and is "
                     "the address right?"
                 ) from failed.error
+            if failed.waited_s >= _TELL_AFTER_S and not has_told:
+                has_told = True
+                _log.warning("%s; tried again for up to %g s", failed.error, self._timeout_s)
 
         return retry(attempt, on=Unreachable, pauses=repeat(SERVER_PAUSE_S), on_failure=check_timeout)
