@@ -247,6 +247,8 @@ def document_of(step: int, row: int) -> TracedDocument:
         ("time,value\n1,2\n", "needs the columns step and loss, it has time, value"),
         ("step,loss\n1,2\nx,3\n", "row 2: a step and a loss are needed, it has 'x,3'"),
         ("1\n", "row 1: a step and a loss are needed"),
+        ("step,loss\n", "has no losses: it has the names of columns, and no row"),
+        ("step,loss\n3,2\n-4,2\n", "row 2: steps count from 0 on, it has step -4"),
     ],
 )
 def test_losses_that_are_none_are_told_by_row(tmp_path, text, message):
@@ -264,3 +266,24 @@ def test_losses_of_another_run_and_runs_without_jumps_are_told(tmp_path):
     assert "they are not of one run" in overlord("spikes", losses, "--job", path, "--log", log, expect=1).stderr
     losses.write_text("".join(f"{step},2.0\n" for step in range(20)))
     assert "No step of 20 is 6 standard deviations" in overlord("spikes", losses, "--job", path, "--log", log).stdout
+
+
+def test_jumps_of_a_run_without_a_log_are_those_that_its_log_would_tell(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, log, losses = job_file(tmp_path), tmp_path / "log", tmp_path / "losses.csv"
+    state = tmp_path / "state.json"
+    overlord("run", path, "--steps", 30, "--state", state)
+    declared: dict[str, ol.Job] = {}
+    exec(path.read_text(), declared)
+    read(declared["job"], 80, log=log)
+    losses.write_text("step,loss\n" + "".join(f"{step},{2 + (step in (33, 70))}\n" for step in range(80)))
+    told = overlord("spikes", losses, "--job", path, "--log", log, "--json")
+    assert [spike["step"] for spike in json.loads(told.stdout)["spikes"]] == [33, 70]
+    drawn = overlord("spikes", losses, "--job", path, "--json")
+    assert "nobody has recorded step 79" in drawn.stderr
+    assert drawn.stdout == told.stdout
+    resumed = json.loads(overlord("spikes", losses, "--job", path, "--state", state, "--json").stdout)
+    assert [spike["step"] for spike in resumed["spikes"]] == [33, 70]
+    losses.write_text("step,loss\n" + "".join(f"{step},2.0\n" for step in range(20)))
+    error = overlord("spikes", losses, "--job", path, "--state", state, expect=1).stderr
+    assert "losses of steps 0 to 19, and the run has the steps from 30 to" in error

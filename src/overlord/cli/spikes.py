@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 from overlord.cli.options import JOB_HELP, add_option, add_overrides, at_least, job_file, positive
 from overlord.cli.output import console, table, write_json
-from overlord.cli.trace import documents_json, read_texts
+from overlord.cli.trace import add_where, documents_json, read_texts, where_of
 from overlord.errors import SpecError
 from overlord.jobfile.loading import load_job
-from overlord.lineage.obtaining import open_log
+from overlord.lineage.obtaining import first_steps
 from overlord.lineage.spikes import find_spikes, rank_suspects, read_losses
 
 if TYPE_CHECKING:
     import argparse
+
+    from overlord.declare.job import Job
+    from overlord.lineage.obtaining import FoundRun
 
 _TEXT = 60
 
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("losses", type=Path, help="a CSV file with the columns step and loss")
     parser.add_argument("--job", type=job_file, required=True, metavar="FILE", help=JOB_HELP)
     add_overrides(parser)
-    add_option(parser, "--log", required=True, help="the log of the run (its log=...)")
+    add_where(parser)
     parser.add_argument(
         "--threshold", type=positive, default=6.0, metavar="Z", help="standard deviations above the usual loss (default: 6)"
     )
@@ -33,14 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    losses, job = read_losses(options.losses), load_job(options.job)
-    found = open_log(job, options.log)
+    losses, job, where = read_losses(options.losses), load_job(options.job), where_of(options)
+    num_steps = max(max(losses) + 1 - where.first_step(), 1)
+    with first_steps(job, num_steps, where) as found:
+        return _rank(options, job, losses, found)
+
+
+def _rank(options: argparse.Namespace, job: Job, losses: dict[int, float], found: FoundRun) -> int:
     run = found.run
     recorded = {step: loss for step, loss in losses.items() if run.find(step) is not None}
     if not recorded:
         raise SpecError(
-            f"{options.losses} has losses of steps {min(losses):,} to {max(losses):,}, and {run.place} has the steps from "
-            f"{run.first:,} to {run.end - 1:,}: they are not of one run"
+            f"{options.losses} has losses of steps {min(losses):,} to {max(losses):,}, and "
+            f"{run.place if found.is_log else 'the run'} has the steps from {run.first:,} to {run.end - 1:,}: they are not of "
+            "one run"
         )
     spikes = find_spikes(losses, threshold=options.threshold)
     spikes = [spike for spike in spikes if spike.step in recorded]

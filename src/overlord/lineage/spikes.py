@@ -64,12 +64,17 @@ def read_losses(path: Path) -> dict[int, float]:
         if "step" not in names or "loss" not in names:
             raise SpecError(f"{path} needs the columns step and loss, it has {', '.join(rows[0])}")
         columns, rows = (names.index("step"), names.index("loss")), rows[1:]
+    if not rows:
+        raise SpecError(f"{path} has no losses: it has the names of columns, and no row")
     found: dict[int, float] = {}
     for number, row in enumerate(rows, 1):
         try:
-            found[int(float(row[columns[0]]))] = float(row[columns[1]])
+            step, loss = int(float(row[columns[0]])), float(row[columns[1]])
         except (ValueError, IndexError, OverflowError):
             raise SpecError(f"{path}, row {number}: a step and a loss are needed, it has {','.join(row)!r}") from None
+        if step < 0:
+            raise SpecError(f"{path}, row {number}: steps count from 0 on, it has step {step}")
+        found[step] = loss
     return found
 
 
