@@ -7,7 +7,7 @@ DEV := $(VENV)/.dev
 BENCH := bench/.venv
 LOWEST := .venv-lowest
 FORMATS := .venv-formats
-ALL := .[torch,images,object-stores,ray,tokenizers,metrics,page]
+ALL := .[torch,images,object-stores,ray,tokenizers,metrics,otel,page]
 # Dependency groups need pip 25.1; the environment's own pip is brought up to it.
 PIP := -m pip --quiet --disable-pip-version-check
 

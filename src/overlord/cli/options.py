@@ -119,7 +119,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "--profile": {
         "type": Path,
         "metavar": "FILE",
-        "help": "write who did what when to FILE, for Perfetto or chrome://tracing: up to twice 64 MiB, the newest part",
+        "help": "write who did what when to FILE, for Perfetto or chrome://tracing: up to twice 64 MiB, the newest part; "
+        "the word `otel` sends it to OpenTelemetry instead",
     },
     "--rank": {"type": at_least(0), "metavar": "R"},
     "--ray": {"nargs": "?", "const": "", "metavar": "ADDRESS"},

@@ -12,6 +12,7 @@ from overlord.cli.options import add_option, at_least, num_bytes, positive
 from overlord.errors import SpecError
 from overlord.loaders.model import Budget, Partition, Share
 from overlord.service.run_options import RunOptions
+from overlord.service.telemetry import OTEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,7 @@ def read_run_options(options: Namespace) -> RunOptions:
         autoscale=options.autoscale,
         shadows=options.shadows,
         near=options.near,
-        profile=None if options.profile is None else options.profile.absolute(),
+        profile=options.profile if options.profile in (None, Path(OTEL)) else options.profile.absolute(),
     )
 
 

@@ -48,8 +48,8 @@ def _rank(options: argparse.Namespace, job: Job, losses: dict[int, float], found
     if not recorded:
         raise SpecError(
             f"{options.losses} has losses of steps {min(losses):,} to {max(losses):,}, and "
-            f"{run.place if found.is_log else 'the run'} has the steps from {run.first:,} to {run.end - 1:,}: they are not of "
-            "one run"
+            f"{run.place if found.is_log else 'the run'} has the steps from {run.first:,} to {run.end - 1:,}: "
+            "they are not of one run"
         )
     spikes = find_spikes(losses, threshold=options.threshold)
     spikes = [spike for spike in spikes if spike.step in recorded]

@@ -56,7 +56,7 @@ class Control(RunHandle):
         has_told = False
 
         def attempt() -> R:
-            # A service greets without asking its roles: one that is stopped need not be waited for as long as one that is busy.
+            # A service greets without asking its roles, so even a busy one does it soon.
             welcome = self._link.call(wire.HELLO, wire.Hello(wire.VERSION, 0), min(_CALL_S, self._timeout_s))
             request = request_for(welcome.job)
             return call.result_of(self._link.call(call.action, request, _CALL_S + request.patience_s))

@@ -109,10 +109,10 @@ class Loader:
         return self._roles.tree
 
     def _start_profiler(self, path: str | Path) -> Profiler:
-        from overlord.service.profile import Profiler, ProfileWriter
+        from overlord.service.profile import Profiler, writer_to
 
         roles, events = self._roles, self._roles.engine.recorder.events
-        return Profiler(ProfileWriter(path), roles.planner, roles.constructors, lambda: roles.fleet.hosts, events)
+        return Profiler(writer_to(path), roles.planner, roles.constructors, lambda: roles.fleet.hosts, events)
 
     def client(
         self,

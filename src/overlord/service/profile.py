@@ -1,4 +1,5 @@
-"""Writes who did what when to a file: `profile="out.json"`, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Writes who did what when to a file: `profile="out.json"`, for Perfetto (ui.perfetto.dev) or chrome://tracing. The word
+`otel` sends it to OpenTelemetry instead (telemetry.py).
 
 A thread collects the spans of all processes of a run once a second and appends them in the Trace Event format. Its form is a
 list that needs no end, so the file can be opened while the run goes on, or after it was killed. A file that has grown to
@@ -8,10 +9,11 @@ list that needs no end, so the file can be opened while the run goes on, or afte
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
@@ -20,9 +22,9 @@ from overlord.roles.loader_host import LoaderHost
 from overlord.roles.planner import Planner
 from overlord.runtime.liveness import ROLE_BUSY
 from overlord.service.constructor import ServingConstructor
+from overlord.service.telemetry import OTEL, TelemetryWriter
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
     from typing import BinaryIO
 
@@ -36,11 +38,32 @@ _log = logging.getLogger(__name__)
 _GONE = (ClosedError, WaitTimeoutError, WorkerDiedError)
 
 
+class SpanWriter(Protocol):
+    """Where spans and events go. One thread at a time calls it; OSError ends the profile."""
+
+    @property
+    def place(self) -> str: ...
+
+    def add(self, role: str, batch: SpanBatch) -> None: ...
+
+    def add_events(self, events: Iterable[Event]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def writer_to(place: str | os.PathLike[str]) -> SpanWriter:
+    """The writer that `profile=` names: a file, or the word `otel`."""
+    return TelemetryWriter() if os.fspath(place) == OTEL else ProfileWriter(place)
+
+
 class ProfileWriter:
     """A file of spans and events. One thread at a time may call it."""
 
     def __init__(self, path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> None:
         self.path = Path(path)
+        self.place = str(self.path)
         self._most_bytes = most_bytes
         self._file = self._open()
         self._num_bytes = 0
@@ -63,8 +86,6 @@ class ProfileWriter:
             span = {"name": name, "ph": "X", "pid": process, "tid": self._track(process, track)}
             span |= {"ts": round(began_s * 1e6, 1), "dur": round(seconds * 1e6, 1)}
             self._write(span | ({"args": more} if more else {}))
-        if batch.num_lost:
-            _log.warning("the profile lacks %d spans of %s: more came than were collected", batch.num_lost, role)
         if self._num_bytes > self._most_bytes:
             self._turn_over()
 
@@ -123,7 +144,7 @@ class Profiler:
 
     def __init__(
         self,
-        writer: ProfileWriter,
+        writer: SpanWriter,
         planner: Handle[Planner],
         constructors: Sequence[Handle[ServingConstructor]],
         hosts: Callable[[], Sequence[Handle[LoaderHost]]],
@@ -150,7 +171,7 @@ class Profiler:
                 self._collect()
                 self._writer.close()
             except OSError as error:
-                _log.warning("the profile at %s has no end: %s", self._writer.path, error)
+                _log.warning("the profile at %s has no end: %s", self._writer.place, error)
 
     def _run(self) -> None:
         while not self._closing.wait(EVERY_S):
@@ -158,7 +179,7 @@ class Profiler:
                 self._collect()
                 self._writer.flush()
             except OSError as error:
-                _log.warning("the profile at %s is not written any more: %s", self._writer.path, error)
+                _log.warning("the profile at %s is not written any more: %s", self._writer.place, error)
                 return
 
     def _collect(self) -> None:
@@ -173,7 +194,10 @@ class Profiler:
                 replies.append((constructor.name, constructor.call(ServingConstructor.take_spans)))
         for role, reply in replies:
             with suppress(*_GONE):
-                self._writer.add(role, reply.result(ROLE_BUSY.after_s))
+                batch = reply.result(ROLE_BUSY.after_s)
+                if batch.num_lost:
+                    _log.warning("the profile lacks %d spans of %s: more came than were collected", batch.num_lost, role)
+                self._writer.add(role, batch)
         events = self._events.recent()
         self._writer.add_events(event for event in events if event.number >= self._num_events)
         self._num_events = events[-1].number + 1 if events else self._num_events

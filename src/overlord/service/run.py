@@ -60,8 +60,8 @@ def start(  # noqa: PLR0913 - all but the job by name
 
     `partition` says which loaders share a process, on a cluster. With `autoscale`, loaders are added and removed during the
     run, within that budget. `shadows` is what Shadow Loaders may use in addition, on a cluster. `near` names, for each
-    data-parallel group, the node of its trainers, on a cluster. `profile` is a file for who did what when, for Perfetto.
-    None of them changes the contents of a step.
+    data-parallel group, the node of its trainers, on a cluster. `profile` is a file for who did what when, for Perfetto,
+    or "otel" for OpenTelemetry. None of them changes the contents of a step.
     """
     if world_size is not None:
         job = replace(job, mesh=job.mesh.for_world(whole(world_size, "world_size", least=1)))

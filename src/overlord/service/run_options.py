@@ -41,7 +41,7 @@ class RunOptions:
     near: Sequence[str] = ()
     """For each data-parallel group, the node of its trainers, on a cluster."""
     profile: str | Path | None = None
-    """A file for who did what when, for Perfetto; written by the process of the run."""
+    """A file for who did what when, for Perfetto, or "otel" for OpenTelemetry; written by the process of the run."""
 
     def __post_init__(self) -> None:
         if self.log is not None and not isinstance(self.log, (Log, ClusterLog)):
