@@ -138,8 +138,8 @@ function showStep() {
   const { groups, isCost } = costsOf(plan);
   const mean = groups.reduce((a, b) => a + b, 0) / groups.length;
   setText($("step-title"), isCost ? "Groups by cost" : "Groups by tokens");
-  setText($("step-costs"), `${groups.length.toLocaleString("en")} groups along ${plan.axis}, ${plan.tokens.length.toLocaleString("en")} microbatches; the costliest ${(Math.max(...groups) / (mean || 1)).toFixed(3)}× the mean`);
-  setText($("step-note"), `${compact(plan.samples.reduce((a, b) => a + b, 0))} documents, ${compact(plan.tokens.reduce((a, b) => a + b, 0))} tokens, ${compact(plan.loss_tokens)} of loss`);
+  setText($("step-costs"), `${counted(groups.length, "group")} along ${plan.axis}, ${counted(plan.tokens.length, "microbatch", "microbatches")}; the costliest ${(Math.max(...groups) / (mean || 1)).toFixed(3)}× the mean`);
+  setText($("step-note"), `${counted(plan.samples.reduce((a, b) => a + b, 0), "document")}, ${compact(plan.tokens.reduce((a, b) => a + b, 0))} tokens, ${compact(plan.loss_tokens)} of loss`);
   $("stages").replaceChildren(...plan.stages.map(([name, detail]) => make("li", {}, make("span", { class: "tag" }, name), detail)));
   const sources = Object.entries(plan.sources).sort((a, b) => b[1][1] - a[1][1]);
   stepSourceGrid.show(sources.map(([name, [samples, tokens]]) => ({ cells: [{ dot: sourceColour(name), text: name }, compact(samples), compact(tokens)] })));
@@ -158,7 +158,7 @@ async function chooseMicro(group, micro) {
   drawStep();
   const index = costsOf(plan).begins[group] + shownStep.micro;
   setText($("micro-title"), `Microbatch ${shownStep.micro} of ${ranksText(plan, group)}`);
-  setText($("micro-note"), `${compact(plan.tokens[index])} tokens, ${plan.samples[index]} documents${plan.costs ? `, cost ${compact(plan.costs[index])}` : ""}`);
+  setText($("micro-note"), `${compact(plan.tokens[index])} tokens, ${counted(plan.samples[index], "document")}${plan.costs ? `, cost ${compact(plan.costs[index])}` : ""}`);
   let found = [];
   try {
     const answer = await request(`api/step/${number}/microbatch/${index}`);
@@ -181,6 +181,10 @@ function showDocuments() {
     selected: i === chosen,
   })));
   drawMicro();
+}
+
+function counted(number, one, many = one + "s") {
+  return `${compact(number)} ${number === 1 ? one : many}`;
 }
 
 function shortPath(path) {
@@ -237,7 +241,7 @@ function stepTip(event) {
   const { values, groups, begins, isCost } = costsOf(plan);
   const at = begins[group] + micro;
   const cost = isCost ? `, cost ${compact(values[at])} of ${compact(groups[group])}` : "";
-  return showTip(`${ranksText(plan, group)}, microbatch ${micro}\n${compact(plan.tokens[at])} tokens in ${plan.samples[at]} documents${cost}`, event);
+  return showTip(`${ranksText(plan, group)}, microbatch ${micro}\n${compact(plan.tokens[at])} tokens in ${counted(plan.samples[at], "document")}${cost}`, event);
 }
 
 function stepKeys(event) {

@@ -96,4 +96,4 @@ def _list(names: list[str]) -> str:
 
 def _cut(text: str) -> str:
     """A line that is read at a glance; the event has all of it."""
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT].rstrip()}…"
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT].rpartition(' ')[0]} …"
