@@ -1,7 +1,6 @@
 """torchft on Overlord: python examples/integrations/on_torchft.py --until 15
 
-Two replicas train. One of them dies after step 5, in the middle of a step; the other goes on alone, and with it when it is
-back.
+Two replicas train. One of them dies in the middle of step 5; the other goes on alone, and from step 8 on with it again.
 """
 
 import json
@@ -19,13 +18,15 @@ from tiny import LEARNING_RATE, TinyModel, declare, options, parser
 import overlord as ol
 
 
-def wait_for_both(folder: Path, replica: int) -> None:
-    """Until both managers send heartbeats: the first one would train alone as long as the lighthouse knows no other."""
-    (folder / f"ready-{replica}").touch()
+DIES_AT, BACK_AT = 5, 8
+
+
+def wait_for(folder: Path, mark: str) -> None:
+    """Until another process has come so far. Replicas of a real run wait for nobody: here each step has a known number."""
     until = time.monotonic() + 240
-    while len(list(folder.glob("ready-*"))) < 2:
+    while not (folder / mark).exists():
         if time.monotonic() > until:
-            raise TimeoutError("the other replica did not start within 240 s")
+            raise TimeoutError(f"{mark} did not come within 240 s")
         time.sleep(0.1)
 
 
@@ -34,6 +35,8 @@ def train_replica(given) -> None:
 
     from overlord.integrations.torchft import ReplicaSteps
 
+    if given.is_back:
+        wait_for(given.folder, "alone")
     model = TinyModel()
     inner = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
@@ -60,14 +63,19 @@ def train_replica(given) -> None:
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=60),
     )
-    wait_for_both(given.folder, given.replica)
+    # Both managers send heartbeats: the first one would train alone as long as the lighthouse knows no other.
+    (given.folder / f"ready-{given.replica}{'-again' * given.is_back}").touch()
+    wait_for(given.folder, f"ready-{1 - given.replica}")
     optimizer = Optimizer(manager, inner)
     steps = ReplicaSteps(manager, given.address, timeout_s=60)
     record = (given.folder / f"replica-{given.replica}-{os.getpid()}.jsonl").open("a")
     while manager.current_step() < given.until:
+        if given.replica == 0 and manager.current_step() == BACK_AT:
+            (given.folder / "alone").touch()
+            wait_for(given.folder, "ready-1-again")
         optimizer.zero_grad()  # forms the quorum
         step = next(steps)
-        if given.dies_at == step.number:
+        if given.replica == 1 and step.number == DIES_AT:
             os._exit(1)
         total = 0.0
         for micro in step:
@@ -90,7 +98,7 @@ def main() -> None:
     parser.add_argument("--replica", type=int)
     parser.add_argument("--address")
     parser.add_argument("--lighthouse")
-    parser.add_argument("--dies-at", type=int)
+    parser.add_argument("--is-back", action="store_true")
     given = options()
     if given.replica is not None:
         train_replica(given)
@@ -107,13 +115,14 @@ def main() -> None:
         def start(replica: int, *more: object) -> subprocess.Popen:
             return subprocess.Popen([*map(str, command), "--replica", str(replica), *map(str, more)])
 
-        first, second = start(0), start(1, "--dies-at", 5)
+        first, second = start(0), start(1)
         assert second.wait(300) == 1
-        assert first.wait(300) == 0
+        again = start(1, "--is-back")
+        assert first.wait(300) == again.wait(300) == 0
     lighthouse.shutdown()
     found = [json.loads(line) for path in Path(given.folder).glob("replica-*.jsonl") for line in path.open()]
     replicas = {entry["step"]: entry["replicas"] for entry in found}
-    print("replicas of each step", *replicas.values())
+    print("replicas of each step", *(replicas[step] for step in sorted(replicas)))
 
 
 if __name__ == "__main__":
