@@ -17,7 +17,6 @@ from tiny import LEARNING_RATE, TinyModel, declare, options, parser
 
 import overlord as ol
 
-
 DIES_AT, BACK_AT = 5, 8
 
 
