@@ -238,3 +238,30 @@ def test_a_framework_takes_at_most_five_lines_of_ours():
     for page, number in rows:
         blocks = re.findall(r"```python no-run\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
         assert max(map(lines_of_ours, blocks)) == int(number) <= 5, page
+
+
+def calls_of_ours(code: str) -> dict[str, set[int]]:
+    """The calls of what is imported from Overlord, by full name, with the numbers of their positional arguments."""
+    tree = ast.parse(code)
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("overlord")]
+    full = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    found: dict[str, set[int]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            first, *rest = ast.unparse(node.func).split(".")
+            if first in full:
+                found.setdefault(".".join([full[first], *rest]), set()).add(len(node.args))
+    return found
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("with_*.md")), ids=lambda page: page.stem)
+def test_a_page_calls_what_an_example_or_a_test_of_its_framework_calls(page):
+    run: dict[str, set[int]] = {}
+    for path in (*EXAMPLES.glob("on_*.py"), *(ROOT / "tests" / "integrations").glob("*.py")):
+        for name, counts in calls_of_ours(path.read_text()).items():
+            run[name] = run.get(name, set()) | counts
+    blocks = re.findall(r"```python no-run\n(.*?)```", page.read_text(), re.S)
+    called = {name: counts for block in blocks for name, counts in calls_of_ours(block).items()}
+    assert called
+    for name, counts in called.items():
+        assert counts <= run.get(name, set()), f"nothing that is run calls {name} with {counts} arguments"
