@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from overlord.service.run_options import RunOptions
 from tests.commands import environment
 from tests.faults.trainers import wait_until
 from tests.service.served import streams, two_sources, undisturbed
+from tests.service.test_elastic import Meshes, Trainer
+from tests.small_sources import read_all
 
 JOB = two_sources(mesh=ol.Mesh(dp=2))
 JOB_FILE = """
@@ -175,6 +178,56 @@ def test_a_run_that_loses_its_process_goes_on_with_its_roles_or_from_its_log():
         assert role_processes("loses") == processes, "roles are made again where they were"
         assert run.drain(10)[0]
     assert wait_until(lambda: left_in_cluster("loses") == [], 20)
+
+
+@pytest.mark.second_try(reason="Ray must start processes within a client's 60 s")
+def test_the_mesh_follows_its_trainers_also_when_the_process_of_the_run_is_replaced():
+    """Three trainers, two, and three again. The process of the run is killed in each of these meshes."""
+    job = two_sources(mesh=ol.Mesh(dp=3))
+    request = replace(request_of(resize_on_leave=True), job=job, leave_after_s=4.0)
+    run, _ = KeptRun.start_or_take_back("elastic", request, "a test", before_start=lambda: None)
+    meshes = Meshes()
+    try:
+        address = run.announcement().address
+        trainers = [Trainer(address, rank, meshes, sys.maxsize) for rank in range(3)]
+
+        def wait_for_steps(size: int) -> None:
+            """Until the trainers of a mesh of this size have finished some more steps."""
+            so_far = max(meshes.finished, default=0)
+            meshes.wait_for(
+                lambda: max(meshes.finished, default=0) > so_far + 3 and list(meshes.parts)[-1][1] == size,
+                f"{size} trainers go on after step {so_far}",
+            )
+
+        for trainer in trainers:
+            trainer.start()
+        wait_for_steps(3)
+        kill_keeper("elastic")
+        wait_for_steps(3)
+        trainers[1].killed.set()
+        trainers[1].join(30)
+        for barrier in list(meshes._barriers.values()):
+            barrier.abort()  # the collective of the others fails
+        wait_for_steps(2)
+        kill_keeper("elastic")
+        with pytest.raises(ol.errors.WaitTimeoutError, match="its peers still train"):
+            ol.join(address, rank=2, timeout_s=5)  # the process that took the run over knows that the seat is taken
+        wait_for_steps(2)
+        trainers[1] = Trainer(address, 1, meshes, sys.maxsize)
+        trainers[1].start()
+        wait_for_steps(3)
+        kill_keeper("elastic")
+        wait_for_steps(3)
+        until = max(meshes.finished) + 100
+        for trainer in trainers:
+            trainer.until = until
+        for trainer in trainers:
+            trainer.join(100)
+            assert trainer.error is None
+            assert not trainer.is_alive()
+    finally:
+        run.close()
+    assert [meshes.finished[step] for step in range(until + 1)] == [step.tolist() for step in read_all(job, until + 1)[0]]
 
 
 def test_a_name_belongs_to_one_run_and_two_runs_share_a_cluster():

@@ -130,12 +130,6 @@ class ServeOptions:
             raise SpecError("--ray and --processes both say where the job runs: give one of them")
         if self.name is not None and self.ray is None:
             raise SpecError("--name is the name of a run in a Ray cluster: give --ray too")
-        if self.resize_on_leave and self.ray is not None:
-            raise SpecError(
-                "--resize-on-leave is not for a run that is kept in a Ray cluster: the process that takes it over would not "
-                "know who its trainers were; leave --ray out, or call Loader.serve(resize_on_leave=True) in a program of "
-                "your own"
-            )
 
 
 def serve(file: JobFile, options: ServeOptions, as_json: bool) -> int:
@@ -156,6 +150,7 @@ def serve(file: JobFile, options: ServeOptions, as_json: bool) -> int:
             metrics=metrics,
             page=page,
             leave_after_s=options.leave_after_s,
+            resize_on_leave=options.resize_on_leave,
             resume=resume,
             digest=_digest(file, options),
         )
@@ -245,6 +240,7 @@ def _default_name(path: Path) -> str:
 def _digest(file: JobFile, options: ServeOptions) -> str:
     """Differs when another job, or the same with other options, is to be served."""
     given = (options.address, options.advertise, options.leave_after_s, options.run, options.metrics, options.page)
+    given = (*given, options.resize_on_leave)
     return hashlib.sha256(file.path.read_bytes() + repr((file.overrides, given)).encode()).hexdigest()
 
 

@@ -38,6 +38,31 @@ _CATCH_UP_S = 5.0  # for ranks that are a step behind when a group joins
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class ElasticMesh:
+    """The mesh that a run was served with, and those of its data-parallel groups that are in the present one."""
+
+    full: Mesh
+    groups: tuple[int, ...]
+
+    @staticmethod
+    def whole(mesh: Mesh) -> ElasticMesh:
+        return ElasticMesh(mesh, tuple(range(mesh.dp)))
+
+    @property
+    def present(self) -> Mesh:
+        return replace(self.full, dp=len(self.groups))
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Who has which seat, for a process that takes the run over."""
+
+    generation: int
+    sessions: Mapping[int, str]
+    """By rank in the mesh that was served."""
+
+
 class ElasticRun(Protocol):
     """The run whose mesh is changed."""
 
@@ -47,8 +72,8 @@ class ElasticRun(Protocol):
     @property
     def start_step(self) -> int: ...
 
-    def reshape(self, mesh: Mesh, groups: Sequence[int], at: int | None, timeout_s: float) -> int:
-        """Go on for another mesh, whose groups are these of the mesh that was served; returns its first step."""
+    def reshape(self, wanted: ElasticMesh, at: int | None, timeout_s: float) -> int:
+        """Go on for another mesh; returns its first step."""
         ...
 
 
@@ -137,22 +162,27 @@ class Elastic:
         self,
         run: ElasticRun,
         server: RankServer,
-        mesh: Mesh,
+        mesh: ElasticMesh,
         *,
         instance: str,
         leave_after_s: float,
+        seats: Seats | None = None,
+        keep_seats: Callable[[Seats], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`seats`: those that another process has given, if it had the run. `keep_seats` is called before each is given."""
         self._run = run
         self._server = server
         self._instance = instance
         self._leave_after_s = leave_after_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._full = self._tree = ClientPlaceTree(mesh)
-        self._groups = tuple(range(mesh.dp))
+        self._full, self._tree = ClientPlaceTree(mesh.full), ClientPlaceTree(mesh.present)
+        self._groups = mesh.groups
         self._generation = run.generation
-        self._seated: dict[int, str] = {}  # rank to the session that has its seat in the present mesh
+        # Rank to the session that has its seat in the present mesh.
+        self._seated = dict(seats.sessions) if seats is not None and seats.generation == run.generation else {}
+        self._keep_seats = keep_seats
         self._asked: dict[int, SeatWait] = {}
         self._outside: set[int] = set()  # ranks that asked while their group was not in the mesh: their models are old
         self._is_moving = False
@@ -174,13 +204,20 @@ class Elastic:
             unfinished = None if request.rank in self._outside else request.unfinished
             seat = None if self._is_moving else self._find_seat(request, place, unfinished)
             if seat is not None:
-                self._seated[request.rank] = request.session
+                self._seat(request)
                 self._asked.pop(request.rank, None)
                 self._outside.discard(request.rank)
                 return seat
             self._asked[request.rank] = SeatWait(request.session, unfinished, self._clock())
         self._wake.set()
         return None
+
+    def _seat(self, request: SeatRequest) -> None:
+        if self._seated.get(request.rank) != request.session:
+            seated = {**self._seated, request.rank: request.session}
+            if self._keep_seats is not None:
+                self._keep_seats(Seats(self._generation, seated))
+            self._seated = seated
 
     def _find_seat(self, request: SeatRequest, place: Place, unfinished: int | None) -> Seat | None:
         self._follow(self._run.generation)
@@ -216,18 +253,18 @@ class Elastic:
         found = view.decide()
         if found is None:
             return None
-        mesh, groups = replace(self._full.mesh, dp=len(found.groups)), self._groups
+        wanted, groups = ElasticMesh(self._full.mesh, found.groups), self._groups
         with self._lock:
             self._is_moving = True  # no seat is given while ranks have two numbers
         try:
-            step = self._run.reshape(mesh, found.groups, found.at, _CATCH_UP_S)
+            step = self._run.reshape(wanted, found.at, _CATCH_UP_S)
             groups = found.groups
         finally:
             with self._lock:
                 self._is_moving = False
-                self._groups, self._tree = groups, ClientPlaceTree(replace(mesh, dp=len(groups)))
+                self._groups, self._tree = groups, ClientPlaceTree(replace(self._full.mesh, dp=len(groups)))
                 self._follow(self._run.generation)
-        _log.warning("%s: from step %d on the mesh has dp=%d", found.reason, step, mesh.dp)
+        _log.warning("%s: from step %d on the mesh has dp=%d", found.reason, step, wanted.present.dp)
         return found
 
     def _look(self) -> MeshView:
@@ -263,7 +300,7 @@ class Elastic:
         """Forget who was where before the run was moved."""
         if generation != self._generation:
             self._generation = generation
-            self._seated.clear()
+            self._seated = {}
             self._first_call = None
 
     def _watch(self) -> None:

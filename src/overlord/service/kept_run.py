@@ -54,6 +54,7 @@ class ServeRequest:
     options: RunOptions
     listen: Listen
     leave_after_s: float | None
+    resize_on_leave: bool = False
     resume: Mapping[str, Any] | str | None
     metrics: Listen | None = None
     """Where metrics are served for Prometheus."""
@@ -118,7 +119,9 @@ class RunKeeper:
             loader = start(request.job, engine=self._engine_in(roles), resume=resume, **options.to_arguments())
         self._loader = loader
         try:
-            self._address = listen.serve(self._loader.serve, leave_after_s=request.leave_after_s)
+            self._address = listen.serve(
+                self._loader.serve, leave_after_s=request.leave_after_s, resize_on_leave=request.resize_on_leave
+            )
             self._metrics_url = None if request.metrics is None else request.metrics.serve(self._loader.serve_metrics)
             self._page_url = None if request.page is None else request.page.serve(self._loader.page)
             table.put(_PARTITION, msgspec.json.encode(self._loader.partition))

@@ -33,7 +33,7 @@ from overlord.roles.planner import Planner
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import RANK_SILENT
 from overlord.service.client import Client
-from overlord.service.elastic import Elastic
+from overlord.service.elastic import Elastic, ElasticMesh
 from overlord.service.evaluation import Evaluations
 from overlord.service.handle import skip_change
 from overlord.service.local_channel import LocalChannel
@@ -191,8 +191,15 @@ class Loader:
             )
         if resize_on_leave:
             assert leave_after_s is not None  # checked above
-            mesh, instance = self.job.mesh, self._roles.instance
-            self._elastic = Elastic(self, self._readers.serving, mesh, instance=instance, leave_after_s=leave_after_s)
+            self._elastic = Elastic(
+                self,
+                self._readers.serving,
+                self._roles.elastic_mesh or ElasticMesh.whole(self.job.mesh),
+                instance=self._roles.instance,
+                leave_after_s=leave_after_s,
+                seats=self._roles.left_seats(),
+                keep_seats=self._roles.publish_seats,
+            )
             self._elastic.start()
         self._listen = listen
         self._roles.note("serving", f"at {self._readers.serving.address}")
@@ -535,9 +542,9 @@ class Loader:
             self._elastic.reset(mesh)
         return step
 
-    def reshape(self, mesh: Mesh, groups: Sequence[int], at: int | None, timeout_s: float) -> int:
-        """As `resize`, to these groups of the mesh that the run was served with. For `resize_on_leave`."""
-        return self._moves.change_groups(mesh, groups, at, timeout_s)
+    def reshape(self, wanted: ElasticMesh, at: int | None, timeout_s: float) -> int:
+        """As `resize`, to some groups of the mesh that the run was served with. For `resize_on_leave`."""
+        return self._moves.change_groups(wanted, at, timeout_s)
 
     @property
     def start_step(self) -> int:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from overlord.declare.job import Job
     from overlord.declare.mesh import Mesh
     from overlord.declare.source import Source, Unit
+    from overlord.service.elastic import ElasticMesh
     from overlord.service.run_roles import RunRoles
 
 _REMEMBERED_CHANGES = 16  # of the mesh
@@ -42,6 +43,8 @@ class RunMoves:
     def __init__(self, roles: RunRoles) -> None:
         self._roles = roles
         self._near = roles.engine.near
+        if self._near and roles.elastic_mesh is not None:  # taken over while some groups are not there
+            roles.engine.place_near(self._near_of(roles.elastic_mesh))
         self.lock = threading.Lock()
         """Held while the run is moved; taken before the lock of its readers."""
         self._mesh_lock = threading.Lock()
@@ -84,20 +87,28 @@ class RunMoves:
                 self._mesh_changes = {**dict(list(self._mesh_changes.items())[-_REMEMBERED_CHANGES:]), change.id: step}
             return self._mesh_changes[change.id]
 
-    def change_groups(self, mesh: Mesh, groups: Sequence[int], at: int | None, timeout_s: float) -> int:
-        """Change the mesh to these groups of the one that the run began with; returns its first step."""
-        near = tuple(self._near[group] for group in groups) if self._near else None
-        return self.change_mesh(mesh, at, timeout_s, None if near == self._roles.engine.near else near, num_spare=1)
+    def change_groups(self, wanted: ElasticMesh, at: int | None, timeout_s: float) -> int:
+        """Change the mesh to some groups of the one that the run was served with; returns its first step."""
+        near = self._near_of(wanted)
+        return self._change_mesh(wanted.present, at, timeout_s, None if near == self._roles.engine.near else near, wanted)
 
-    def change_mesh(
-        self, mesh: Mesh, at: int | None, timeout_s: float, near: Sequence[str] | None = None, num_spare: int = 0
+    def change_mesh(self, mesh: Mesh, at: int | None, timeout_s: float, near: Sequence[str] | None = None) -> int:
+        """Change the mesh; returns its first step."""
+        return self._change_mesh(mesh, at, timeout_s, near, None)
+
+    def _near_of(self, mesh: ElasticMesh) -> tuple[str, ...]:
+        return tuple(self._near[group] for group in mesh.groups) if self._near else ()
+
+    def _change_mesh(
+        self, mesh: Mesh, at: int | None, timeout_s: float, near: Sequence[str] | None, elastic: ElasticMesh | None
     ) -> int:
-        """Change the mesh; returns its first step. The `num_spare` steps before it can be handed out again later."""
         with self._frozen(at, timeout_s, "the mesh cannot change") as (step, taken_to):
             if mesh == self._roles.job.mesh and step >= taken_to and near is None:
                 self._hand_out_again(step)
             else:
-                self._begin_mesh(mesh, step, num_spare, near)
+                # Trainers that come and go may need the step before it again.
+                self._begin_mesh(mesh, step, 0 if elastic is None else 1, near)
+            self._roles.elastic_mesh = elastic
             self._roles.note("resize", f"from step {step:,} on: dp={mesh.dp} cp={mesh.cp} tp={mesh.tp} pp={mesh.pp}")
             return step
 

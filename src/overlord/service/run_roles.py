@@ -35,7 +35,7 @@ from overlord.service.constructor import ServingConstructor, make_serving_constr
 from overlord.service.metrics import MetricsCollector, RunView
 from overlord.service.placement import ConstructorPlaces
 from overlord.service.readers import Readers
-from overlord.service.takeover import RUN, LeftRun, RunRecord
+from overlord.service.takeover import RUN, SEATS, LeftRun, RunRecord
 from overlord.status import StoreUse
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from overlord.fleet.hosts import FleetState
     from overlord.planlog.plan_log import Era
     from overlord.runtime.engine import Engine, Reply
+    from overlord.service.elastic import Seats
     from overlord.status import PlannerStatus, RunMetrics
     from overlord.stream.progress import Progress
 
@@ -80,7 +81,8 @@ class RunRoles:
         self.fingerprint = record.fingerprint
         self.saved_fingerprint = record.fingerprint.to_dict()
         self.start: Progress = record.start  # where trainers begin
-        self.first: Progress = record.start  # where the planner does
+        self.first: Progress = record.first or record.start  # where the planner does
+        self.elastic_mesh = record.elastic_mesh
         self.steered = record.steered
         self.era = record.era
         self.generation = record.generation
@@ -166,6 +168,8 @@ class RunRoles:
                 generation=self.generation,
                 instance=self.instance,
                 accept_changes=self.accept_changes,
+                first=self.first,
+                elastic_mesh=self.elastic_mesh,
             )
             self.engine.publish(RUN, record)
 
@@ -173,6 +177,18 @@ class RunRoles:
         """Leave no record: the roles are between two states, or told to stop, and nobody could go on with them."""
         if self.engine.roles_live_on:
             self.engine.publish(RUN, None)
+
+    def publish_seats(self, seats: Seats) -> None:
+        """Record who has which seat, for a process that takes the run over."""
+        if self.engine.roles_live_on:
+            self.engine.publish(SEATS, seats)
+
+    def left_seats(self) -> Seats | None:
+        """The seats that another process has given, if this one has taken the run over."""
+        try:
+            return None if self.is_new else self.engine.look_up(SEATS)
+        except ClosedError:  # it has given none
+            return None
 
     def replace_planner(self, progress: Progress) -> None:
         """Plan from another progress on, for the same mesh."""

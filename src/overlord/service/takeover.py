@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from overlord.declare.source import Unit
     from overlord.planlog.plan_log import Era
     from overlord.runtime.ray.engine import Ray
+    from overlord.service.elastic import ElasticMesh
     from overlord.steering.decisions import Steered
     from overlord.stream.progress import Progress
 
 RUN = "run"
 """The key under which a run's record is published."""
+SEATS = "seats"
+"""The key under which the seats of its trainers are, where its mesh follows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,10 @@ class RunRecord:
     instance: str
     """By which clients know the service: they need not notice that another process has it now."""
     accept_changes: Collection[str] | bool
+    first: Progress | None = None
+    """Where the planner begins; None: where trainers do."""
+    elastic_mesh: ElasticMesh | None = None
+    """Where the mesh follows the trainers: which groups are there. None: all of the job's mesh."""
 
 
 @dataclass(frozen=True, slots=True)
