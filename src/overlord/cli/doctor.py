@@ -42,6 +42,7 @@ _PACKAGES = {
     "ray": "extra ray: roles on a cluster",
     "tiktoken": "extra tokenizers",
     "prometheus-client": "extra metrics: /metrics",
+    "opentelemetry-sdk": "extra otel: --profile otel",
     "starlette": "extra page: the live page",
     "uvicorn": "extra page",
 }
