@@ -178,6 +178,12 @@ def test_a_document_that_is_not_there_is_one_clear_line(tmp_path, arguments, mes
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", ["show", "find"])
+def test_a_source_that_is_not_there_is_one_clear_line(tmp_path, verb):
+    error = overlord(verb, job_file(tmp_path), "--source", "wbe", "--file", "web.parquet", "--row", 1, expect=1).stderr
+    assert error == "error: there is no source 'wbe'; the job's sources are 'web'\n"
+
+
 def test_a_file_that_is_gone_is_told_and_the_step_is_told_without_it(tmp_path):
     path, log = job_file(tmp_path), tmp_path / "log"
     declared: dict[str, ol.Job] = {}

@@ -51,8 +51,9 @@ class DocumentReader:
 
     def units(self, name: str) -> Sequence[Unit]:
         if name not in self._listed:
+            source = self.source(name)
             try:
-                self._listed[name] = units_of(self.source(name))
+                self._listed[name] = units_of(source)
             except Exception as error:
                 error.add_note(f"while listing source {name!r}")
                 raise
