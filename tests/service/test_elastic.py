@@ -204,6 +204,20 @@ def test_a_rank_that_the_run_was_never_served_with_is_refused_and_a_seat_that_is
             assert next(first).number == 1
 
 
+def test_a_member_whose_mesh_has_changed_is_told_to_regroup():
+    with (
+        served(two_sources(mesh=ol.Mesh(dp=2)), resize_on_leave=True) as (loader, address),
+        ol.join(address, rank=0, timeout_s=30) as first,
+        ol.join(address, rank=1, timeout_s=30) as second,
+    ):
+        for member in (first, second):
+            next(member)
+        loader.resize(ol.Mesh(dp=1))
+        with pytest.raises(ClosedError, match=r"mesh of 2 ranks that began at step 0: the mesh has changed.*; call regroup"):
+            next(first)
+        assert (first.regroup().world_size, next(first).number) == (1, 1)
+
+
 def test_without_the_token_there_is_no_seat():
     with served(two_sources(), resize_on_leave=True, token="hard-to-guess") as (_, address):
         for token in (None, "wrong"):

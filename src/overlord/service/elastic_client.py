@@ -55,7 +55,13 @@ class ElasticClient:
     def __next__(self) -> Step:
         client = self.client
         self._unfinished = client.step  # the trainer has finished those before
-        step = next(client)
+        try:
+            step = next(client)
+        except ClosedError as error:
+            raise ClosedError(
+                f"rank {self.rank} reads no more in the mesh of {self.seat.world_size} ranks that began at step "
+                f"{self.seat.step}: the mesh has changed, or the run has ended; call regroup for the next seat"
+            ) from error
         self._unfinished = step.number
         channel, _ = self._opened or (None, None)
         if channel is not None and channel.origin() != self._origin:
