@@ -4,7 +4,8 @@
 
 A run of `--sources` Parquet files draws `--steps` steps of 64 documents with a log. Then `overlord trace`, `explain` and
 `find` answer from that log, each in a process of its own: seconds and memory are those of the whole process, with the start
-of Python. With `--folder` the files and the log stay there, and the next call begins with the questions.
+of Python. In the end `explain` answers without the log, twice. With `--folder` the files and the log stay there, and the
+next call begins with the questions.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def main() -> int:
         for source, row in ((0, 1234), (150 % given.sources, 7), (given.sources - 1, 1999)):
             name = f"s{source:03}"
             answers.append(ask("find", path, "--source", name, "--file", f"{name}.parquet", "--row", row, "--log", log))
+        # Without a log: the first question draws the steps, the next is answered from the cache.
+        answers += [ask("explain", path, "--step", last, "--cache", Path(scratch) / "cache") for _ in range(2)]
     if given.json:
         print(json.dumps({**figures, "answers": [asdict(answer) for answer in answers]}))
         return 0

@@ -222,6 +222,21 @@ def bucket() -> Iterator[dict[str, str]]:
         yield options
 
 
+def test_steps_that_are_drawn_to_be_told_leave_no_chunks_behind():
+    job = job_of({"a": Numbered(rows=4000, first=1), "b": Numbered(rows=4000, first=5000)})
+    found: dict[str, tuple[list, int]] = {}
+    for name in ("plan", "draw_to"):
+        with ol.start(job) as loader:
+            planned = getattr(loader, name)(700)
+            assert planned is not None
+            held = sum(use.num_chunks for use in loader.report().buffers.values())
+            found[name] = planned.step.samples.row.tolist(), held
+            assert loader.draw_to(10) is not None, "earlier steps can still be drawn"
+    assert found["draw_to"][0] == found["plan"][0]
+    assert found["plan"][1] > 500
+    assert found["draw_to"][1] < 150, "those of the steps since the last release"
+
+
 def test_a_log_in_an_object_store_has_the_lineage_too(bucket):
     job = job_of(SOURCES, mixture=MIXTURE)
     place = ol.Log("s3://runs/lineage/log", storage_options=bucket)

@@ -199,7 +199,7 @@ def _draw(job: Job, step: int, folder: Path, state: Mapping[str, Any] | None, *,
     except OSError as error:
         raise StateError(f"steps cannot be kept in {folder}: {error.strerror}; name another folder with --cache") from error
     with start(job, resume=state, log=Log(folder, sync_s=60)) as loader:
-        planned = loader.plan(step)
+        planned = loader.draw_to(step)
         end = loader.status().end
     if planned is None and not (may_end and end):
         raise SpecError(f"the run of this job ends before step {step:,}: it has {end or 0:,} steps; ask for an earlier one")

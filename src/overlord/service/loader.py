@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from overlord.status import PlannerStatus, RunMetrics, StepSummary
 
 
+_DRAWN_AT_ONCE = 64  # steps between two releases of chunks
 _ONE_PROCESS = (
     "Start it in the process that uses it, or let others read with overlord.connect at the address of Loader.serve(), in "
     "processes that multiprocessing's 'spawn' started"
@@ -282,6 +283,15 @@ class Loader:
         self._home.check()
         number = whole(step, "step")
         return self._roles.wait(f"the plan of step {number}", lambda: self._roles.planner.call(Planner.whole_plan, number))
+
+    def draw_to(self, step: int) -> Planned | None:
+        """As `plan`, for a run that nobody reads: chunks are released on the way, as if a rank had taken the steps."""
+        for number in range(self.start_step, step, _DRAWN_AT_ONCE):
+            if self.plan(number) is None:
+                break
+            self._roles.planner.call(Planner.plan, number, 0, number).result()
+        self._roles.planner.call(Planner.group_left, 0).result()
+        return self.plan(step)
 
     def documents(self, step: int) -> list[StepDocument] | None:
         """Returns every document of a step, by rank and microbatch, for inspection; None when the run ends before it. Chunks
