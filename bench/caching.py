@@ -3,7 +3,7 @@
     python -m bench.caching [--only chunks files listing] [--rounds N] [--json]
 
 Chunks: a BPE job over 32 MB of real text, with and without `Job(cache=...)`, every run in a fresh process, rounds
-interleaved. CPU time is that of the process from its first step to its last; an epoch is one pass over all rows. The first
+interleaved. CPU time is that of the process from `start` to its last step; an epoch is one pass over all rows. The first
 batch is timed from `start` to the first step, in a process that resumes a state in the middle of the second epoch.
 
 Misses: what a cache costs where nothing is found in it. Two runs of one job in one process, with a cache that is empty and
@@ -53,7 +53,8 @@ class ChunkCaching:
     """Ratios are within a round."""
 
     spent_on_cache: Spread
-    """The part of that epoch's CPU time that looking up, encoding and writing entries took, by a clock of the thread."""
+    """The part of the first epoch's CPU time that keys, looking up, encoding and writing entries took, by a clock of the
+    thread."""
     first_over_second: Spread
     """CPU time of the first epoch over that of the second, with a cache."""
     first_batch_s: Spread
@@ -70,7 +71,8 @@ class Misses:
     ratio: Spread
     """The same with a cache in which nothing is found, over that."""
     on_cache: Spread
-    """What looking up, encoding and writing entries takes by a clock of the thread, over all else: less noisy than that."""
+    """What keys, looking up, encoding and writing entries take by a clock of the thread, over all else: less noisy than
+    that."""
     kept_mb: float
     """What is in the cache afterwards."""
 
@@ -203,7 +205,7 @@ def run_one(cache: str | None, epochs: int = 0, resume: str | None = None) -> di
         seconds: list[float] = []
         state, on_cache_s = "", 0.0
         for epoch in range(epochs):
-            began = time.process_time() if epoch else 0.0
+            began = time.process_time() if epoch else began_cpu
             while next(iter(loader.metrics().sources.values())).epochs < epoch + 1:
                 for _ in range(8):
                     next(client)
@@ -231,13 +233,11 @@ class CacheClock:
     """Adds up the CPU time of all that a run does with its cache."""
 
     def __init__(self) -> None:
-        from overlord.caches.folder import CacheFolder
-        from overlord.chunks import row_cache
+        from overlord.chunks.row_cache import RowCache
 
         self.seconds = 0.0
-        row_cache.encode_rows = self._timed(row_cache.encode_rows)
-        for name in ("get", "put"):
-            setattr(CacheFolder, name, self._timed(getattr(CacheFolder, name)))
+        for name in ("_keys_of", "_look_up", "_keep_units"):
+            setattr(RowCache, name, self._timed(getattr(RowCache, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:

@@ -205,6 +205,8 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_wrong_entry_and_no_l
 RUN = """
 import sys
 import overlord as ol
+from overlord.chunks import row_cache
+row_cache._KEEPING_SHARE = 1e6  # these rows cost less to make than to keep
 source = ol.Jsonl(sys.argv[1], transform=ol.Tokenize("text", encoding=ol.ByteTokenizer()), unit_bytes=2000, window=2)
 batch = ol.Batch(samples=20, sequence_length=64)
 job = ol.Job(sources={"a": source}, batch=batch, cache=ol.Cache(sys.argv[2], 1 << 26), num_workers=1)

@@ -16,17 +16,25 @@ import pytest
 
 import overlord as ol
 from overlord.caches.folder import CacheFolder, _folders
+from overlord.chunks import row_cache
 from overlord.chunks.row_cache import KeepingBudget
 from overlord.errors import BadRowError, SchemaError
 from overlord.status import CacheUse
 
 ROWS, FILES = 60, 3
+SHARE = row_cache._KEEPING_SHARE
 
 
 @pytest.fixture(autouse=True)
 def _forget_folders():
     """Each run counts from zero, as in a process of its own."""
     _folders.clear()
+
+
+@pytest.fixture(autouse=True)
+def _keep_everything(monkeypatch):
+    """The few rows of these tests cost less to make than to keep."""
+    monkeypatch.setattr(row_cache, "_KEEPING_SHARE", 1e6)
 
 
 def write_files(place: Path, shift: int = 0) -> str:
@@ -297,19 +305,19 @@ def test_a_source_has_a_cache_of_its_own(tmp_path):
 def test_a_cache_that_fails_in_the_middle_of_a_run_changes_nothing(tmp_path, monkeypatch, break_it):
     paths, cache = write_files(tmp_path), ol.Cache(tmp_path / "kept", 1 << 26)
     bare, _ = read(job_of(paths))
-    write: Callable[..., Any] = os.write
+    write: Callable[..., Any] = os.writev
     num_writes = 0
 
     def fail_later(descriptor: int, data: Any) -> int:
         nonlocal num_writes
         num_writes += 1
-        if num_writes > 9:
+        if num_writes > 3:
             if break_it == "lost":
                 shutil.rmtree(tmp_path / "kept", ignore_errors=True)
             raise OSError(28, os.strerror(28))
         return write(descriptor, data)
 
-    monkeypatch.setattr(os, "write", fail_later)
+    monkeypatch.setattr(os, "writev", fail_later)
     found, told = read(job_of(paths, cache=cache))
     assert found == bare
     assert use_of(told).failures >= 1
@@ -330,20 +338,65 @@ def test_the_folder_is_checked_before_anything_starts(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_keeping_rows_takes_a_twentieth_of_making_them_and_what_finding_them_saved() -> None:
+def test_looking_up_and_keeping_rows_takes_a_twentieth_of_making_them_and_what_finding_them_saved(monkeypatch):
+    monkeypatch.setattr(row_cache, "_KEEPING_SHARE", SHARE)
     budget = KeepingBudget()
-    assert budget.allows  # small sources are kept whatever they cost
+    assert budget.allows_lookup  # a run that resumes looks before it makes anything
+    assert not budget.allows_keeping(0)
     budget.take(1.0)
-    assert not budget.allows
-    budget.add_made(10.0, 1000)
-    assert not budget.allows
-    budget.add_made(10.0, 1000)
-    assert budget.allows
-    budget.take(5.0)
-    budget.add_found(0.5, 300)  # they would have taken 3 s to make
-    assert not budget.allows
-    budget.add_found(0.5, 300)
-    assert budget.allows
-    budget.take(1.0)
+    assert budget.allows_lookup
+    budget.add_made(10.0, 1000, 10**6)
+    assert not budget.allows_lookup
+    budget.add_made(12.0, 1000, 10**6)
+    assert budget.allows_lookup
+    assert budget.allows_keeping(10**6)
+    budget.add_kept(1.1, 10**6)
+    assert not budget.allows_keeping(10**6)
+    budget.add_found(0.5, 300)  # they would have taken 3.6 s to make
+    assert budget.allows_keeping(10**6)
+    budget.take(4.0)
     budget.add_found(50.0, 300)  # slower than making them: nothing was saved, and nothing is lost by it
-    assert not budget.allows
+    assert not budget.allows_keeping(0)
+
+
+def test_the_budget_learns_what_an_entry_costs(monkeypatch):
+    monkeypatch.setattr(row_cache, "_KEEPING_SHARE", SHARE)
+    budget = KeepingBudget()
+    assert budget.may_keep(4)  # nothing is known yet
+    budget.add_made(1.0, 1000, 10**7, num_units=4)
+    assert budget.may_keep(4)
+    for _ in range(20):
+        budget.add_kept(0.5, 10**7)
+        budget.add_made(10.0, 10_000, 10**8)
+    assert not budget.allows_keeping(10**8)
+    assert not budget.may_keep(1)
+
+
+def test_a_transform_that_costs_next_to_nothing_is_hardly_slowed_down_by_a_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_cache, "_KEEPING_SHARE", SHARE)
+    paths, cache = write_files(tmp_path), ol.Cache(tmp_path / "kept", 1 << 26)
+    bare, _ = read(job_of(paths))
+    found, _ = read(job_of(paths, cache=cache))
+    assert found == bare
+    assert len(list((tmp_path / "kept").rglob("chunks-*"))) < FILES * -(-ROWS // 7) // 4
+
+
+@pytest.mark.parametrize("num_kept", [1, 2])
+def test_units_that_are_found_stand_beside_units_that_are_made_at_once(tmp_path, num_kept):
+    paths, cache = write_files(tmp_path), ol.Cache(tmp_path / "kept", 1 << 26)
+    policy = ol.policies.BadRows("skip", budget=1000)
+    transform = (ol.Pick("text", "n"), BYTES)
+    texts = [None if row % 9 == 4 else f"text {row}" for row in range(ROWS)]
+    table = pa.table({"text": texts, "n": range(ROWS), "unused": [b""] * ROWS})
+    pq.write_table(table, tmp_path / "1.parquet", row_group_size=7)
+    bare, told = read(job_of(paths, transform, on_bad_row=policy))
+    first, told_first = read(job_of(paths, transform, cache, on_bad_row=policy))
+    for i, path in enumerate(sorted((tmp_path / "kept").rglob("chunks-*"))):
+        if i % 3 >= num_kept:
+            path.unlink()
+    _folders.clear()
+    found, told_again = read(job_of(paths, transform, cache, on_bad_row=policy))
+    assert first == found == bare
+    assert told["report"].bad_rows == told_first["report"].bad_rows == told_again["report"].bad_rows
+    assert use_of(told_again).hits > 0
+    assert use_of(told_again).misses > 0

@@ -46,6 +46,7 @@ _MAGIC = b"OVERLORD-CACHE-%d" % VERSION
 _HEADER_BYTES = 64  # what follows is aligned for Arrow
 _PREFIX = "overlord-cache-"
 _PAGE = 4096
+_MOST_PARTS = 512  # of one write; the system's limit is 1,024
 _OVERDUE_FACTOR = 16.0
 _FREED_PART = 50
 """One part in so many is freed at once, so that the folder is seldom counted."""
@@ -135,6 +136,7 @@ class CacheFolder:
     def __init__(self, location: str, max_bytes: int) -> None:
         self._location = Path(location)
         self._folder = self._location / f"{_PREFIX}{VERSION}"
+        self._usage_path = f"{self._folder}/usage"
         self._max_bytes = max_bytes
         self._counts = UseCounts()
         self._state = threading.Lock()
@@ -206,13 +208,14 @@ class CacheFolder:
         if os.path.exists(path):
             return True
         framed = frame(key, parts)
-        size = _on_disk(sum(map(len, framed)))
+        num_bytes = sum(map(len, framed))
+        size = _on_disk(num_bytes)
         if size > self._max_bytes // 4:
             self._tell("large", f"an entry of {size:,} bytes is more than a quarter of max_bytes={self._max_bytes:,}")
             return False
         unfinished = f"{self._folder}/tmp-{os.getpid()}-{uuid.uuid4().hex}"
         try:
-            descriptor = self._reserve(unfinished, size, needed_in_s)
+            descriptor = self._reserve(unfinished, num_bytes, needed_in_s)
             if descriptor is None:
                 return False
             try:
@@ -233,13 +236,14 @@ class CacheFolder:
 
     def _path(self, key: str) -> str:
         digest = key.partition("-")[2]
-        return f"{self._folder}/{digest[:2]}/{key}"
+        return f"{self._folder}/{digest[0]}/{key}"  # more folders would cost more to make than they help
 
     # The bytes in use
 
-    def _reserve(self, unfinished: str, size: int, needed_in_s: float) -> int | None:
+    def _reserve(self, unfinished: str, num_bytes: int, needed_in_s: float) -> int | None:
         """Open a file of this size, after making room where that is needed. It has its size before it has its content, so
         that whoever counts the folder meanwhile counts it. None if there is no room."""
+        size = _on_disk(num_bytes)
         with self._locked() as usage:
             if usage is None:
                 return None
@@ -250,7 +254,7 @@ class CacheFolder:
                     return None
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
-                os.ftruncate(descriptor, size)
+                os.ftruncate(descriptor, num_bytes)
             except OSError:
                 os.close(descriptor)
                 os.unlink(unfinished)
@@ -267,12 +271,12 @@ class CacheFolder:
     @contextmanager
     def _locked(self) -> Iterator[_UsageFile | _OwnCount | None]:
         """The count of used bytes, which nobody else changes meanwhile; None if others hold it for too long."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         if not self._has_locks:
+            self._folder.mkdir(parents=True, exist_ok=True)
             with self._own_count.lock:
                 yield self._own_count
             return
-        descriptor = os.open(self._folder / "usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = self._open_usage()
         try:
             try:
                 has_lock = _take_lock(descriptor)
@@ -291,6 +295,14 @@ class CacheFolder:
             yield _UsageFile(descriptor) if has_lock else None
         finally:
             os.close(descriptor)  # which frees the lock
+
+    def _open_usage(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(self._usage_path, flags, 0o644)
+        except FileNotFoundError:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return os.open(self._usage_path, flags, 0o644)
 
     def _make_room(self, size: int, needed_in_s: float) -> int | None:
         """Count the folder, and delete what is needed later than in so many seconds. The bytes in use; None if there is no
@@ -479,8 +491,7 @@ def _read_file(path: str) -> pa.Buffer:
 
 
 def _finish(descriptor: int, unfinished: str, path: str, needed_at: float) -> None:
-    """Give a file that was written its length and its name."""
-    os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR))
+    """Give a file that was written its time and its name."""
     os.utime(descriptor, (needed_at, needed_at))
     try:
         os.rename(unfinished, path)
@@ -490,7 +501,10 @@ def _finish(descriptor: int, unfinished: str, path: str, needed_at: float) -> No
 
 
 def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-    for part in parts:
-        view = memoryview(part).cast("B") if len(part) else memoryview(b"")
-        while len(view):
-            view = view[os.write(descriptor, view) :]
+    left = [memoryview(part).cast("B") for part in parts if len(part)]
+    while left:
+        written = os.writev(descriptor, left[:_MOST_PARTS])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]

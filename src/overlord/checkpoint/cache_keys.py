@@ -59,12 +59,25 @@ def row_keys(job: Job) -> dict[str, str]:
     return keys
 
 
-def unit_key(base: str, unit: Unit) -> str | None:
+class PlaceText:
+    """The texts of what units say of their place. Units of a file often share one object, whose text is made once."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, str] | None = None
+
+    def of(self, detail: Any) -> str:
+        last = self._last  # read once: other threads replace it
+        if last is None or last[0] is not detail:
+            last = self._last = (detail, _plain_text(detail))
+        return last[1]
+
+
+def unit_key(base: str, unit: Unit, place: PlaceText) -> str | None:
     """The key of a unit's rows; None for a unit whose file has no version: a change of the file would go unnoticed."""
     if not unit.version:
         return None
     part = () if unit.whole is None else (f"first {unit.num_rows}",)
-    return digest_key(KIND, base, unit.path, str(unit.index), unit.version, _plain_text(unit.detail), *part)
+    return digest_key(KIND, base, unit.path, str(unit.index), unit.version, place.of(unit.detail), *part)
 
 
 def _anywhere(source: Source) -> Source:

@@ -41,6 +41,12 @@ class Lineage:
     unit_numbers: tuple[int, ...] = ()
     """The numbers of the units among those of the source."""
 
+    def of_unit(self, index: int) -> Lineage:
+        """That of the rows of one unit. Files that rows point into are those of the first."""
+        one = slice(index, index + 1)
+        mapped = self.mapped if index == 0 else ()
+        return Lineage(self.units[one], np.zeros(1, np.int64), self.row_numbers[one], mapped, self.unit_numbers[one])
+
     def where(self, number: int) -> tuple[str, int]:
         """(file or unit, row in it); row -1 where a transform lost the lineage."""
         if number < 0:

@@ -152,9 +152,8 @@ class ChunkMaker:
             table, origin = self._transforms.run(table, context, origin, Reporter(bad_rows, rows.lineage.where))
             if self._spans.is_on:
                 self._spans.add(f"transform chunk {number} of {self._name}", began)
-        return TransformedRows(
-            table, origin, rows.lineage, rows.num_read, tuple(bad_rows.rows) if isinstance(bad_rows, RecordedBadRows) else ()
-        )
+        bad = tuple(bad_rows.rows) if isinstance(bad_rows, RecordedBadRows) else ()
+        return TransformedRows(table, origin, rows.lineage, rows.num_read, bad, rows.is_uniform)
 
     def report_bad_decode(self, chunk: Chunk, table_row: int, error: str) -> None:
         """Report a row whose deferred decode failed."""
@@ -182,7 +181,8 @@ class ChunkMaker:
         for unit, result in zip(units, results, strict=True):
             self._check_read(unit, result, bad_rows)
         tables = [result.table for result in results]
-        if any(not table.schema.equals(tables[0].schema) for table in tables[1:]):
+        is_uniform = all(table.schema.equals(tables[0].schema) for table in tables[1:])
+        if not is_uniform:
             tables = self._merge_schemas(units, tables)
         sizes = [_num_read(result) for result in results]
         first = np.cumsum([0, *sizes[:-1]], dtype=np.int64) if len(sizes) > 1 else _FIRST_OF_ONE
@@ -191,7 +191,8 @@ class ChunkMaker:
         lineage = Lineage(tuple(units), first, row_numbers, mapped, tuple(chosen))
         table = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
         made = results[0].made
-        return TransformedRows(table, _origin(results, first), lineage, sum(sizes)), 0 if made is None else made.num_stages
+        rows = TransformedRows(table, _origin(results, first), lineage, sum(sizes), is_uniform=is_uniform)
+        return rows, 0 if made is None else made.num_stages
 
     def _merge_schemas(self, units: Sequence[Unit], tables: Sequence[pa.Table]) -> list[pa.Table]:
         """The tables cast to one schema, each column to the type that holds the values of all units. Types inferred from one

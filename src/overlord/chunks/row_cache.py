@@ -5,6 +5,10 @@ transforms draw random numbers differ from chunk to chunk, and are kept chunk by
 and for other jobs with the same seed. So are the rows of a transform that is found not to treat rows independently of each
 other.
 
+A cache in which nothing is found must not slow a job down, however little its transforms cost: looking up and keeping rows
+takes at most a twentieth of the CPU time of making them, chunk by chunk from the first one on. Whatever is not looked up or
+not kept is made as without a cache, all units of a chunk at once.
+
 Bad rows are kept with the others, and are reported whenever their unit is taken from the cache.
 """
 
@@ -20,19 +24,19 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.caches.folder import digest_key
-from overlord.checkpoint.cache_keys import KIND, unit_key
+from overlord.checkpoint.cache_keys import KIND, PlaceText, unit_key
 from overlord.chunks.chunk import Lineage
 from overlord.chunks.transforms.apply import InProcesses, Reporter, Transforms
 from overlord.chunks.transforms.outcome import Context
 from overlord.errors import SchemaError
-from overlord.loaders.shadowing import FILE, is_copied
+from overlord.loaders.shadowing import FILE, CopyCost, is_copied
 from overlord.runtime.threads import cpu_time
 from overlord.sources.column_types import merge_tables
 from overlord.sources.storage import map_threads
 from overlord.stream.chunk_order import UnitRuns, chunk_of_unit, chunks_per_epoch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,11 +45,17 @@ if TYPE_CHECKING:
     from overlord.stream.facts import Ints
 
 _ALIGNMENT = 64
-_SAMPLE_ROWS = 32
+_SAMPLE_ROWS = (8, 32)
+_SAMPLE_PART = 16
+"""One row in so many is compared, so that small units are not made several times over."""
+_SMALL_BYTES = 4096
 _CHUNK_S = 10.0  # from one chunk of a source to the next, until it is measured
 _KEEPING_SHARE = 0.05
-_FREE_CPU_S = 0.2
+_KEEPING = CopyCost(request_s=0.0003, byte_s=1.5e-9)  # CPU seconds of an entry, until they are measured
 _log = logging.getLogger("overlord.cache")
+
+if TYPE_CHECKING:
+    MakeRows = Callable[[int, Sequence[int]], "TransformedRows"]
 
 BadReport = tuple[str, int, str]
 """File, row in it, and error."""
@@ -75,6 +85,28 @@ class TransformedRows:
     num_read: int
     """Rows that were read."""
     bad: tuple[BadReport, ...] = ()
+    is_uniform: bool = True
+    """Whether all units were read with the same columns and types."""
+
+    def by_unit(self) -> list[TransformedRows] | None:
+        """The rows of each unit, as slices; None if they cannot be told apart, or might have other types alone."""
+        lineage, origin = self.lineage, self.origin
+        names = [str(unit) for unit in lineage.units]
+        is_in_order = len(origin) == 0 or (origin[0] >= 0 and bool((origin[1:] >= origin[:-1]).all()))
+        if not self.is_uniform or not is_in_order or any(where not in names for where, _, _ in self.bad):
+            return None
+        first = [*lineage.first.tolist(), self.num_read]
+        cuts = np.searchsorted(origin, first).tolist()
+        return [
+            TransformedRows(
+                self.table.slice(cuts[i], cuts[i + 1] - cuts[i]),
+                origin[cuts[i] : cuts[i + 1]] - first[i],
+                lineage.of_unit(i),
+                first[i + 1] - first[i],
+                tuple(report for report in self.bad if report[0] == name),
+            )
+            for i, name in enumerate(names)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +145,48 @@ class NextNeeds:
 
 
 class KeepingBudget:
-    """How much CPU time may go into keeping rows: a twentieth of what making rows has taken, and what finding them saved.
+    """How much CPU time may go into looking up and keeping rows: a twentieth of what making rows has taken, and what finding
+    them has saved.
 
-    Rows that cost little to make are then kept little by little, and faster once some are found; those that cost much are
-    all kept at once. Several threads use it without a lock: a number may miss what one of two threads added at once.
+    Rows that cost much to make are all kept at once. Those that cost little are kept little by little, and faster once some
+    are found. Several threads use it without a lock: a number may miss what one of two threads added at once.
     """
 
     def __init__(self) -> None:
-        self._left_s = _FREE_CPU_S  # so that small sources are kept whatever they cost
+        self._left_s = 0.0
+        self._has_made = False
         self._make_s_a_row = 0.0
+        self._make_s_a_unit = 0.0
+        self._bytes_a_unit = 0.0
+        self._cost = _KEEPING
 
     @property
-    def allows(self) -> bool:
-        return self._left_s > 0
+    def allows_lookup(self) -> bool:
+        """Always before anything was made: a run that resumes must find what it needs first."""
+        return not self._has_made or self._left_s >= 0
 
-    def add_made(self, seconds: float, num_rows: int) -> None:
+    def allows_keeping(self, num_bytes: float) -> bool:
+        """Whether an entry of so many bytes can be paid for."""
+        return self._left_s >= self._cost.of(num_bytes)
+
+    def may_keep(self, num_units: int) -> bool:
+        """Whether units that are about to be made can be kept, by what the last ones took."""
+        left_s = self._left_s + num_units * _KEEPING_SHARE * self._make_s_a_unit
+        return not self._has_made or left_s >= num_units * self._cost.of(self._bytes_a_unit)
+
+    def add_made(self, seconds: float, num_rows: int, num_bytes: int, num_units: int = 1) -> None:
+        self._has_made = True
         self._left_s += _KEEPING_SHARE * seconds
         self._make_s_a_row = seconds / max(num_rows, 1)
+        self._make_s_a_unit = seconds / num_units
+        self._bytes_a_unit = num_bytes / num_units
 
     def add_found(self, cpu_s: float, num_rows: int) -> None:
         self._left_s += max(self._make_s_a_row * num_rows - cpu_s, 0.0)
+
+    def add_kept(self, cpu_s: float, num_bytes: int) -> None:
+        self._left_s -= cpu_s
+        self._cost = self._cost.with_measured(cpu_s, num_bytes)
 
     def take(self, cpu_s: float) -> None:
         self._left_s -= cpu_s
@@ -163,60 +217,92 @@ class RowCache:
         self._by_unit = not self._is_random
         self._must_check = transforms is not None and self._by_unit and not transforms.slices_freely
         self._is_per_row = transforms is not None and transforms.has_per_row
+        # Overlord's own transforms make the same rows of the same types, whatever other units they get along with them.
+        self._at_once = self._by_unit and (transforms is None or (transforms.slices_freely and not self._is_per_row))
         self._unit_keys: dict[int, str | None] = {}
+        self._place_text = PlaceText()
         self._has_warned = False
         self._in_processes = any(isinstance(fn, InProcesses) for fn in source.transforms)
         self._budget = KeepingBudget()
 
-    def obtain(
-        self, number: int, chosen: Sequence[int], make: Callable[[int, Sequence[int]], TransformedRows]
-    ) -> TransformedRows:
+    def obtain(self, number: int, chosen: Sequence[int], make: MakeRows) -> TransformedRows:
         """The rows of these units, which make a chunk. `make` makes the rows of some of its units."""
-        keys = [self._key_of(unit) for unit in chosen]
-        if any(key is None for key in keys):
+        if not self._budget.allows_lookup:
+            return self._make(number, chosen, make)[0]
+        keys = self._keys_of(chosen)
+        if keys is None:
             return make(number, chosen)
         if not self._by_unit:
-            return self._obtain_whole(number, chosen, make, [key or "" for key in keys])
-        pairs = [(unit, key or "") for unit, key in zip(chosen, keys, strict=True)]
-
-        def load(pair: tuple[int, str]) -> TransformedRows | None:
-            return self._load(pair[1], [pair[0]], self._needs.in_s(pair[0], number))
-
-        loaded = map_threads(load, pairs) if self._store.is_far else map(load, pairs)
-        found = dict(zip(chosen, loaded, strict=True))
-        missing = [unit for unit in chosen if found[unit] is None]
+            return self._obtain_whole(number, chosen, make, keys)
+        found = self._look_up(number, chosen, keys)
+        missing = [unit for unit in chosen if unit not in found]
+        if len(missing) == len(chosen) and not self._budget.may_keep(len(missing)):
+            return self._make(number, chosen, make)[0]
         if self._must_check and len(missing) > 1 and not self._treats_rows_alone(number, missing[:2]):
-            return self._obtain_whole(number, chosen, make, [key or "" for key in keys])
-        parts: list[TransformedRows] = []
-        for unit, key in pairs:
-            rows = found[unit]
-            parts.append(rows if rows is not None else self._make(number, [unit], key, make))
-        return parts[0] if len(parts) == 1 else self._join(parts)
+            return self._obtain_whole(number, chosen, make, keys)
+        if self._at_once and missing:
+            rows, is_worth = self._make(number, missing, make)
+            parts = self._keep_units(number, rows, keys) if is_worth else None
+            if len(missing) == len(chosen):
+                return rows
+            parts = parts or rows.by_unit()
+            self._at_once = parts is not None
+            found |= zip(missing, parts or (), strict=False)
+        for unit in missing:
+            if unit not in found:
+                found[unit] = self._make_and_keep(number, [unit], make, keys[unit])
+        return found[chosen[0]] if len(chosen) == 1 else self._join([found[unit] for unit in chosen])
 
-    def _obtain_whole(
-        self, number: int, chosen: Sequence[int], make: Callable[[int, Sequence[int]], TransformedRows], keys: Sequence[str]
-    ) -> TransformedRows:
+    def _obtain_whole(self, number: int, chosen: Sequence[int], make: MakeRows, keys: Mapping[int, str]) -> TransformedRows:
         at = (str(self._order.seed), self._order.name, str(number)) if self._is_random else ()
-        key = digest_key(KIND, "whole", *at, *keys)
-        return self._load(key, chosen, 0.0) or self._make(number, chosen, key, make)
+        key = digest_key(KIND, "whole", *at, *keys.values())
+        return self._load(key, chosen, 0.0) or self._make_and_keep(number, chosen, make, key)
 
-    def _make(
-        self, number: int, chosen: Sequence[int], key: str, make: Callable[[int, Sequence[int]], TransformedRows]
-    ) -> TransformedRows:
+    def _make(self, number: int, chosen: Sequence[int], make: MakeRows) -> tuple[TransformedRows, bool]:
+        """Make rows, and say whether they are worth keeping if that costs nothing."""
         began, began_cpu = time.monotonic(), cpu_time()
         rows = make(number, chosen)
         seconds, cpu_s = time.monotonic() - began, cpu_time() - began_cpu
         # What transforms take in other processes is not known here: the clock tells.
-        self._budget.add_made(seconds if self._in_processes else cpu_s, rows.num_read)
-        is_worth = self._has_transforms or is_copied(cpu_s, max(seconds - cpu_s, 0.0), rows.table.nbytes, FILE)
-        if is_worth and self._budget.allows:
-            began_cpu = cpu_time()
-            parts = encode_rows(rows)
-            if parts is not None:
-                needed_in_s = self._needs.in_s(chosen[0], number) if self._by_unit else 0.0
-                self._store.put(key, parts, needed_in_s)
-            self._budget.take(cpu_time() - began_cpu)
+        self._budget.add_made(seconds if self._in_processes else cpu_s, rows.num_read, rows.table.nbytes, len(chosen))
+        share = 1 / len(chosen)
+        return rows, self._has_transforms or is_copied(
+            share * cpu_s, share * max(seconds - cpu_s, 0.0), share * rows.table.nbytes, FILE
+        )
+
+    def _make_and_keep(self, number: int, chosen: Sequence[int], make: MakeRows, key: str) -> TransformedRows:
+        rows, is_worth = self._make(number, chosen, make)
+        if is_worth:
+            self._keep(number, rows, key)
         return rows
+
+    def _keep_units(self, number: int, rows: TransformedRows, keys: Mapping[int, str]) -> list[TransformedRows] | None:
+        """Keep as many units as the budget allows. Returns the rows of each; None if none is kept."""
+        if rows.lineage.mapped or not self._budget.allows_keeping(rows.table.nbytes // len(rows.lineage.units)):
+            return None
+        parts = rows.by_unit()
+        self._at_once = parts is not None
+        for part in parts or ():
+            self._keep(number, part, keys[part.lineage.unit_numbers[0]])
+        return parts
+
+    def _keep(self, number: int, rows: TransformedRows, key: str) -> None:
+        num_bytes = rows.table.nbytes
+        if not self._budget.allows_keeping(num_bytes):
+            return
+        began_cpu = cpu_time()
+        parts = encode_rows(rows)
+        if parts is not None:
+            needed_in_s = self._needs.in_s(rows.lineage.unit_numbers[0], number) if self._by_unit else 0.0
+            self._store.put(key, parts, needed_in_s)
+        self._budget.add_kept(cpu_time() - began_cpu, num_bytes)
+
+    def _look_up(self, number: int, chosen: Sequence[int], keys: Mapping[int, str]) -> dict[int, TransformedRows]:
+        def load(unit: int) -> TransformedRows | None:
+            return self._load(keys[unit], [unit], self._needs.in_s(unit, number))
+
+        loaded = map_threads(load, chosen) if self._store.is_far else map(load, chosen)
+        return {unit: rows for unit, rows in zip(chosen, loaded, strict=True) if rows is not None}
 
     def _load(self, key: str, chosen: Sequence[int], needed_in_s: float) -> TransformedRows | None:
         began_cpu = cpu_time()
@@ -266,7 +352,14 @@ class RowCache:
         """Whether a sample of two units comes out of the transforms together as it does one by one. If not, chunks are kept
         as a whole from now on."""
         self._must_check = False
-        samples = [self._source.read(self._order.units[unit]).slice(0, _SAMPLE_ROWS) for unit in chosen]
+        began_cpu = cpu_time()
+        try:
+            return self._compare_samples(number, chosen)
+        finally:
+            self._budget.take(cpu_time() - began_cpu)
+
+    def _compare_samples(self, number: int, chosen: Sequence[int]) -> bool:
+        samples = [_first_rows(self._source.read(self._order.units[unit])) for unit in chosen]
         context = Context(self._order.name, number, self._order.seed)
 
         def run(table: pa.Table) -> pa.Table:
@@ -288,18 +381,30 @@ class RowCache:
             )
         return self._by_unit
 
-    def _key_of(self, unit: int) -> str | None:
-        if unit not in self._unit_keys:
-            self._unit_keys[unit] = unit_key(self._key, self._order.units[unit])
-            if self._unit_keys[unit] is None and not self._has_warned:
-                self._has_warned = True
-                _log.warning(
-                    "the rows of source %r are not kept in its cache: %s has no version, so that a change of it would go "
-                    "unnoticed; give Unit(version=...) something that changes with it",
-                    self._order.name,
-                    self._order.units[unit],
-                )
-        return self._unit_keys[unit]
+    def _keys_of(self, chosen: Sequence[int]) -> dict[int, str] | None:
+        """The keys of units; None if one has none."""
+        began_cpu = cpu_time()
+        keys: dict[int, str] = {}
+        for unit in chosen:
+            if unit not in self._unit_keys:
+                self._unit_keys[unit] = unit_key(self._key, self._order.units[unit], self._place_text)
+            key = self._unit_keys[unit]
+            if key is None:
+                self._warn_of_no_version(unit)
+                return None
+            keys[unit] = key
+        self._budget.take(cpu_time() - began_cpu)
+        return keys
+
+    def _warn_of_no_version(self, unit: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the rows of source %r are not kept in its cache: %s has no version, so that a change of it would go "
+                "unnoticed; give Unit(version=...) something that changes with it",
+                self._order.name,
+                self._order.units[unit],
+            )
 
 
 class _Silent:
@@ -309,6 +414,11 @@ class _Silent:
 
     def add(self, where: str, row: int, error: str) -> None:
         """They are reported when their unit is made."""
+
+
+def _first_rows(table: pa.Table) -> pa.Table:
+    fewest, most = _SAMPLE_ROWS
+    return table.slice(0, min(max(table.num_rows // _SAMPLE_PART, fewest), most))
 
 
 def _are_equal(one: pa.Table, other: pa.Table) -> bool:
@@ -335,13 +445,14 @@ def encode_rows(rows: TransformedRows) -> list[bytes | memoryview] | None:
     table = rows.table
     if rows.lineage.mapped or any(_is_view(field.type) for field in table.schema):
         return None
-    stream = pa.BufferOutputStream()
+    stream = _Pieces()
     with pa.ipc.new_stream(stream, table.schema) as writer:
         writer.write_table(table)
     has_all = rows.num_read == len(rows.origin) and np.array_equal(rows.origin, np.arange(rows.num_read))
     arrays = [] if has_all else [rows.origin]
     arrays += [numbers for numbers in rows.lineage.row_numbers if numbers is not None]
-    bodies = [memoryview(stream.getvalue()), *(np.ascontiguousarray(each, np.int64).data.cast("B") for each in arrays)]
+    bodies = [stream.end(), *([np.ascontiguousarray(each, np.int64).data.cast("B")] for each in arrays)]
+    lengths = [sum(map(len, body)) for body in bodies]
     head = msgspec.json.encode(
         _RowsHead(
             rows.num_read,
@@ -349,14 +460,41 @@ def encode_rows(rows: TransformedRows) -> list[bytes | memoryview] | None:
             has_all,
             [numbers is not None for numbers in rows.lineage.row_numbers],
             list(rows.bad),
-            [len(body) for body in bodies],
+            lengths,
         )
     )
     head += b" " * (-(8 + len(head)) % _ALIGNMENT)
     parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head]
-    for body in bodies:
-        parts += [body, bytes(-len(body) % _ALIGNMENT)]
+    for body, length in zip(bodies, lengths, strict=True):
+        parts += [*body, bytes(-length % _ALIGNMENT)]
     return parts
+
+
+class _Pieces:
+    """What Arrow writes, in pieces: large buffers are not copied."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._done: list[bytes | memoryview] = []
+        self._small = bytearray()
+
+    def write(self, data: bytes | pa.Buffer) -> int:
+        if len(data) < _SMALL_BYTES:
+            self._small += data
+        else:
+            self._done += [bytes(self._small), memoryview(data)]
+            self._small.clear()
+        return len(data)
+
+    def end(self) -> list[bytes | memoryview]:
+        return [*self._done, bytes(self._small)]
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def decode_rows(data: pa.Buffer, units: Sequence[Unit], unit_numbers: Sequence[int]) -> TransformedRows | None:
