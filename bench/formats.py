@@ -6,7 +6,8 @@
 `cu_seqlens` and loss masks. The samples of the other loader are packed to the same fields by `bench/peers/packing.py`.
 "read": samples alone. Overlord reads units in a shuffled order. Both sum every token.
 
-- megatron: `IndexedDataset` of megatron-core, document by document in a shuffled order. Its GPTDataset does more on top.
+- megatron: `IndexedDataset` of megatron-core, document by document in a shuffled order. And "by GPTDataset": the samples that
+  Megatron itself trains on, packed by its `GPTDataset` without regard to documents, eight a batch by torch's `DataLoader`.
 - mds: `StreamingDataset` of mosaicml-streaming, local and shuffled.
 - huggingface: `datasets` with `with_format("numpy")`, in batches of 1,000 rows, in the order of its files.
 - lance: `LanceDataset` of `lance.torch`, in batches of 1,024 rows, in the order of its files, left as Arrow.
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in found
         for what in ("packed", "read")
     ]
+    if "megatron" in found:
+        arguments = ("--seconds", str(given.seconds), "--what", "gpt_dataset")
+        settings.append(Setting("megatron, packed by GPTDataset", "megatron", arguments, "bench.run_format"))
     return compare(settings, given.chosen(COMPETITORS), TABLE, given)
 
 

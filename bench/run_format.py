@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from bench.formats import DATA
 from bench.peers.packing import BATCH_TOKENS, ROW_TOKENS, batches
 
 WARMUP_TOKENS = 8_000_000
+NUM_SAMPLES = 100_000
+"""Of GPTDataset: it draws them all when it is made, and keeps the order in files."""
 
 
 def source_of(name: str) -> Any:
@@ -59,8 +61,49 @@ def packed_by_owner(name: str) -> Iterator[tuple[int, int]]:
 
 
 def read_by_owner(name: str) -> Iterator[tuple[int, int]]:
-    for tokens in samples_of(name):
+    """Sample by sample where the loader gives samples; by the batch where it gives Arrow."""
+    found = (column.flatten().to_numpy() for column in lance_columns()) if name == "lance" else samples_of(name)
+    for tokens in found:
         yield len(tokens), int(tokens.sum())
+
+
+def packed_by_gpt_dataset(name: str) -> Iterator[tuple[int, int]]:
+    """Megatron's own samples of 8,192 tokens, eight a batch, as its training loop gets them. Positions and loss masks do not
+    restart at documents, so that the dataset makes them once; there is no attention mask."""
+    import torch
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+    from torch.utils.data import DataLoader
+
+    torch.set_num_threads(1)  # as torchrun does; several that wait for each other would count as CPU time
+    prefix = str(DATA / name / "text")
+    config = GPTDatasetConfig(
+        random_seed=0,
+        sequence_length=ROW_TOKENS,
+        blend_per_split=[([prefix], None), None, None],
+        path_to_cache=str(DATA / name / "cache"),
+        tokenizer=_Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    documents = IndexedDataset(prefix)
+    chosen = np.arange(len(documents.document_indices) - 1, dtype=np.int32)
+    samples: Any = GPTDataset(documents, prefix, chosen, NUM_SAMPLES, Split.train, config)
+    while True:
+        for batch in DataLoader(samples, batch_size=BATCH_TOKENS // ROW_TOKENS):
+            yield BATCH_TOKENS, _sum_of({name: value.numpy() for name, value in batch.items()})
+
+
+class _Tokenizer:
+    """What GPTDataset asks of a tokenizer."""
+
+    vocab_size = 50_000
+    eod = 0
+    pad = 50_000
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "none"}
 
 
 def _sum_of(fields: Any) -> int:
@@ -93,15 +136,20 @@ def samples_of(name: str) -> Iterator[np.ndarray]:
             for batch in rows.iter(batch_size=1000):
                 yield from batch["tokens"]
     else:
-        import lance
-        from lance.torch.data import LanceDataset
+        for column in lance_columns():
+            values, ends = column.flatten().to_numpy(), column.offsets.to_numpy()
+            yield from np.split(values, ends[1:-1] - ends[0])
 
-        table = lance.dataset(str(folder / "text.lance"))
-        while True:
-            for batch in LanceDataset(table, batch_size=1024, columns=["tokens"], to_tensor_fn=_unchanged):
-                column = batch.column("tokens")
-                values, ends = column.flatten().to_numpy(), column.offsets.to_numpy()
-                yield from np.split(values, ends[1:-1] - ends[0])
+
+def lance_columns() -> Iterator[Any]:
+    """Endless, the column of each batch of Lance's torch loader."""
+    import lance
+    from lance.torch.data import LanceDataset
+
+    table = lance.dataset(str(DATA / "lance" / "text.lance"))
+    while True:
+        for batch in LanceDataset(table, batch_size=1024, columns=["tokens"], to_tensor_fn=_unchanged):
+            yield batch.column("tokens")
 
 
 def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:
@@ -113,6 +161,8 @@ RUNS = {
     ("overlord", "read"): read_by_overlord,
     ("own", "packed"): packed_by_owner,
     ("own", "read"): read_by_owner,
+    ("overlord", "gpt_dataset"): packed_by_overlord,
+    ("own", "gpt_dataset"): packed_by_gpt_dataset,
 }
 
 
@@ -121,7 +171,7 @@ def main() -> None:
     parser.add_argument("format")
     parser.add_argument("peer", choices=("overlord", "own"))
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--what", choices=("packed", "read"), default="packed")
+    parser.add_argument("--what", choices=("packed", "read", "gpt_dataset"), default="packed")
     parser.add_argument("--set", default="{}")
     given = parser.parse_args()
     began = time.perf_counter()
