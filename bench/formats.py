@@ -6,8 +6,9 @@
 `cu_seqlens` and loss masks. The samples of the other loader are packed to the same fields by `bench/peers/packing.py`.
 "read": samples alone. Overlord reads units in a shuffled order. Both sum every token.
 
-- megatron: `IndexedDataset` of megatron-core, document by document in a shuffled order. And "by GPTDataset": the samples that
-  Megatron itself trains on, packed by its `GPTDataset` without regard to documents, eight a batch by torch's `DataLoader`.
+- megatron: `IndexedDataset` of megatron-core, document by document in a shuffled order. And "by GPTDataset": the samples
+  that Megatron itself trains on, packed by its `GPTDataset` without regard to documents, eight a batch by torch's
+  `DataLoader`.
 - mds: `StreamingDataset` of mosaicml-streaming, local and shuffled.
 - huggingface: `datasets` with `with_format("numpy")`, in batches of 1,000 rows, in the order of its files.
 - lance: `LanceDataset` of `lance.torch`, in batches of 1,024 rows, in the order of its files, left as Arrow.

@@ -1,6 +1,6 @@
 """Fuzzes the readers until the time is up, and tells what broke.
 
-    python -m tests.fuzz                                     every target, ten minutes in all
+    python -m tests.fuzz                                     every target whose library is installed, ten minutes in all
     python -m tests.fuzz --target parquet --seconds 600 --seed 7
     python -m tests.fuzz --target parquet --seed 7 --case 1234      one case again
     python -m tests.fuzz --target parquet --input FILE              a saved input again
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tests.fuzz.lake import is_installed
 from tests.fuzz.runner import LIMIT_S, VERDICTS, Report, Worker, fuzz, save_input
 from tests.fuzz.targets import TARGETS
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, default=Path(".fuzz"), metavar="FOLDER", help="where inputs of findings go")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="the longest that a case may take")
     given = parser.parse_args(arguments)
-    targets: Sequence[str] = given.target or TARGETS
+    targets: Sequence[str] = given.target or [name for name in TARGETS if is_installed(name)]
     is_single = given.case is not None or given.input is not None
     if is_single and (len(targets) != 1 or (given.case is not None and given.seed is None)):
         parser.error("one case is told by --target NAME with --seed NUMBER --case NUMBER, or with --input FILE")

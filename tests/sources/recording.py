@@ -3,10 +3,11 @@
 Some of these libraries are too heavy to be installed for tests (Megatron-core and Mosaic's streaming bring or expect
 gigabytes), so what they wrote is kept here. Each `write_*` function runs where its library is installed:
 
-    python -m tests.sources.recording megatron mds huggingface litdata
+    python -m tests.sources.recording megatron mds huggingface litdata iceberg delta lance
 
 `megatron`: megatron-core 0.16.1 (`pip install --no-deps`). `mds`: mosaicml-streaming 0.13.0.
 `huggingface`: datasets 5.2.0. `prepared`: Overlord itself.
+`iceberg`: pyiceberg 0.12.0. `delta`: deltalake 1.6.6. `lance`: pylance 14.0.2.
 `litdata`: litdata 0.2.76 and zstd (`pip install --no-deps litdata lightning-utilities zstd`);
 `litdata/old` was written by `write_litdata_old` with 0.2.50.
 
@@ -15,6 +16,7 @@ The rows are functions of their number, so tests know them without reading what 
 
 from __future__ import annotations
 
+import shutil
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -219,6 +221,53 @@ def write_prepared(folder: Path) -> None:
     ol.prepare(job, folder.parent / "prepared-new", num_processes=1)
     for made in (folder.parent / "prepared-new" / "texts").iterdir():
         made.replace(folder / made.name)
+
+
+LAKE_ROWS = 60
+ICEBERG_PLACE = "/tmp/overlord-recorded-iceberg"
+"""Where the table was written: its metadata says so, and nothing else may."""
+
+
+def lake_table(first: int = 0, stop: int = LAKE_ROWS) -> Any:
+    import pyarrow as pa
+
+    rows = range(first, stop)
+    tokens = pa.array([list(range(1, 2 + i % 9)) for i in rows], pa.list_(pa.int32()))
+    return pa.table({"id": pa.array(rows, pa.int64()), "tokens": tokens, "text": [f"row {i}" for i in rows]})
+
+
+def write_iceberg(folder: Path) -> None:
+    """Two appends and a delete, which writes a file anew; metadata, manifests and data in one folder."""
+    from pyiceberg.catalog.sql import SqlCatalog  # pyright: ignore[reportMissingImports]
+
+    catalog = SqlCatalog("local", uri="sqlite:///:memory:", warehouse=f"file://{ICEBERG_PLACE}")
+    catalog.create_namespace("db")
+    table = catalog.create_table("db.web", lake_table().schema, location=f"file://{ICEBERG_PLACE}")
+    table.append(lake_table(0, 40))
+    table.append(lake_table(40))
+    table.delete("id < 5")
+    newest = table.metadata_location.rpartition("/")[2]
+    for path in sorted(Path(ICEBERG_PLACE).rglob("*")):
+        if path.is_file() and (not path.name.endswith(".metadata.json") or path.name == newest):
+            shutil.copy(path, folder / path.name)
+    shutil.rmtree(ICEBERG_PLACE)
+
+
+def write_delta(folder: Path) -> None:
+    """Two appends and a delete."""
+    import deltalake  # pyright: ignore[reportMissingImports]
+
+    deltalake.write_deltalake(str(folder), lake_table(0, 40))
+    deltalake.write_deltalake(str(folder), lake_table(40), mode="append")
+    deltalake.DeltaTable(str(folder)).delete("id < 5")
+
+
+def write_lance(folder: Path) -> None:
+    """Two appends and a delete."""
+    import lance  # pyright: ignore[reportMissingImports]
+
+    lance.write_dataset(lake_table(0, 40), str(folder), mode="overwrite")
+    lance.write_dataset(lake_table(40), str(folder), mode="append").delete("id < 5")
 
 
 def main(names: list[str]) -> None:

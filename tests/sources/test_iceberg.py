@@ -195,6 +195,13 @@ def test_damaged_metadata_and_manifests_are_errors_that_name_them(catalog: Any, 
         listed.write_bytes(damaged)
         with pytest.raises(SourceError, match=r"snapshot \d+ of .* has a manifest that cannot be read"):
             Iceberg(path).units()
+    listed.write_bytes(data)
+    (manifest,) = (path for path in metadata.parent.glob("*.avro") if path != listed)
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-40])
+    with pytest.raises(SourceError, match=rf"{manifest.name} has .* bytes, and the list of manifests says {len(whole):,}"):
+        Iceberg(path).units()
+    manifest.write_bytes(whole)
     listed.unlink()
     with pytest.raises(SourceError, match=rf"{listed.name} does not exist"):
         Iceberg(path).units()

@@ -1,6 +1,8 @@
 """Lance datasets and Delta tables, written by their own libraries where these are installed (`make test-formats`)."""
 
 import datetime
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,12 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
-from overlord.errors import SchemaError, SourceError, SpecError
+from overlord.errors import SchemaError, SourceError, SpecError, StorageError
 from overlord.formats import Delta, Lance
+from overlord.lineage.obtaining import open_log
+from tests.buckets import s3_bucket
+from tests.sources.recording import RECORDED, lake_table
+from tests.sources.test_s3 import Proxy
 
 TABLE = pa.table({"id": range(1000), "tokens": [list(range(1, 2 + i % 9)) for i in range(1000)], "text": ["x"] * 1000})
 WHY = "make test-formats runs these"
@@ -121,3 +127,115 @@ def test_a_partition_of_a_delta_table_is_no_column_of_its_files(deltalake: Any, 
     assert sorted(read_all(Delta(uri))["id"].to_numpy().tolist()) == list(range(1000))
     with pytest.raises(SchemaError, match="is partitioned by 'day', which its files do not have"):
         Delta(uri, ["day"]).units()
+
+
+def test_files_of_a_delta_table_may_have_texts_as_views_of_strings(deltalake: Any) -> None:
+    assert (
+        read_all(Delta(RECORDED / "delta"))
+        .sort_by("id")
+        .equals(lake_table(5).cast(read_all(Delta(RECORDED / "delta")).schema))
+    )
+    assert read_all(Delta(RECORDED / "delta")).schema.field("text").type == pa.string()
+
+
+@pytest.fixture(scope="module")
+def far() -> Iterator[tuple[Proxy, dict[str, str]]]:
+    """Tables in a bucket behind a proxy that fails on demand, and the options that reach them."""
+    lance, deltalake = (pytest.importorskip(name, reason=WHY) for name in ("lance", "deltalake"))
+    with s3_bucket("lake") as options:
+        keys = {f"aws_{name}": value for name, value in options.items()}
+        written = {**keys, "aws_allow_http": "true", "aws_s3_allow_unsafe_rename": "true"}
+        lance.write_dataset(TABLE, "s3://lake/web.lance", storage_options=written, max_rows_per_file=400)
+        deltalake.write_deltalake("s3://lake/web", TABLE, storage_options=written)
+        proxy = Proxy(options["endpoint"].removeprefix("http://"))
+        proxy.start()
+        yield proxy, {**options, "endpoint": f"http://127.0.0.1:{proxy.port}"}
+        proxy.stop()
+
+
+@pytest.mark.parametrize("kind", [Lance, Delta])
+def test_tables_in_a_bucket_are_read_though_requests_fail(far: Any, kind: Any) -> None:
+    proxy, options = far
+    source = kind("s3://lake/web.lance" if kind is Lance else "s3://lake/web", ["id"], storage_options=options)
+    ol.testing.assert_source_keeps_its_promises(source)
+    proxy.faults.extend([503, "drop", 500])
+    assert sorted(read_all(source)["id"].to_pylist()) == list(range(1000))
+    assert not proxy.faults
+    units = source.units()
+    proxy.faults.extend([503, "drop", 500])
+    assert source.read(units[0]).num_rows == units[0].num_rows
+    assert not proxy.faults
+    assert all(unit.path.startswith("s3://lake/web") for unit in units)
+
+
+def test_a_bucket_without_the_table_is_a_source_error(far: Any) -> None:
+    _, options = far
+    with pytest.raises(SourceError, match=r"s3://lake/none\.lance cannot be opened as a Lance dataset"):
+        Lance("s3://lake/none.lance", storage_options=options).units()
+    with pytest.raises(SourceError, match=r"s3://lake/none cannot be opened as a Delta table"):
+        Delta("s3://lake/none", storage_options=options).units()
+
+
+def test_storage_that_stays_silent_is_a_storage_error(lance: Any, deltalake: Any) -> None:
+    nobody = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1", "endpoint": "http://127.0.0.1:9"}
+    retries = {"client_max_retries": "0", "client_retry_timeout": "1"}
+    with pytest.raises(StorageError, match=r"s3://lake/web\.lance cannot be opened .* storage did not answer"):
+        Lance("s3://lake/web.lance", storage_options={**nobody, **retries}).units()
+    with pytest.raises(StorageError, match=r"s3://lake/web cannot be opened .* storage did not answer"):
+        Delta("s3://lake/web", storage_options=nobody, retry=ol.policies.Retry(deadline_s=0)).units()
+
+
+@pytest.mark.parametrize("kind", ["lance", "delta"])
+def test_lineage_names_the_file_and_the_row(lance: Any, deltalake: Any, tmp_path: Path, kind: str) -> None:
+    if kind == "lance":
+        lance.write_dataset(TABLE, str(tmp_path / "web"), max_rows_per_file=400)
+        source: Any = Lance(tmp_path / "web", ["id", "tokens"], unit_rows=150)
+    else:
+        deltalake.write_deltalake(str(tmp_path / "web"), TABLE)
+        source = Delta(tmp_path / "web", ["id", "tokens"])
+    job = ol.Job(sources={"web": source}, batch=ol.Batch(tokens=64, sequence_length=32, columns=("id",)))
+    with ol.start(job, log=tmp_path / "log") as loader:
+        client = loader.client(0, timeout_s=60)
+        steps = [[list(map(int, micro["tokens"].ravel())) for micro in next(client)] for _ in range(4)]
+    firsts = {unit.path: [each for each in source.units() if each.path == unit.path] for unit in source.units()}
+    found = open_log(job, tmp_path / "log")
+    for number, micros in enumerate(steps):
+        for document in found.documents(number, 0):
+            assert Path(document.file).is_file()
+            assert document.file_row is not None
+            rows = pa.concat_tables([source.read(unit) for unit in firsts[document.file]])["tokens"].to_pylist()
+            tokens = micros[document.microbatch][document.place : document.place + document.tokens]
+            assert tokens == rows[document.file_row][document.start : document.stop]
+
+
+def test_damaged_manifests_of_lance_are_errors_that_name_the_dataset(lance: Any, tmp_path: Path) -> None:
+    assert read_all(Lance(RECORDED / "lance"))["id"].to_pylist() == list(range(5, 60))
+    newest = min((RECORDED / "lance" / "_versions").glob("*.manifest"))
+    data = newest.read_bytes()
+    name = next((RECORDED / "lance" / "data").iterdir()).name.encode()
+    damages = {
+        "cut": data[:344],
+        "empty": b"",
+        "length": data[:-16] + (1 << 40).to_bytes(8, "little") + data[-8:],  # its library panics
+        "file": data.replace(name, b"x" * len(name)),
+    }
+    for damage, content in damages.items():
+        folder = tmp_path / damage
+        shutil.copytree(RECORDED / "lance", folder)
+        (folder / "_versions" / newest.name).write_bytes(content)
+        with pytest.raises(SourceError, match=rf"{damage} cannot be (opened as a Lance dataset|listed by Lance)"):
+            Lance(folder).units()
+
+
+def test_columns_that_are_not_used_are_neither_read_nor_checked(lance: Any, deltalake: Any, tmp_path: Path) -> None:
+    """Other types and damaged pages of a column matter only where it is read."""
+    changed = TABLE.set_column(2, "text", pa.array(range(1000)))
+    deltalake.write_deltalake(str(tmp_path / "web"), TABLE)
+    deltalake.write_deltalake(str(tmp_path / "web"), changed, mode="overwrite", schema_mode="overwrite")
+    assert read_all(Delta(tmp_path / "web", ["id"])).num_rows == 1000
+    assert read_all(Delta(tmp_path / "web", ["id"], 0)).column_names == ["id"]
+    wide = TABLE.append_column("wide", pa.array(["y" * 5000] * 1000))
+    lance.write_dataset(wide, str(tmp_path / "a.lance"))
+    source = Lance(tmp_path / "a.lance", ["id"])
+    assert source.units()[0].num_bytes < 100_000
+    assert read_all(source).column_names == ["id"]

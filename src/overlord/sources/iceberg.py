@@ -9,6 +9,7 @@ import re
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SchemaError, SourceError, SpecError, StorageError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 _METADATA = ".metadata.json"
 _MOST_NAMED = 8
-# What pyiceberg's reader of Avro raises for damaged files.
+# What pyiceberg raises for damaged files.
 _DAMAGE = (ValueError, TypeError, LookupError, ArithmeticError, OSError, EOFError, MemoryError, SystemError)
 _DAMAGE += (struct.error, zlib.error)
 
@@ -55,11 +56,14 @@ class Iceberg(Parquet):
 
     def _list_table(self, table: _TableSnapshot) -> tuple[StoredFile, ...]:
         manifest = needed_library("pyiceberg.manifest", "iceberg", "Iceberg")
+        _use_checked_decoder()
+        unlike = needed_library("pyiceberg.exceptions", "iceberg", "Iceberg").ResolveError
         storage = _ManifestIO(self)
         try:
             listed = list(manifest.read_manifest_list(storage.new_input(table.snapshot.manifest_list)))
+            storage.lengths.update({each.manifest_path: each.manifest_length for each in listed})
             found = [(each, each.fetch_manifest_entry(storage)) for each in listed]
-        except _DAMAGE as error:
+        except (unlike, *_DAMAGE) as error:
             if isinstance(error, (SourceError, StorageError)):
                 raise
             raise SourceError(f"{table} has a manifest that cannot be read: {_one_line(error)}; restore it") from error
@@ -151,7 +155,7 @@ class Iceberg(Parquet):
         data = self.storage.read(file, 0, file.num_bytes).to_pybytes()
         try:
             return parser.parse_raw((gzip.decompress(data) if ".gz." in file.path else data).decode())
-        except (wrong, ValueError, OSError, EOFError, zlib.error) as error:
+        except (wrong, AttributeError, *_DAMAGE) as error:  # pyiceberg's own validators assume what they have not checked
             raise SourceError(
                 f"{file.path} is not the metadata of an Iceberg table: {_one_line(error)}; restore it, or name the file "
                 "before it"
@@ -173,24 +177,54 @@ class _TableSnapshot:
         return tuple(field.name for field in self.schema.fields)
 
 
+def _use_checked_decoder() -> None:
+    """Have pyiceberg read Avro with a plain decoder that takes a file for damaged if it ends in the middle of a block.
+
+    Where a manifest is damaged, its fast decoder reads beyond the end of its buffer, and the process dies. Its plain one
+    takes a block that is cut off for the end of the file, so that files of the table would be missing.
+    """
+    needed_library("pyiceberg.avro.file", "iceberg", "Iceberg").new_decoder = _checked_decoder()
+
+
+@cache
+def _checked_decoder() -> Any:
+    plain = needed_library("pyiceberg.avro.decoder", "iceberg", "Iceberg").StreamingBinaryDecoder
+
+    class CheckedDecoder(plain):
+        def read(self, n: int) -> bytes:
+            try:
+                return super().read(n)
+            except EOFError as error:
+                if n == 1:  # nothing follows the last block
+                    raise
+                raise ValueError("it ends in the middle of a block") from error
+
+    return CheckedDecoder
+
+
 class _ManifestIO:
     """What pyiceberg reads manifests through."""
 
     def __init__(self, source: Iceberg) -> None:
         self._source = source
+        self.lengths: dict[str, int] = {}
+        """The bytes of manifests, by the list of them."""
 
     def new_input(self, location: str) -> _Manifest:
-        return _Manifest(self._source, location)
+        return _Manifest(self._source, location, self.lengths.get(location))
 
 
 class _Manifest:
-    def __init__(self, source: Iceberg, location: str) -> None:
+    def __init__(self, source: Iceberg, location: str, length: int | None) -> None:
         self._source = source
         self.location = location
+        self._length = length
 
     def open(self, seekable: bool = True) -> io.BytesIO:
         del seekable
         (file,) = self._source.list_beside([_stored_path(self.location)])
+        if self._length is not None and file.num_bytes != self._length:
+            raise SourceError(f"{file.path} has {file.num_bytes:,} bytes, and the list of manifests says {self._length:,}")
         return io.BytesIO(self._source.storage.read(file, 0, file.num_bytes).to_pybytes())
 
 

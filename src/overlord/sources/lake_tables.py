@@ -3,14 +3,16 @@ its own files. The version that is read is part of every state."""
 
 from __future__ import annotations
 
+import re
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from overlord.declare.source import Source, Unit
-from overlord.errors import SchemaError, SourceError, SpecError
+from overlord.errors import SchemaError, SourceError, SpecError, StorageError
 from overlord.sources.files import check_columns, missing_column, needed_library
 from overlord.sources.parquet import Parquet
 from overlord.sources.reading import ReadResult, UnitReader, validate
@@ -18,11 +20,15 @@ from overlord.sources.storage import is_remote
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from overlord.sources.storage import StoredFile
 
 _SIZED_ROWS = 64
+_PLAIN: dict[pa.DataType, pa.DataType] = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+_SILENT = re.compile(r"after \d+ retries|error sending request")
+_COLOURS = re.compile(r"\x1b\[\d*m(↳)?")
+_FAILED = (ValueError, OSError, RuntimeError, pa.ArrowException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,17 @@ class Lance(Source):
 
     def units(self) -> list[Unit]:
         dataset = self.open_version(self.version)
-        version = dataset.version
         for name in self.columns or ():
             if name not in dataset.schema.names:
-                raise missing_column(f"version {version} of {self.uri}", name, dataset.schema.names)
+                raise missing_column(f"version {dataset.version} of {self.uri}", name, dataset.schema.names)
+        with told(f"version {dataset.version} of {self.uri} cannot be listed by Lance", "restore its files"):
+            units = self._list_units(dataset)
+        if not units:
+            raise SourceError(f"version {dataset.version} of {self.uri} has no rows")
+        return units
+
+    def _list_units(self, dataset: Any) -> list[Unit]:
+        version = dataset.version
         head = dataset.head(_SIZED_ROWS, columns=self.wanted_columns())
         row_bytes = head.nbytes // max(head.num_rows, 1)
         units: list[Unit] = []
@@ -68,8 +81,6 @@ class Lance(Source):
                 stop = min(start + self.unit_rows, num_rows)
                 detail = FragmentRange(version, fragment.fragment_id, start, stop)
                 units.append(Unit(path, index, stop - start, row_bytes * (stop - start), detail, str(version)))
-        if not units:
-            raise SourceError(f"version {version} of {self.uri} has no rows")
         return units
 
     def read(self, unit: Unit) -> pa.Table:
@@ -89,14 +100,17 @@ class Lance(Source):
 
     def open_version(self, version: int | None) -> Any:
         lance = needed_library("lance", "lance", "Lance")
-        options = dict(self.storage_options) or None
+        options = library_options(self.storage_options) or None
         try:
-            return lance.dataset(self.uri, version=version, storage_options=options)
-        except (ValueError, OSError, RuntimeError) as error:
-            try:
+            with told(f"{self.uri} cannot be opened as a Lance dataset", "name its folder, or restore its manifests"):
+                return lance.dataset(self.uri, version=version, storage_options=options)
+        except SourceError as error:
+            if version is None:
+                raise
+            with told(str(error), "the newest version cannot be opened either"):
                 known = [each["version"] for each in lance.dataset(self.uri, storage_options=options).versions()]
-            except (ValueError, OSError, RuntimeError):
-                raise SourceError(f"{self.uri} cannot be opened as a Lance dataset: {_one_line(error)}") from error
+            if version in known:
+                raise
             raise SourceError(
                 f"{self.uri} has no version {version} (it has {_span(known)}): it was cleaned up, or never was; name one "
                 "that is there, or leave version out for the newest"
@@ -120,15 +134,11 @@ class LanceReader:
             if self._opened is None or self._opened[0] != detail.version:
                 self._opened = detail.version, self._source.open_version(detail.version)
             dataset = self._opened[1]
-        fragment = dataset.get_fragment(detail.fragment)
-        try:
+        with told(f"{unit} of version {detail.version} cannot be read by Lance", "was it cleaned up?"):
+            fragment = dataset.get_fragment(detail.fragment)
             table = fragment.to_table(
                 columns=self._source.wanted_columns(), offset=detail.start, limit=detail.stop - detail.start
             )
-        except (ValueError, OSError, RuntimeError) as error:
-            raise SourceError(
-                f"{unit} of version {detail.version} cannot be read by Lance: {_one_line(error)}; was it cleaned up?"
-            ) from error
         if table.num_rows != unit.num_rows:
             raise SourceError(f"{unit} has {table.num_rows} rows and had {unit.num_rows} when it was listed")
         return validate(table.replace_schema_metadata(None), str(unit))
@@ -166,29 +176,57 @@ class Delta(Parquet):
             raise SourceError(f"{where} has no files")
         return self.list_beside([path.removeprefix("file://") for path in paths])
 
+    def types_read(self, schema: pa.Schema) -> pa.Schema:
+        """Texts as strings: writers of one table write views in some files and strings in others."""
+        return pa.schema([field.with_type(_PLAIN.get(field.type, field.type)) for field in schema])
+
     def identity(self) -> str:
         version = self._open().version() if self.version is None else self.version
         return f"Delta({list(self.patterns)!r}, version={version}, columns={self.columns and list(self.columns)!r})"
+
+    def _retry_options(self) -> dict[str, str]:
+        return {
+            "retry_timeout": f"{max(round(self.retry.deadline_s), 1)}s",
+            "max_retries": "100" if self.retry.deadline_s else "0",
+        }
 
     def _open(self) -> Any:
         deltalake = needed_library("deltalake", "delta", "Delta")
         (path,) = self.patterns if len(self.patterns) == 1 else (None,)
         if path is None:
             raise SpecError(f"Delta reads one table, and paths names {len(self.patterns)}: make them sources of their own")
-        options = dict(self.storage_options) if is_remote(path) else None
-        try:
+        options = {**self._retry_options(), **library_options(self.storage_options)} if is_remote(path) else None
+        what = path if self.version is None else f"version {self.version} of {path}"
+        way_out = "name a version whose log is there, or leave version out for the newest"
+        with told(f"{what} cannot be opened as a Delta table", way_out, deltalake.exceptions.DeltaError):
             return deltalake.DeltaTable(path, version=self.version, storage_options=options)
-        except (deltalake.exceptions.DeltaError, ValueError, OSError) as error:
-            what = path if self.version is None else f"version {self.version} of {path}"
-            raise SourceError(
-                f"{what} cannot be opened as a Delta table: {_one_line(error)}; name a version whose log is there, or leave "
-                "version out for the newest"
-            ) from error
+
+
+@contextmanager
+def told(what: str, way_out: str, *others: type[Exception]) -> Iterator[None]:
+    """Errors of a library that is written in Rust, as ours. Its panics are not even Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, (*_FAILED, *others)) and type(error).__name__ != "PanicException":
+            raise
+        if _SILENT.search(str(error)):
+            raise StorageError(f"{what}: storage did not answer: {_one_line(error)}") from error
+        raise SourceError(f"{what}: {_one_line(error)}; {way_out}") from error
+
+
+def library_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Storage options as these libraries take them: unlike ours, they must be told that an endpoint may be plain HTTP."""
+    found = {name: str(value) for name, value in options.items()}
+    is_plain = any(value.startswith("http://") for value in found.values())
+    if is_plain and not any(name.lower().endswith("allow_http") for name in found):
+        found["allow_http"] = "true"
+    return found
 
 
 def _span(versions: Sequence[int]) -> str:
     return f"{min(versions)} to {max(versions)}" if len(versions) > 1 else ", ".join(map(str, versions))
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+def _one_line(error: BaseException) -> str:
+    return " ".join(_COLOURS.sub("", str(error)).split())[:300]

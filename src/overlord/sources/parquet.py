@@ -63,7 +63,8 @@ class Parquet(FileSource):
 
     def units_of(self, files: Sequence[StoredFile], columns: Sequence[str] | None) -> list[Unit]:
         footers = FooterReader(self.storage, columns).read_all(files)
-        schema = common_schema(((each.file.path, each.schema) for each in footers), columns).remove_metadata()
+        schemas = ((each.file.path, self.types_read(each.schema)) for each in footers)
+        schema = common_schema(schemas, columns).remove_metadata()
         units: list[Unit] = []
         for footer, detail in zip(footers, details_of(footers, schema), strict=True):
             file = footer.file
@@ -71,6 +72,10 @@ class Parquet(FileSource):
                 if num_rows:
                     units.append(Unit(file.path, i, num_rows, num_bytes, detail, file.version))
         return self._check_not_empty(units)
+
+    def types_read(self, schema: pa.Schema) -> pa.Schema:
+        """The types that columns of a file are read as: those that it was written with."""
+        return schema
 
     def read_rows(self, unit: Unit) -> ReadResult:
         reader = ParquetReader(self)
@@ -228,7 +233,8 @@ class ParquetReader:
         parquet = pq.ParquetFile(file, metadata=footer, pre_buffer=False, page_checksum_verification=True)
         table = parquet.read_row_group(group, columns=others, use_threads=False)
         columns = [lists[name] if name in lists else table.column(name) for name in detail.schema.names]
-        return pa.table(columns, schema=detail.schema)
+        pairs = zip(columns, detail.schema.types, strict=True)
+        return pa.table([each if each.type == kind else each.cast(kind) for each, kind in pairs], schema=detail.schema)
 
     def _lists(self, file: pa.NativeFile, unit: Unit) -> dict[str, ArrowLists]:
         """The columns that need not go through Arrow."""
