@@ -159,7 +159,7 @@ def test_tables_in_a_bucket_are_read_though_requests_fail(far: Any, kind: Any) -
     source = kind("s3://lake/web.lance" if kind is Lance else "s3://lake/web", ["id"], storage_options=options)
     ol.testing.assert_source_keeps_its_promises(source)
     proxy.faults.extend([503, "drop", 500])
-    assert sorted(read_all(source)["id"].to_pylist()) == list(range(1000))
+    assert sorted(read_all(source)["id"].to_numpy().tolist()) == list(range(1000))
     assert not proxy.faults
     units = source.units()
     proxy.faults.extend([503, "drop", 500])
@@ -203,7 +203,7 @@ def test_lineage_names_the_file_and_the_row(lance: Any, deltalake: Any, tmp_path
         for document in found.documents(number, 0):
             assert Path(document.file).is_file()
             assert document.file_row is not None
-            rows = pa.concat_tables([source.read(unit) for unit in firsts[document.file]])["tokens"].to_pylist()
+            rows: Any = pa.concat_tables([source.read(unit) for unit in firsts[document.file]])["tokens"].to_pylist()
             tokens = micros[document.microbatch][document.place : document.place + document.tokens]
             assert tokens == rows[document.file_row][document.start : document.stop]
 

@@ -14,10 +14,11 @@ Bad rows are kept with the others, and are reported whenever their unit is taken
 
 from __future__ import annotations
 
+import io
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -470,16 +471,18 @@ def encode_rows(rows: TransformedRows) -> list[bytes | memoryview] | None:
     return parts
 
 
-class _Pieces:
+class _Pieces(io.RawIOBase):
     """What Arrow writes, in pieces: large buffers are not copied."""
 
-    closed = False
-
     def __init__(self) -> None:
+        super().__init__()
         self._done: list[bytes | memoryview] = []
         self._small = bytearray()
 
-    def write(self, data: bytes | pa.Buffer) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
         if len(data) < _SMALL_BYTES:
             self._small += data
         else:
@@ -489,12 +492,6 @@ class _Pieces:
 
     def end(self) -> list[bytes | memoryview]:
         return [*self._done, bytes(self._small)]
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def decode_rows(data: pa.Buffer, units: Sequence[Unit], unit_numbers: Sequence[int]) -> TransformedRows | None:

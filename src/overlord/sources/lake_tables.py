@@ -178,7 +178,7 @@ class Delta(Parquet):
 
     def types_read(self, schema: pa.Schema) -> pa.Schema:
         """Texts as strings: writers of one table write views in some files and strings in others."""
-        return pa.schema([field.with_type(_PLAIN.get(field.type, field.type)) for field in schema])
+        return pa.schema([pa.field(field.name, _PLAIN.get(field.type) or field.type, field.nullable) for field in schema])
 
     def identity(self) -> str:
         version = self._open().version() if self.version is None else self.version
