@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,10 @@ SMALL = Sizes(TINY, torch.float32, 256, (2, 4), 64, 4, 512, 8, 3, (64, 128, 256)
 def speed(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     """Milliseconds of attention alone: flash attention over a whole document, and one rank of a ring times the ranks."""
     shape = sizes.shape
-    options = RingOptions(choose_kernel(device, sizes.dtype, shape.head_dim), shape.head_dim**-0.5, NO_WINDOW, False)
+    kernel = choose_kernel(device, sizes.dtype, shape.head_dim)
 
-    def passes(num_ranks: int, part: int, messages: CopyMessages) -> tuple[float, float]:
+    def passes(num_ranks: int, part: int, messages: CopyMessages, overlap_turns: bool = True) -> tuple[float, float]:
+        options = RingOptions(kernel, shape.head_dim**-0.5, NO_WINDOW, False, overlap_turns)
         ring = ring_of([sizes.speed_tokens], num_ranks, part, messages)
         tokens = ring.num_tokens(part)
         shapes = [(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)]
@@ -90,14 +92,17 @@ def speed(sizes: Sizes, device: torch.device) -> dict[str, Any]:
 
     whole = passes(1, 0, CopyMessages(device))
     rows = []
+    networks = (("copies", None), ("copies and a network of 50 GB/s, modelled", NETWORK))
     for num_ranks in sizes.rings:
-        for name, bandwidth in (("copies", None), ("copies and a network of 50 GB/s, modelled", NETWORK)):
-            found = [passes(num_ranks, part, CopyMessages(device, bandwidth)) for part in {0, num_ranks // 2, num_ranks - 1}]
+        parts = {0, num_ranks // 2, num_ranks - 1}
+        for (name, bandwidth), overlap_turns in product(networks, (True, False)):
+            found = [passes(num_ranks, part, CopyMessages(device, bandwidth), overlap_turns) for part in parts]
             forward, backward = (max(each[i] for each in found) for i in (0, 1))
             rows.append(
                 {
                     "ranks": num_ranks,
                     "messages": name,
+                    "overlap_turns": overlap_turns,
                     "forward_ms": forward,
                     "backward_ms": backward,
                     "forward_over_share": forward * num_ranks / whole[0],

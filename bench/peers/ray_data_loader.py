@@ -26,7 +26,7 @@ from bench.peers.pictures import BATCH, SIZE
 from bench.run_one import Work
 
 SHELF = "bench-ray-data"
-_CORE_TOKENS = 25_000_000
+_CORE_TOKENS = 45_000_000
 _CORE_IMAGES = 600
 """More than a core of Ray Data takes a second."""
 _START_S = 4.0

@@ -60,7 +60,7 @@ def oracle(wholes: list[int], tensors: list[Tensor], dout: Tensor, window: int) 
 def errors_on(device: str, cases: int, longest: int = 3000, seed: int = 0) -> dict[str, Any]:
     """The largest relative error of rings, and of a single rank, over random cases; and whether gradients repeat."""
     draw = random.Random(seed)
-    worst: dict[str, dict[str, float]] = {"ring": dict.fromkeys(NAMES, 0.0), "one rank": dict.fromkeys(NAMES, 0.0)}
+    worst = {name: dict.fromkeys(NAMES, 0.0) for name in ("ring", "ring, turns in order", "one rank")}
     repeats = True
     for case in range(cases):
         num_ranks = draw.randint(2, 8)
@@ -73,8 +73,9 @@ def errors_on(device: str, cases: int, longest: int = 3000, seed: int = 0) -> di
         *tensors, dout = (torch.randn(shape, generator=make, device=device, dtype=dtype) for shape in shapes)
         kernel = choose_kernel(torch.device(device), dtype, dim)
         exact = oracle(wholes, tensors, dout, window)
-        for name, ranks in (("ring", num_ranks), ("one rank", 1)):
-            found = run_around(RingOptions(kernel, dim**-0.5, window, False), wholes, ranks, tensors, dout)
+        for name, ranks in (("ring", num_ranks), ("ring, turns in order", num_ranks), ("one rank", 1)):
+            options = RingOptions(kernel, dim**-0.5, window, False, overlap_turns=name == "ring")
+            found = run_around(options, wholes, ranks, tensors, dout)
             for what, mine, theirs in zip(NAMES, found, exact, strict=True):
                 error = float((mine.double() - theirs).norm() / theirs.norm())
                 worst[name][what] = max(worst[name][what], error if error == error else float("inf"))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from overlord.trainer.ring.pieces import Ring
 
 
-def ring_attention(
+def ring_attention(  # noqa: PLR0913 - options of a call, by name
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,6 +38,7 @@ def ring_attention(
     window: int | None = None,
     deterministic: bool = False,
     kernel: Kernel | None = None,
+    overlap_turns: bool = True,
 ) -> Tensor:
     """Causal attention of this rank's queries to all keys of their documents, on whatever rank these are.
 
@@ -50,6 +51,8 @@ def ring_attention(
     - `deterministic`: gradients are the same bits each time, at some cost.
     - `kernel`: one of `overlord.trainer.ring`. Default: the fastest that is there. bfloat16 and float16 on a GPU take flash
       attention, everything else a reference in plain operations.
+    - `overlap_turns`: on a GPU the kernels of consecutive turns run on two streams. That is quicker where messages are, as
+      over NVLink; across a network gradients come too late for it, and False is quicker (docs/results.md has both).
     """
     tokens = ring.num_tokens(ring.index)
     if q.shape[0] != tokens or k.shape[0] != tokens or v.shape != k.shape or q.shape[1] % k.shape[1]:
@@ -69,7 +72,11 @@ def ring_attention(
     if refusal is not None:
         raise SpecError(f"{refusal}; leave kernel out, or pass kernel=ReferenceKernel()")
     options = RingOptions(
-        chosen, q.shape[2] ** -0.5 if scale is None else scale, NO_WINDOW if window is None else window, deterministic
+        chosen,
+        q.shape[2] ** -0.5 if scale is None else scale,
+        NO_WINDOW if window is None else window,
+        deterministic,
+        overlap_turns,
     )
     return _RingAttention.apply(q, k, v, ring, options)
 
@@ -81,6 +88,7 @@ class RingOptions(NamedTuple):
     scale: float
     window: int
     deterministic: bool
+    overlap_turns: bool = True
 
     def mask(self, call: KernelCall) -> AttentionMask:
         return AttentionMask(call.causal, call.window, self.scale, self.deterministic)
@@ -116,7 +124,7 @@ def attend_around(q: Tensor, held: list[Tensor], ring: Ring, options: RingOption
     values."""
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))  # of a rank without tokens
     turns = _turns(ring, options.window, q.device)
-    streams = TurnStreams(q.device, ring.size)
+    streams = TurnStreams(q.device, ring.size if options.overlap_turns else 1)
     pending = None
     for turn, (part, calls) in enumerate(turns):
         with streams.arrival(turn):
@@ -150,7 +158,7 @@ def differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, o
     dq = grad.q.new_empty(grad.q.shape)
     sums: list[Tensor] = [torch.zeros_like(tensor) for tensor in held]  # of a rank without tokens
     turns = _turns(ring, options.window, grad.q.device)
-    streams = TurnStreams(grad.q.device, ring.size)
+    streams = TurnStreams(grad.q.device, ring.size if options.overlap_turns else 1)
     pending = arriving = None
     for turn, (part, calls) in enumerate(turns):
         with streams.arrival(turn):
