@@ -166,8 +166,8 @@ def test_the_next_chunks_are_fetched_while_the_first_is_used(store, tmp_path):
     ahead.note(2)  # every second chunk is for another loader
     wanted = {f"GET 0.jsonl bytes={chunk * 10}-{chunk * 10 + 9}" for chunk in range(4, 20, 2)}
     wait_until(lambda: wanted <= set(gets(store)))
-    ahead.close()
     wait_until(lambda: len(list(Path(tmp_path).rglob("files-*"))) >= len(wanted))
+    ahead.close()
     store.requests.clear()
     assert storage.read(file, 40, 50).to_pybytes() == store.objects["0.jsonl"][40:50]
     assert gets(store) == []
