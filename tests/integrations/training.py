@@ -21,7 +21,8 @@ EXAMPLES = ROOT / "examples" / "integrations"
 STOP, END = 10, 15
 PATIENCE_S = 400
 IS_THOROUGH = "OVERLORD_INTEGRATIONS" in os.environ  # `make test` saves the time of one run
-CLOSE = 2e-5  # floats that were added in another order, over fifteen steps
+CLOSE = 2e-5  # losses of floats that were added in another order, over fifteen steps
+WEIGHTS_CLOSE = 1e-4  # single weights, which rounding moves more on some processors than on others
 
 
 def import_tiny() -> Any:
@@ -175,4 +176,4 @@ def _noted(steps: list[list[list[int]]], per: str) -> list[list[int]]:
 
 
 def assert_same_weights(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(found, expected, rtol=WEIGHTS_CLOSE, atol=WEIGHTS_CLOSE)
