@@ -34,7 +34,7 @@ test-lowest: $(LOWEST)/.made
 test-thorough: $(DEV)
 	HYPOTHESIS_PROFILE=thorough SECOND_TRIES=0 $(BIN)/pytest -n 2 -q --timeout 1200
 
-# Training frameworks, in an environment of their own: every example trains, stops and resumes. About half an hour.
+# Training frameworks, in an environment of their own: every example trains, stops and resumes. About a quarter of an hour.
 INTEGRATIONS := .venv-integrations
 integrations: $(INTEGRATIONS)/.made
 	OVERLORD_INTEGRATIONS=1 $(INTEGRATIONS)/bin/pytest -q tests/integrations
