@@ -10,6 +10,7 @@ from overlord.loaders.model import (
     Share,
     by_share,
     evenly,
+    hosts_beside,
     shares_by_load,
 )
 
@@ -31,6 +32,22 @@ def test_no_host_has_more_than_its_part_and_one_share(loads, num_hosts):
     partition = evenly(dict.fromkeys(loads, 1), loads, num_hosts)
     carried = [sum(loads[share.source] for share in host) for host in partition.hosts]
     assert max(carried) <= sum(loads.values()) / len(partition.hosts) + max(loads.values()) + 1e-9
+
+
+@given(st.integers(1, 256), st.integers(1, 64))
+def test_hosts_leave_a_process_to_every_constructor_or_use_all_of_them(num_processes, num_groups):
+    num_hosts = hosts_beside(num_processes, num_groups)
+    assert 1 <= num_hosts <= num_processes
+    if num_hosts < num_processes:
+        assert num_hosts + num_groups <= num_processes
+        assert 0.75 * num_groups <= num_hosts <= num_groups
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_groups", "num_hosts"), [(16, 8, 8), (16, 4, 4), (14, 8, 6), (13, 8, 13), (4, 4, 4), (2, 1, 1)]
+)
+def test_hosts_beside_constructors(num_processes, num_groups, num_hosts):
+    assert hosts_beside(num_processes, num_groups) == num_hosts
 
 
 @given(SOURCES, st.integers(1, 8))

@@ -55,6 +55,16 @@ def test_roles_live_in_other_processes_and_the_planner_in_this_one(engine: ol.Pr
     assert here.call(Counter.add, 1).result() == 8
 
 
+def test_a_process_without_roles_is_not_started():
+    engine = open_engine(num_processes=4)
+    try:
+        roles = [engine.spawn(f"few/{i}", partial(make_counter, i)) for i in range(2)]
+        pids = {role.call(Counter.pid).result() for role in roles}
+        assert {child.pid for child in template_of(roles[0]).children()} == pids
+    finally:
+        engine.close()
+
+
 def test_a_killed_role_is_made_anew_and_answers_under_its_name(engine: ol.Processes):
     counter = engine.spawn("killed", partial(make_counter, 5))
     assert counter.call(Counter.add, 2).result() == 7

@@ -115,6 +115,16 @@ def shares_by_load(num_shares: Mapping[str, int], loads: Mapping[str, float], nu
     return {name: max(given, min(needed[name], num_hosts)) for name, given in num_shares.items()}
 
 
+def hosts_beside(num_processes: int, num_groups: int) -> int:
+    """How many loader hosts to run in `num_processes` processes beside the data constructors of `num_groups` groups, for
+    sources whose chunks cost less than the batches made of them. A loader host and a constructor in one process contend for
+    the GIL, and every host keeps chunks of its own: so hosts get the processes that no constructor needs, and no more than
+    there are constructors. Three hosts feed four constructors (`python -m bench trainers`); where there are not even so
+    many processes left, every process gets a host."""
+    num_free = num_processes - num_groups
+    return min(num_free, num_groups) if 4 * num_free >= 3 * num_groups else num_processes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """The average cost of one chunk of a source."""

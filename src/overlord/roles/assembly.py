@@ -25,6 +25,7 @@ from overlord.loaders.model import (
     Share,
     by_share,
     evenly,
+    hosts_beside,
     shares_by_load,
 )
 from overlord.planlog.lineage_run import begin_lineage
@@ -42,7 +43,11 @@ from overlord.roles.source_loader import SourceLoader
 from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.long_waits import warn_if_long
 from overlord.runtime.threads import Threads, make_executor
+from overlord.sources.arrow_ipc import ArrowIpc
 from overlord.sources.files import units_of
+from overlord.sources.megatron import MegatronBin
+from overlord.sources.parquet import Parquet
+from overlord.sources.prepared import Prepared
 from overlord.sources.storage import is_remote
 from overlord.steering.steering import Steering
 from overlord.stream.chunk_order import chunks_per_epoch, default_window
@@ -75,6 +80,7 @@ SOURCES = "sources"
 """Under which sources that were added to a run are published, by name."""
 _INLINE_S = 0.1
 """To make a chunk, in a process whose threads contend for the GIL. Steps are built ahead: nobody notices so short a time."""
+_COLUMNAR = (Parquet, ArrowIpc, MegatronBin, Prepared)
 _IDLE_VALUES = 2  # buffers for the values of chunks that a process keeps for the next ones
 _LISTING_THREADS = 16  # listing waits for storage, not for the processor
 
@@ -138,7 +144,8 @@ def make_partition(
 ) -> Partition:
     """How sources are spread over loader hosts: as `given`; or over the engine's hosts, by the bytes that steps are expected
     to take of each source; or, where all hosts run in one process, share i of every source in host i. Where hosts are
-    processes of one machine, a source that takes more than one of them can deliver gets several."""
+    processes of one machine, a source that takes more than one of them can deliver gets several, and sources that are read
+    without further work get the processes that have no constructor."""
     if given is not None:
         given.check_sources(job.sources)
         return given
@@ -150,6 +157,8 @@ def make_partition(
     most = {name: max(share.get(name, 0.0) for share in shares) for name in job.sources}
     loads = {name: _expected_load(most[name], units[name], job.mix.unit) for name in job.sources}
     if engine.is_one_machine:
+        if all(_is_light(source, units[name]) for name, source in job.sources.items()):
+            num_hosts = hosts_beside(num_hosts, job.mesh.dp)
         num_shares = shares_by_load(num_shares, loads, num_hosts)
     return evenly(num_shares, loads, num_hosts)
 
@@ -232,7 +241,7 @@ class _SourceOpener:
         part = source.buffer_bytes * num_own // self.num_shares.get(name, source.loaders if is_added else 1)
         buffer_bytes = max(part, source.buffer_bytes // source.loaders)
         # A remote store may block at any time, so nothing is read from it before it is needed, except on threads.
-        is_near = not any(is_remote(unit.path) for unit in units[:1]) and not (source.cache and source.cache.is_remote)
+        is_near = _is_near(source, units)
         is_plain = self.arenas is snapshots is None
         loader = SourceLoader(
             name,
@@ -397,6 +406,17 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
         warn_epochs=[source.warn_epochs for source in job.sources.values()],
         lineage=None if era is None or not era.has_lineage else begin_lineage(era, job.mesh, start.step),
     )
+
+
+def _is_light(source: Source, units: Sequence[Unit]) -> bool:
+    """True if a chunk of a source costs less than the batches that are made of it: columns of tokens in local files."""
+    is_read_only = isinstance(source, _COLUMNAR) and not source.transforms and source.decode is None
+    return is_read_only and _is_near(source, units)
+
+
+def _is_near(source: Source, units: Sequence[Unit]) -> bool:
+    """True if reading a source never waits for a remote store."""
+    return not any(is_remote(unit.path) for unit in units[:1]) and not (source.cache and source.cache.is_remote)
 
 
 def _expected_load(weight: float, units: Sequence[Unit], unit: str) -> float:

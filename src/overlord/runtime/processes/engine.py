@@ -57,10 +57,10 @@ def default_engine(num_workers: int | None) -> tuple[Processes | None, str]:
 class Processes:
     """The engine for all cores of one machine, without a cluster.
 
-    Loader hosts and data constructors run in `num_processes` processes, by default one for each core that this process may
-    use; the planner runs in this process. Callers wait `patience_s` for a role whose process died. A process that is alive
-    and answers no health check for `hung_after_s` is killed and replaced; None disables this. A process answers health
-    checks while its roles are busy.
+    Loader hosts and data constructors run in at most `num_processes` processes, by default one for each core that this
+    process may use; the planner runs in this process. Callers wait `patience_s` for a role whose process died. A process
+    that is alive and answers no health check for `hung_after_s` is killed and replaced; None disables this. A process
+    answers health checks while its roles are busy.
     """
 
     def __init__(
@@ -136,8 +136,6 @@ class Processes:
         ).start()
         settings = ProcessSettings(run, self._share(size), self._num_cores, self._patience_s, self._hung_after_s)
         self._processes = [HostProcess(index, settings, self._template) for index in range(self.num_processes)]
-        for process in self._processes:
-            process.start()
 
     def place_near(self, nodes: Sequence[str]) -> None:
         raise SpecError(

@@ -103,17 +103,15 @@ class HostProcess:
         process = self._process
         return None if process is None else process.pid
 
-    def start(self) -> None:
-        """Start the process, without waiting for it."""
-        self._thread.start()
-
     def add(self, number: int, name: str, make: Callable[[Workplace], Any]) -> None:
-        """Make a role in the process, now and whenever the process is started again."""
+        """Make a role in the process, now and whenever the process is started again. The first role starts the process."""
         with self._changed:
             if self._is_closed:
                 return
             self._roles[number] = _Ordered(name, make)
-            if self._control is not None:
+            if self._thread.ident is None:
+                self._thread.start()
+            elif self._control is not None:
                 self._order([number])
 
     def drop(self, number: int, timeout_s: float) -> None:
