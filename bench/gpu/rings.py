@@ -1,6 +1,6 @@
 """Ring attention, offloading and 2M tokens on one GPU, one virtual rank at a time.
 
-    python -m bench.gpu.rings [--parts speed,turns,offload,long,ablation] [--device cpu] [--out FILE]
+    python -m bench.gpu.rings [--parts speed,turns,offload,long,ablation] [--rings 8] [--device cpu] [--out FILE]
 
 - turns: the kernels of a ring's backward pass alone, turn by turn, and those of several turns in one call.
 - speed: one rank of a ring over a document of 128k tokens, against an N-th of flash attention over the whole document.
@@ -69,6 +69,9 @@ GPU = Sizes(
     3,
     (512, 2048, 8192, 32768, 131072),
 )
+WAYS = ((2, 2), (2, 1), (1, 2), (0, 1))
+"""Streams of kernels and how many turns ahead keys are sent. The first is the default, the third has `overlap_turns=False`,
+the last has everything on one stream."""
 SMALL = Sizes(TINY, torch.float32, 256, (2, 4), 64, 4, 512, 8, 3, (64, 128, 256))
 
 
@@ -77,8 +80,8 @@ def speed(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     shape = sizes.shape
     kernel = choose_kernel(device, sizes.dtype, shape.head_dim)
 
-    def passes(num_ranks: int, part: int, messages: CopyMessages, overlap_turns: bool = True) -> tuple[float, float]:
-        options = RingOptions(kernel, shape.head_dim**-0.5, NO_WINDOW, False, overlap_turns)
+    def passes(num_ranks: int, part: int, messages: CopyMessages, way: tuple[int, int] = (2, 2)) -> tuple[float, float]:
+        options = RingOptions(kernel, shape.head_dim**-0.5, NO_WINDOW, False, *way)
         ring = ring_of([sizes.speed_tokens], num_ranks, part, messages)
         tokens = ring.num_tokens(part)
         shapes = [(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)]
@@ -95,14 +98,15 @@ def speed(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     networks = (("copies", None), ("copies and a network of 50 GB/s, modelled", NETWORK))
     for num_ranks in sizes.rings:
         parts = {0, num_ranks // 2, num_ranks - 1}
-        for (name, bandwidth), overlap_turns in product(networks, (True, False)):
-            found = [passes(num_ranks, part, CopyMessages(device, bandwidth), overlap_turns) for part in parts]
+        for (name, bandwidth), way in product(networks, WAYS):
+            found = [passes(num_ranks, part, CopyMessages(device, bandwidth), way) for part in parts]
             forward, backward = (max(each[i] for each in found) for i in (0, 1))
             rows.append(
                 {
                     "ranks": num_ranks,
                     "messages": name,
-                    "overlap_turns": overlap_turns,
+                    "kernel_streams": way[0],
+                    "keys_ahead": way[1],
                     "forward_ms": forward,
                     "backward_ms": backward,
                     "forward_over_share": forward * num_ranks / whole[0],
@@ -347,13 +351,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--rings", help="the sizes of the rings of speed, such as 8,16")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     given = parser.parse_args()
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu"}
+    sizes = GPU if given.device == "cuda" else SMALL
+    if given.rings:
+        sizes = replace(sizes, rings=tuple(int(each) for each in given.rings.split(",")))
     for name in given.parts.split(","):
         begun = time.monotonic()
-        report[name] = PARTS[name](GPU if given.device == "cuda" else SMALL, device)
+        report[name] = PARTS[name](sizes, device)
         report[name]["took_s"] = time.monotonic() - begun
         say({"part": name, "took_s": report[name]["took_s"]})
         reset_memory(device)

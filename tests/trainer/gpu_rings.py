@@ -25,6 +25,8 @@ from tests.trainer.reference_ring import reference_ring_attention
 from tests.trainer.rings import ThreadMessages, masked_attention, micro_of, places_of
 
 NAMES = ("out", "dq", "dk", "dv")
+WAYS = {"ring": (2, 2), "ring, keys one turn ahead": (2, 1), "ring, kernels in order": (1, 2), "ring, all in order": (0, 1)}
+"""The streams of kernels, and how many turns ahead keys are sent."""
 
 
 def run_around(options: RingOptions, wholes: list[int], num_ranks: int, tensors: list[Tensor], dout: Tensor) -> list[Tensor]:
@@ -60,7 +62,7 @@ def oracle(wholes: list[int], tensors: list[Tensor], dout: Tensor, window: int) 
 def errors_on(device: str, cases: int, longest: int = 3000, seed: int = 0) -> dict[str, Any]:
     """The largest relative error of rings, and of a single rank, over random cases; and whether gradients repeat."""
     draw = random.Random(seed)
-    worst = {name: dict.fromkeys(NAMES, 0.0) for name in ("ring", "ring, turns in order", "one rank")}
+    worst = {name: dict.fromkeys(NAMES, 0.0) for name in (*WAYS, "one rank")}
     repeats = True
     for case in range(cases):
         num_ranks = draw.randint(2, 8)
@@ -73,16 +75,17 @@ def errors_on(device: str, cases: int, longest: int = 3000, seed: int = 0) -> di
         *tensors, dout = (torch.randn(shape, generator=make, device=device, dtype=dtype) for shape in shapes)
         kernel = choose_kernel(torch.device(device), dtype, dim)
         exact = oracle(wholes, tensors, dout, window)
-        for name, ranks in (("ring", num_ranks), ("ring, turns in order", num_ranks), ("one rank", 1)):
-            options = RingOptions(kernel, dim**-0.5, window, False, overlap_turns=name == "ring")
-            found = run_around(options, wholes, ranks, tensors, dout)
+        for name, (streams, ahead) in {**WAYS, "one rank": (0, 1)}.items():
+            options = RingOptions(kernel, dim**-0.5, window, False, streams, ahead)
+            found = run_around(options, wholes, 1 if name == "one rank" else num_ranks, tensors, dout)
             for what, mine, theirs in zip(NAMES, found, exact, strict=True):
                 error = float((mine.double() - theirs).norm() / theirs.norm())
                 worst[name][what] = max(worst[name][what], error if error == error else float("inf"))
         if case < 3:
-            options = RingOptions(kernel, dim**-0.5, window, True)
-            same = [run_around(options, wholes, num_ranks, tensors, dout) for _ in range(2)]
-            repeats = repeats and all(torch.equal(a, b) for a, b in zip(*same, strict=True))
+            # Sums are made in one order, whatever streams the kernels are on.
+            ways = [RingOptions(kernel, dim**-0.5, window, True, streams, ahead) for streams, ahead in WAYS.values()]
+            same = [run_around(options, wholes, num_ranks, tensors, dout) for options in (ways[0], *ways)]
+            repeats = repeats and all(torch.equal(a, b) for other in same[1:] for a, b in zip(same[0], other, strict=True))
     return {"cases": cases, "relative_error": worst, "deterministic_repeats": repeats, "through_autograd": _autograd(device)}
 
 

@@ -16,7 +16,7 @@ from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer.ring import Ring
 
 
-@dataclass(frozen=True)
+@dataclass
 class ThreadMessages:
     """Messages between ranks that are threads of this process."""
 

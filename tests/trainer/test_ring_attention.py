@@ -3,7 +3,11 @@ of one that saw it whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import queue
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +23,22 @@ from torch import Tensor, nn
 import overlord as ol
 from overlord.trainer import Ring, attach, ring_attention, sum_gradients, token_loss
 from overlord.trainer.ring import ReferenceKernel, TorchFlash
-from overlord.trainer.ring.kernels import choose_kernel
+from overlord.trainer.ring.attention import RingOptions, attend_around, differentiate_around
+from overlord.trainer.ring.kernels import OutputGradient, choose_kernel
+from overlord.trainer.ring.messages import PendingMessages
 from overlord.trainer.ring.schedule import NO_WINDOW, calls_of
 from tests.small_sources import Numbered, job_of
 from tests.trainer.ranks import join_world, run_ranks
 from tests.trainer.reference_ring import reference_ring_attention
-from tests.trainer.rings import Attend, masked_attention, micro_of, places_of, random_numbers, run_in_threads
+from tests.trainer.rings import (
+    Attend,
+    ThreadMessages,
+    masked_attention,
+    micro_of,
+    places_of,
+    random_numbers,
+    run_in_threads,
+)
 
 _RANKS = 4
 _STEPS = 2
@@ -57,6 +71,57 @@ def test_a_ring_gives_what_plain_attention_gives_forward_and_backward(num_ranks,
             places = places_of(wholes, num_ranks, part)
             for mine, theirs in zip(parts, expected, strict=True):
                 torch.testing.assert_close(mine, theirs[places], rtol=1e-10, atol=1e-12)
+
+
+@dataclass
+class CountedMessages(ThreadMessages):
+    """Counts the sets of keys that a rank has received and not forgotten, and tells the order of messages."""
+
+    sizes: list[int] = field(default_factory=list)
+    most_held: int = 0
+    _held: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    def exchange(self, ring: Ring, tensors: Sequence[Tensor], num_tokens: int) -> CountedPending:
+        self.sizes.append(len(tensors[0]))
+        return CountedPending(self, super().exchange(ring, tensors, num_tokens))
+
+
+@dataclass
+class CountedPending:
+    messages: CountedMessages
+    pending: PendingMessages
+
+    def wait(self) -> list[Tensor]:
+        received = self.pending.wait()
+        held = self.messages._held
+        held[:] = [ref for ref in held if ref() is not None] + [weakref.ref(received[0])]
+        self.messages.most_held = max(self.messages.most_held, len(held))
+        return received
+
+
+@settings(max_examples=20)
+@given(num_ranks=st.integers(2, 6), ahead=st.integers(1, 3), seed=st.integers(0, 99))
+def test_keys_may_be_sent_any_number_of_turns_ahead_and_few_are_held(num_ranks, ahead, seed):
+    wholes = [30 + seed % 7, 13]
+    tensors = [random_numbers((sum(wholes), heads, 4), seed + i) for i, heads in enumerate((4, 2, 2))]
+    dout = random_numbers((sum(wholes), 4, 4), seed + 9)
+    boxes: dict[int, queue.SimpleQueue[tuple[list[Tensor], Any]]] = {rank: queue.SimpleQueue() for rank in range(num_ranks)}
+
+    def run(part: int, keys_ahead: int) -> list[Tensor]:
+        messages = CountedMessages(boxes)
+        ring = replace(Ring.of(micro_of(wholes, num_ranks, part)), messages=messages)
+        q, k, v, grad = (tensor[places_of(wholes, num_ranks, part)] for tensor in (*tensors, dout))
+        options = RingOptions(ReferenceKernel(), 0.5, NO_WINDOW, True, keys_ahead=keys_ahead)
+        out, lse = attend_around(q, [k, v], ring, options)
+        assert messages.most_held <= keys_ahead + 1
+        assert len(messages.sizes) == num_ranks - 1
+        return [out, *differentiate_around(OutputGradient(q, grad, out, lse), [k, v], ring, options)]
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        early = list(threads.map(run, range(num_ranks), [ahead] * num_ranks))
+        one = list(threads.map(run, range(num_ranks), [1] * num_ranks))
+    for found, expected in zip(early, one, strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
 @settings(max_examples=200)

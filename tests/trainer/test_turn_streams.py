@@ -62,17 +62,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return streams
 
 
-def go_around(gpu: Streams, number: int) -> None:
+def go_around(gpu: Streams, number: int, kernel_streams: int = 2, ahead: int = 1) -> None:
     """The work of one pass around a ring, as `differentiate_around` has it."""
     gpu.work(f"input {number}")
-    streams = TurnStreams(torch.device("cuda", 0), TURNS)
-    keys = gpu.current.record_event()
+    streams = TurnStreams(torch.device("cuda", 0), TURNS, kernel_streams)
+    keys = [gpu.current.record_event()]
     sums: set[str] = set()
     for turn in range(TURNS):
         with streams.arrival(turn):
-            gpu.current.wait_event(keys)
+            gpu.current.wait_event(keys[turn])
         with streams.keys(turn):
-            keys = gpu.message(f"keys {number}.{turn + 1}")
+            while len(keys) < min(turn + ahead + 1, TURNS):
+                gpu.current.wait_event(keys[-1])
+                keys.append(gpu.message(f"keys {number}.{len(keys)}"))
         with streams.kernels(turn):
             gpu.work(f"kernel {number}.{turn}")
         with streams.sums(turn):
@@ -86,23 +88,27 @@ def go_around(gpu: Streams, number: int) -> None:
     assert streams.take_out([], torch.float32) == []
 
 
-def test_kernels_wait_for_their_keys_and_for_memory_but_not_for_each_other(gpu):
-    go_around(gpu, 0)
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("kernel_streams", [1, 2])
+def test_kernels_wait_for_their_keys_and_for_memory_but_not_for_sums(gpu, kernel_streams, ahead):
+    go_around(gpu, 0, kernel_streams, ahead)
     before = gpu.done_before
     for turn in range(TURNS):
         kernel = before[f"kernel 0.{turn}"]
         assert "input 0" in kernel
         if turn > 0:
             assert f"keys 0.{turn}" in kernel
-            assert f"kernel 0.{turn - 1}" not in kernel  # so that it can fill the gap at the end of the turn before
             assert f"sum 0.{turn - 1}" not in kernel
-        if turn > 1:  # which read what the last kernel on this stream returned
+            # On two streams a kernel fills the gap at the end of the turn before.
+            assert (f"kernel 0.{turn - 1}" in kernel) == (kernel_streams == 1)
+        if turn > 1:  # which read what is freed when this kernel begins
             assert f"sum 0.{turn - 2}" in kernel
         assert f"kernel 0.{turn}" in before[f"sum 0.{turn}"]
-        # The buffers of the keys of the turn before are received into again.
-        if turn > 0:
-            assert f"kernel 0.{turn - 1}" in before[f"keys 0.{turn + 1}"]
-        assert f"kernel 0.{turn}" not in before[f"keys 0.{turn + 1}"]
+        if turn + ahead < TURNS:
+            # The buffers of the keys of the turn before are received into again.
+            if turn > 0:
+                assert f"kernel 0.{turn - 1}" in before[f"keys 0.{turn + ahead}"]
+            assert f"kernel 0.{turn}" not in before[f"keys 0.{turn + ahead}"]
     everything = {f"{what} 0.{turn}" for what in ("kernel", "sum") for turn in range(TURNS)}
     assert everything | {f"sums 0.{TURNS}"} <= before["cast 0"]
 
@@ -116,8 +122,9 @@ def test_the_next_pass_uses_memory_of_side_streams_only_when_the_last_is_done(gp
 
 
 def test_without_a_gpu_and_in_a_ring_of_one_rank_nothing_is_put_on_other_streams(gpu):
-    for device, num_ranks in ((torch.device("cpu"), 4), (torch.device("cuda", 0), 1)):
-        streams = TurnStreams(device, num_ranks)
+    gpu_device = torch.device("cuda", 0)
+    for device, num_ranks, kernel_streams in ((torch.device("cpu"), 4, 2), (gpu_device, 1, 2), (gpu_device, 4, 0)):
+        streams = TurnStreams(device, num_ranks, kernel_streams)
         for inside in (streams.arrival, streams.keys, streams.kernels, streams.sums):
             with inside(0):
                 assert gpu.current is gpu.caller

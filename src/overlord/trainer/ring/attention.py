@@ -1,8 +1,8 @@
 """`ring_attention`: exact causal attention over documents that are cut over ranks, on fused kernels.
 
-The N ranks of a microbatch pass keys and values around the ring. In each of N turns a rank attends to the keys that it
-holds, while it sends them on and receives the next; its outputs are merged by their log-sum-exp. The backward pass goes
-around once more. The gradients of keys and values follow one turn behind: what other ranks have added arrives during a turn,
+The N ranks of a microbatch pass keys and values around the ring. In each of N turns a rank attends to the keys of one rank,
+while it receives those of a later turn; its outputs are merged by their log-sum-exp. The backward pass goes around once
+more. The gradients of keys and values follow one turn behind: what other ranks have added arrives during a turn,
 this rank adds its own at the end of it and sends them on, so that they are back at their rank after the last turn.
 
 A microbatch of whole documents is a ring of one rank: a single call of the kernel, without messages.
@@ -10,6 +10,7 @@ A microbatch of whole documents is a ring of one rank: a single call of the kern
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,8 +52,10 @@ def ring_attention(  # noqa: PLR0913 - options of a call, by name
     - `deterministic`: gradients are the same bits each time, at some cost.
     - `kernel`: one of `overlord.trainer.ring`. Default: the fastest that is there. bfloat16 and float16 on a GPU take flash
       attention, everything else a reference in plain operations.
-    - `overlap_turns`: on a GPU the kernels of consecutive turns run on two streams. That is quicker where messages are, as
-      over NVLink; across a network gradients come too late for it, and False is quicker (docs/results.md has both).
+    - `overlap_turns`: on a GPU the kernels of consecutive turns run on two streams; False runs them one after the other
+      (docs/results.md has both).
+
+    Beside its own, a rank holds the keys and values of at most three others on a GPU, and of two elsewhere.
     """
     tokens = ring.num_tokens(ring.index)
     if q.shape[0] != tokens or k.shape[0] != tokens or v.shape != k.shape or q.shape[1] % k.shape[1]:
@@ -76,7 +79,8 @@ def ring_attention(  # noqa: PLR0913 - options of a call, by name
         q.shape[2] ** -0.5 if scale is None else scale,
         NO_WINDOW if window is None else window,
         deterministic,
-        overlap_turns,
+        kernel_streams=2 if overlap_turns else 1,
+        keys_ahead=2 if q.is_cuda else 1,
     )
     return _RingAttention.apply(q, k, v, ring, options)
 
@@ -88,7 +92,11 @@ class RingOptions(NamedTuple):
     scale: float
     window: int
     deterministic: bool
-    overlap_turns: bool = True
+    kernel_streams: int = 2
+    """Streams of a GPU on which the kernels of turns run; 0 puts everything on the caller's stream."""
+    keys_ahead: int = 1
+    """Keys are sent so many turns before they are needed. With 1 they follow the gradients of the turn before in the queue
+    of the communicator, and come late where these do. With 2 a rank without a GPU waits for its first message."""
 
     def mask(self, call: KernelCall) -> AttentionMask:
         return AttentionMask(call.causal, call.window, self.scale, self.deterministic)
@@ -123,22 +131,14 @@ def attend_around(q: Tensor, held: list[Tensor], ring: Ring, options: RingOption
     """The output over all keys of the ring, in the dtype of `q`, and its log-sum-exp. `held` are this rank's keys and
     values."""
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))  # of a rank without tokens
-    turns = _turns(ring, options.window, q.device)
-    streams = TurnStreams(q.device, ring.size if options.overlap_turns else 1)
-    pending = None
-    for turn, (part, calls) in enumerate(turns):
-        with streams.arrival(turn):
-            arrived = held if pending is None else pending.wait()
-        with streams.keys(turn):
-            held = arrived
-            pending = _pass_on(held, ring, part, turn)
-        found: list[tuple[Tensor, Tensor]] = []
+    streams = TurnStreams(q.device, ring.size, options.kernel_streams)
+    passed = _PassedKeys(held, ring, options.keys_ahead, streams)
+    found: list[tuple[Tensor, Tensor]] = []
+    for turn in range(ring.size):
+        calls = _device_calls(ring, ring.part(turn), options.window, q.device)
+        passed.advance(turn)
         with streams.kernels(turn):
-            for each in calls:
-                keys, values = (each.keys.take(tensor) for tensor in held)
-                found.append(
-                    options.kernel.forward(each.queries.take(q), keys, values, each.bounds, options.mask(each.call))
-                )
+            _before, found = found, [_attend(each, q, passed.held, options) for each in calls]
         with streams.sums(turn):
             for number, (each, (own, own_lse)) in enumerate(zip(calls, found, strict=True)):
                 if turn == 0 and number == 0:  # it has all queries
@@ -157,22 +157,15 @@ def differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, o
     values."""
     dq = grad.q.new_empty(grad.q.shape)
     sums: list[Tensor] = [torch.zeros_like(tensor) for tensor in held]  # of a rank without tokens
-    turns = _turns(ring, options.window, grad.q.device)
-    streams = TurnStreams(grad.q.device, ring.size if options.overlap_turns else 1)
-    pending = arriving = None
-    for turn, (part, calls) in enumerate(turns):
-        with streams.arrival(turn):
-            arrived = held if pending is None else pending.wait()
-        with streams.keys(turn):
-            held = arrived
-            pending = _pass_on(held, ring, part, turn)
-        found: list[list[Tensor]] = []
+    streams = TurnStreams(grad.q.device, ring.size, options.kernel_streams)
+    passed = _PassedKeys(held, ring, options.keys_ahead, streams)
+    arriving: PendingMessages | None = None
+    found: list[list[Tensor]] = []
+    for turn in range(ring.size):
+        calls = _device_calls(ring, ring.part(turn), options.window, grad.q.device)
+        passed.advance(turn)
         with streams.kernels(turn):
-            for each in calls:
-                keys, values = (each.keys.take(tensor) for tensor in held)
-                q, dout, out = (each.queries.take(tensor) for tensor in grad[:3])
-                own = OutputGradient(q, dout, out, each.queries.take(grad.lse, 1).contiguous())
-                found.append(options.kernel.backward(own, keys, values, each.bounds, options.mask(each.call)))
+            _before, found = found, [_differentiate(each, grad, passed.held, options) for each in calls]
         with streams.sums(turn):
             sums = sums if arriving is None else arriving.wait()
             for number, (each, (added, *gradients)) in enumerate(zip(calls, found, strict=True)):
@@ -184,7 +177,7 @@ def differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, o
                     each.keys.add(total, gradient)
             if ring.size > 1:
                 # What is sent on now arrives during the next turn of the next rank, or at last at its own rank.
-                arriving = ring.messages.exchange(ring, sums, ring.num_tokens((part - 1) % ring.size))
+                arriving = ring.messages.exchange(ring, sums, ring.num_tokens(ring.part(turn + 1)))
             for number, (each, (added, *_)) in enumerate(zip(calls, found, strict=True)):
                 if turn > 0 or number > 0:
                     each.queries.add(dq, added)
@@ -194,17 +187,54 @@ def differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, o
     return streams.take_out([dq, *sums], grad.q.dtype)
 
 
-def _turns(ring: Ring, window: int, device: torch.device) -> list[tuple[int, list[_DeviceCall]]]:
-    """The rank whose keys are there in each turn, and the calls on them."""
-    parts = [(ring.index - turn) % ring.size for turn in range(ring.size)]
-    return [(part, _device_calls(ring, part, window, device)) for part in parts]
+def _attend(each: _DeviceCall, q: Tensor, held: list[Tensor], options: RingOptions) -> tuple[Tensor, Tensor]:
+    keys, values = (each.keys.take(tensor) for tensor in held)
+    return options.kernel.forward(each.queries.take(q), keys, values, each.bounds, options.mask(each.call))
 
 
-def _pass_on(held: list[Tensor], ring: Ring, part: int, turn: int) -> PendingMessages | None:
-    """Send the keys and values of a turn on and receive those of the next; None in the last turn."""
-    if turn + 1 == ring.size:
-        return None
-    return ring.messages.exchange(ring, held, ring.num_tokens((part - 1) % ring.size))
+def _differentiate(each: _DeviceCall, grad: OutputGradient, held: list[Tensor], options: RingOptions) -> list[Tensor]:
+    keys, values = (each.keys.take(tensor) for tensor in held)
+    q, dout, out = (each.queries.take(tensor) for tensor in grad[:3])
+    own = OutputGradient(q, dout, out, each.queries.take(grad.lse, 1).contiguous())
+    return options.kernel.backward(own, keys, values, each.bounds, options.mask(each.call))
+
+
+class _PassedKeys:
+    """The keys and values that go around the ring, each sent on when it has come.
+
+    At most `ahead` + 1 sets of other ranks are held: that of this turn, and of `ahead` turns after it.
+    """
+
+    def __init__(self, own: list[Tensor], ring: Ring, ahead: int, streams: TurnStreams) -> None:
+        self._ring, self._ahead, self._streams = ring, ahead, streams
+        self._sets = deque([own])  # of this turn, and of later ones that have come
+        self._pending: PendingMessages | None = None
+        self._asked = 0
+        """The last turn whose keys have come or are under way."""
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The keys and values of this turn."""
+        return self._sets[0]
+
+    def advance(self, turn: int) -> None:
+        """Wait for the keys of a turn, forget those of the turn before, and exchange those of later turns."""
+        with self._streams.arrival(turn):
+            if len(self._sets) == 1 and turn > 0:
+                self._arrive()
+        with self._streams.keys(turn):
+            if turn > 0:
+                self._sets.popleft()
+            while self._asked < min(turn + self._ahead, self._ring.size - 1):
+                self._arrive()
+                self._asked += 1
+                num_tokens = self._ring.num_tokens(self._ring.part(self._asked))
+                self._pending = self._ring.messages.exchange(self._ring, self._sets[-1], num_tokens)
+
+    def _arrive(self) -> None:
+        if self._pending is not None:
+            self._sets.append(self._pending.wait())
+            self._pending = None
 
 
 def _for_sums(tensor: Tensor) -> Tensor:

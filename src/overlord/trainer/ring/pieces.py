@@ -89,6 +89,10 @@ class Ring:
         """The rank that this one sends to."""
         return self.ranks[(self.index + 1) % self.size]
 
+    def part(self, turn: int) -> int:
+        """The index of the rank whose keys this one attends to in a turn. After the last turn it is this rank again."""
+        return (self.index - turn) % self.size
+
     def num_tokens(self, part: int) -> int:
         """The number of tokens of the rank with this index."""
         return self.pieces[part][-1].end if self.pieces[part] else 0

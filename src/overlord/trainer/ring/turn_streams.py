@@ -2,14 +2,15 @@
 
 While the last blocks of a kernel finish, part of the GPU is idle. So the kernels of consecutive turns run on two streams in
 turn, and the blocks of the next turn fill the gap. Two more streams of high priority keep the rest from waiting for a whole
-kernel: one passes keys and values on, the other merges outputs, sums gradients and passes these on.
+kernel: one passes keys and values on, the other merges outputs, sums gradients and passes these on. With one stream for all
+kernels, only sums and messages overlap with them.
 
 Memory that was allocated on a stream may be reused on it at once when its tensor is freed, whoever else still reads it.
 Three rules make that safe without `record_stream`, which would keep the buffers of all turns while the host runs ahead:
 
 - keys and values are freed after the stream that allocated them waits for the kernels that read them;
-- the kernels of a turn wait for the sums of the turn before the last, which read what that turn's kernels returned; sums and
-  what is sent of them are copies in memory of their own stream;
+- what the kernels of a turn return is kept until the kernels of the turn after next, which wait for the sums that read it;
+  sums and what is sent of them are copies in memory of their own stream;
 - nothing that was allocated on a side stream leaves the ring (`take_out`).
 
 Streams belong to a thread, because these rules order the work of one thread only.
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 class _SideStreams(NamedTuple):
     kernels: Any
-    """The kernels of every second turn; the others run on the caller's stream."""
+    """The kernels of every second turn, where they have two streams; the others run on the caller's stream."""
     keys: Any
     sums: Any
 
@@ -50,12 +51,14 @@ _of_thread = threading.local()
 
 
 class TurnStreams:
-    """The streams of one pass around a ring. Without a GPU, or in a ring of one rank, everything runs in order."""
+    """The streams of one pass around a ring. Without a GPU, in a ring of one rank, or with `kernel_streams` 0, everything
+    runs in order."""
 
-    def __init__(self, device: torch.device, num_ranks: int) -> None:
+    def __init__(self, device: torch.device, num_ranks: int, kernel_streams: int = 2) -> None:
         self._caller: Any = None
-        if device.type != "cuda" or num_ranks == 1:
+        if device.type != "cuda" or num_ranks == 1 or kernel_streams == 0:
             return
+        self._kernel_streams = kernel_streams
         self._caller = torch.cuda.current_stream(device)
         self._side = _SideStreams.of(device)
         for stream in self._side:
@@ -65,7 +68,7 @@ class TurnStreams:
 
     @contextmanager
     def keys(self, turn: int) -> Iterator[None]:
-        """Send the keys of a turn on and receive those of the next. The keys of the turn before may be freed inside."""
+        """Send keys on and receive those of later turns. The keys of the turn before may be freed inside."""
         if self._caller is None:
             yield
             return
@@ -123,4 +126,4 @@ class TurnStreams:
         return found
 
     def _kernel_stream(self, turn: int) -> Any:
-        return self._side.kernels if turn % 2 else self._caller
+        return self._side.kernels if turn % self._kernel_streams else self._caller
