@@ -7,7 +7,6 @@ in one thread, where ranks would wait for each other forever.
 from __future__ import annotations
 
 import json
-import queue
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +30,10 @@ WAYS = {"ring": (2, 2), "ring, keys one turn ahead": (2, 1), "ring, kernels in o
 
 def run_around(options: RingOptions, wholes: list[int], num_ranks: int, tensors: list[Tensor], dout: Tensor) -> list[Tensor]:
     """Output and gradients of all tokens, computed by a ring."""
-    boxes = {rank: queue.SimpleQueue() for rank in range(num_ranks)}
+    messages = ThreadMessages.between(num_ranks)
 
     def run(part: int) -> list[Tensor]:
-        ring = replace(Ring.of(micro_of(wholes, num_ranks, part)), messages=ThreadMessages(boxes))
+        ring = replace(Ring.of(micro_of(wholes, num_ranks, part)), messages=messages)
         q, k, v, grad = (each[places_of(wholes, num_ranks, part)] for each in (*tensors, dout))
         out, lse = attend_around(q, [k, v], ring, options)
         return [out, *differentiate_around(OutputGradient(q, grad, out, lse), [k, v], ring, options)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import queue
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,17 +16,48 @@ from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer.ring import Ring
 
 
+class Box:
+    """The messages of one rank. A receive takes the message of its own number, whichever is waited for first."""
+
+    def __init__(self) -> None:
+        self._messages: list[tuple[list[Tensor], Any] | None] = []
+        self._num_receives = 0
+        self._changed = threading.Condition()
+
+    def put(self, tensors: list[Tensor], sent: Any) -> None:
+        with self._changed:
+            self._messages.append((tensors, sent))
+            self._changed.notify_all()
+
+    def expect(self) -> int:
+        """The number of a new receive. Only the rank itself calls it."""
+        self._num_receives += 1
+        return self._num_receives - 1
+
+    def take(self, number: int) -> tuple[list[Tensor], Any]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._messages) > number, timeout=60)
+            found, self._messages[number] = self._messages[number], None
+        assert found is not None
+        return found
+
+
 @dataclass
 class ThreadMessages:
     """Messages between ranks that are threads of this process."""
 
-    boxes: dict[int, queue.SimpleQueue[tuple[list[Tensor], Any]]]
+    boxes: dict[int, Box]
+
+    @staticmethod
+    def between(num_ranks: int) -> ThreadMessages:
+        return ThreadMessages({rank: Box() for rank in range(num_ranks)})
 
     def exchange(self, ring: Ring, tensors: Sequence[Tensor], num_tokens: int) -> ThreadPending:
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         sent = [tensor.clone() for tensor in tensors]
-        self.boxes[ring.after].put((sent, torch.cuda.current_stream().record_event() if on_gpu else None))
-        return ThreadPending(self.boxes[ring.ranks[ring.index]], num_tokens)
+        self.boxes[ring.after].put(sent, torch.cuda.current_stream().record_event() if on_gpu else None)
+        own = self.boxes[ring.ranks[ring.index]]
+        return ThreadPending(own, own.expect(), num_tokens)
 
     def check(self, ring: Ring, facts: Sequence[int]) -> None:
         assert len(facts) == 6
@@ -34,11 +65,12 @@ class ThreadMessages:
 
 @dataclass(frozen=True)
 class ThreadPending:
-    box: queue.SimpleQueue[tuple[list[Tensor], Any]]
+    box: Box
+    number: int
     num_tokens: int
 
     def wait(self) -> list[Tensor]:
-        received, sent = self.box.get(timeout=60)
+        received, sent = self.box.take(self.number)
         if sent is not None:  # memory of the sender's stream: copied to this one's
             sent.wait()
             for tensor in received:
@@ -77,10 +109,10 @@ def run_in_threads(
     attend: Attend, wholes: list[int], num_ranks: int, tensors: list[Tensor], dout: Tensor
 ) -> list[list[Tensor]]:
     """Output and gradients of each rank of a ring."""
-    boxes = {rank: queue.SimpleQueue() for rank in range(num_ranks)}
+    messages = ThreadMessages.between(num_ranks)
 
     def run(part: int) -> list[Tensor]:
-        ring = replace(Ring.of(micro_of(wholes, num_ranks, part)), messages=ThreadMessages(boxes))
+        ring = replace(Ring.of(micro_of(wholes, num_ranks, part)), messages=messages)
         places = places_of(wholes, num_ranks, part)
         own = [tensor[places].requires_grad_() for tensor in tensors]
         out = attend(own[0], own[1], own[2], ring)

@@ -3,7 +3,6 @@ of one that saw it whole."""
 
 from __future__ import annotations
 
-import queue
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -105,7 +104,7 @@ def test_keys_may_be_sent_any_number_of_turns_ahead_and_few_are_held(num_ranks, 
     wholes = [30 + seed % 7, 13]
     tensors = [random_numbers((sum(wholes), heads, 4), seed + i) for i, heads in enumerate((4, 2, 2))]
     dout = random_numbers((sum(wholes), 4, 4), seed + 9)
-    boxes: dict[int, queue.SimpleQueue[tuple[list[Tensor], Any]]] = {rank: queue.SimpleQueue() for rank in range(num_ranks)}
+    boxes = ThreadMessages.between(num_ranks).boxes
 
     def run(part: int, keys_ahead: int) -> list[Tensor]:
         messages = CountedMessages(boxes)

@@ -131,11 +131,11 @@ def attend_around(q: Tensor, held: list[Tensor], ring: Ring, options: RingOption
     """The output over all keys of the ring, in the dtype of `q`, and its log-sum-exp. `held` are this rank's keys and
     values."""
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))  # of a rank without tokens
+    turns = _turns(ring, options.window, q.device)
     streams = TurnStreams(q.device, ring.size, options.kernel_streams)
     passed = _PassedKeys(held, ring, options.keys_ahead, streams)
     found: list[tuple[Tensor, Tensor]] = []
-    for turn in range(ring.size):
-        calls = _device_calls(ring, ring.part(turn), options.window, q.device)
+    for turn, calls in enumerate(turns):
         passed.advance(turn)
         with streams.kernels(turn):
             _before, found = found, [_attend(each, q, passed.held, options) for each in calls]
@@ -157,12 +157,12 @@ def differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, o
     values."""
     dq = grad.q.new_empty(grad.q.shape)
     sums: list[Tensor] = [torch.zeros_like(tensor) for tensor in held]  # of a rank without tokens
+    turns = _turns(ring, options.window, grad.q.device)
     streams = TurnStreams(grad.q.device, ring.size, options.kernel_streams)
     passed = _PassedKeys(held, ring, options.keys_ahead, streams)
     arriving: PendingMessages | None = None
     found: list[list[Tensor]] = []
-    for turn in range(ring.size):
-        calls = _device_calls(ring, ring.part(turn), options.window, grad.q.device)
+    for turn, calls in enumerate(turns):
         passed.advance(turn)
         with streams.kernels(turn):
             _before, found = found, [_differentiate(each, grad, passed.held, options) for each in calls]
@@ -185,6 +185,12 @@ def differentiate_around(grad: OutputGradient, held: list[Tensor], ring: Ring, o
                 sums = arriving.wait()
     streams.join()
     return streams.take_out([dq, *sums], grad.q.dtype)
+
+
+def _turns(ring: Ring, window: int, device: torch.device) -> list[list[_DeviceCall]]:
+    """The calls of every turn. Their places and bounds are copied to the GPU on the caller's stream: so they are made before
+    other streams begin, and kept until these have ended."""
+    return [_device_calls(ring, ring.part(turn), window, device) for turn in range(ring.size)]
 
 
 def _attend(each: _DeviceCall, q: Tensor, held: list[Tensor], options: RingOptions) -> tuple[Tensor, Tensor]:
