@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,19 @@ from overlord.trainer.ring import Ring
 
 @dataclass
 class ThreadMessages:
-    """Messages between ranks that are threads of this process."""
+    """Messages of one rank, where ranks are threads of this process. As in a process group, an exchange receives what the
+    previous rank sent in its exchange of the same number, in whatever order they are waited for."""
 
     boxes: dict[int, queue.SimpleQueue[tuple[list[Tensor], Any]]]
+    asked: int = 0
+    came: list[tuple[list[Tensor], Any] | None] = field(default_factory=list)
 
     def exchange(self, ring: Ring, tensors: Sequence[Tensor], num_tokens: int) -> ThreadPending:
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         sent = [tensor.clone() for tensor in tensors]
         self.boxes[ring.after].put((sent, torch.cuda.current_stream().record_event() if on_gpu else None))
-        return ThreadPending(self.boxes[ring.ranks[ring.index]], num_tokens)
+        self.asked += 1
+        return ThreadPending(self, self.boxes[ring.ranks[ring.index]], self.asked - 1, num_tokens)
 
     def check(self, ring: Ring, facts: Sequence[int]) -> None:
         assert len(facts) == 6
@@ -34,11 +38,18 @@ class ThreadMessages:
 
 @dataclass(frozen=True)
 class ThreadPending:
+    messages: ThreadMessages
     box: queue.SimpleQueue[tuple[list[Tensor], Any]]
+    number: int
     num_tokens: int
 
     def wait(self) -> list[Tensor]:
-        received, sent = self.box.get(timeout=60)
+        came = self.messages.came
+        while len(came) <= self.number:
+            came.append(self.box.get(timeout=60))
+        message, came[self.number] = came[self.number], None
+        assert message is not None, "a message is waited for once"
+        received, sent = message
         if sent is not None:  # memory of the sender's stream: copied to this one's
             sent.wait()
             for tensor in received:
