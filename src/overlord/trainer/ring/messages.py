@@ -39,7 +39,8 @@ class Messages(Protocol):
 
     def exchange(self, ring: Ring, tensors: Sequence[Tensor], num_tokens: int) -> PendingMessages:
         """Send tensors to the next rank, and receive tensors of the same shapes, but with `num_tokens` tokens, from the
-        previous one."""
+        previous one. It receives what that rank sends in its exchange of the same number; they may be waited for in any
+        order."""
         ...
 
     def check(self, ring: Ring, facts: Sequence[int]) -> None:
