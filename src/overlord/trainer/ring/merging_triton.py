@@ -52,6 +52,9 @@ def _merge_token(  # noqa: PLR0913, PLR0917 - a kernel's arguments are pointers,
     out_at = out + token * out_token + head[:, None] * out_head + place[None, :]
     sums = tl.load(out_at, mask=inside, other=0.0)
     added = tl.load(found + (token * heads + head[:, None]) * dim + place[None, :], mask=inside, other=0.0)
+    # Where a token has fewer elements than a program has threads, several warps load the same ones: all must have done so
+    # before one of them stores.
+    tl.debug_barrier()
     tl.store(out_at, sums + weight[:, None] * (added.to(tl.float32) - sums), mask=inside)
     most = tl.maximum(before, new)
     tl.store(lse_at, most + tl.log(tl.exp(before - most) + tl.exp(new - most)), mask=is_head)
