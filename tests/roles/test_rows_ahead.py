@@ -202,7 +202,8 @@ def assert_few_requests(job: ol.Job, steps: int = 24) -> None:
     engine = Apart()
     with ol.start(job, engine=engine) as loader:
         assert stream(loader, steps) == expected
-    assert engine.requests.total() <= num_hosts * steps // 2, engine.requests
+    one_by_one = num_hosts * steps * job.mesh.dp
+    assert engine.requests.total() <= one_by_one * 3 // 4, engine.requests  # fewer still where plans come in time
 
 
 @pytest.mark.parametrize("dp", [1, 2])
