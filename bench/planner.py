@@ -404,7 +404,8 @@ def main() -> None:
     for load in loads:
         print(
             f"dp {load.dp:>5,}, {load.hosts:>4,} hosts {load.way:>4}, {load.samples:>8,} samples: {load.cpu_ms:>7.1f} ms, "
-            f"{load.requests:>6.1f} requests, {load.sent:>6.1f} messages, {load.sent_mb:>7.2f} MB"
+            f"{load.requests:>6.1f} requests, {load.sent:>6.1f} messages"
+            + ("" if load.way == "ray" else f", {load.sent_mb:>7.2f} MB")
         )
 
 
