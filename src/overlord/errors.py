@@ -11,7 +11,7 @@
     ├── BufferTooSmallError           one chunk alone is larger than the buffer that must hold it
     ├── WaitTimeoutError (TimeoutError)   a step did not arrive in time; the message says what it waited for
     ├── WorkerDiedError               a worker process died and could not be replaced
-    ├── SharedUseError (RuntimeError)    a client or loader is used by two threads at once, or in a forked process
+    ├── SharedUseError (RuntimeError)    a client, loader or log is used twice at once, or in a forked process
     ├── ServiceError (ConnectionError)    a service cannot be reached, or refuses the request
     ├── RingError (ConnectionError)   a trainer rank that shares a document died, does not answer, or is in another ring
     └── ClosedError                   the loader or client was closed
@@ -66,7 +66,7 @@ class WorkerDiedError(OverlordError):
 
 
 class SharedUseError(OverlordError, RuntimeError):
-    """A client or a loader is used by two threads at once, or in a forked process."""
+    """A client or a loader is used by two threads at once, or in a forked process; or a log by two runs."""
 
 
 class ServiceError(OverlordError, ConnectionError):

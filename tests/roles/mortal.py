@@ -69,6 +69,12 @@ def _silence(role: Any) -> None:
             log._log._replaced = True
 
 
+def free_log(loader: ol.Loader) -> None:
+    """Unlock the log of a run that is left as a kill leaves it: the system does so when its process ends."""
+    assert loader._lock is not None
+    loader._lock.release()
+
+
 def planner_of(loader: ol.Loader) -> Planner:
     """The planner of an embedded run."""
     engine = loader._roles.engine

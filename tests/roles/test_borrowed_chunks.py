@@ -51,7 +51,7 @@ class Piped(Embedded):
     shares_memory = True
 
     def call(self, name: str, method: Any, /, *args: Any, **kwargs: Any) -> Immediate[Any]:
-        if method.__name__ in ("plans", "lend", "fetch", "describe", "report_bad_decode", "finished"):
+        if method.__name__ in ("plans", "lend", "fetch", "fetch_apart", "describe", "report_bad_decode", "finished"):
             args, kwargs = sent((args, kwargs))
             return Immediate(sent(super().call(name, method, *args, **kwargs).result()))
         return super().call(name, method, *args, **kwargs)

@@ -17,7 +17,7 @@ from overlord.errors import StorageError
 from overlord.planlog.append_log import read_frames
 from overlord.planlog.records import fold
 from tests.buckets import s3_bucket
-from tests.roles.mortal import Mortal, key_of, planner_of, stream_of
+from tests.roles.mortal import Mortal, free_log, key_of, planner_of, stream_of
 from tests.roles.recovering import JOBS, STEPS, A, B, log_of, segment_of
 from tests.small_sources import Numbered, job_of, read_all, same, tokens_of
 
@@ -99,7 +99,7 @@ def test_a_run_resumed_from_its_log_goes_on_with_a_step_that_not_all_are_known_t
         for client in clients:
             next(client)
     next(clients[0])
-    # Neither loader nor engine is closed: this is a kill.
+    free_log(loader)  # neither loader nor engine is closed: this is a kill
     with ol.start(job, resume="log", log=log_of(tmp_path)) as resumed:
         first = resumed.start_step
     assert 6 - job.prefetch - 1 <= first <= 6

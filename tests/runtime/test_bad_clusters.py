@@ -39,6 +39,22 @@ def test_a_cluster_with_too_few_cpus_is_an_error_that_says_what_is_missing():
         ol.start(many, engine=engine)
 
 
+def test_two_jobs_on_one_cluster_do_not_see_each_other():
+    jobs = [JOB, job_of({"a": Numbered(first=500)}, num_workers=1)]  # the names of roles and sources are the same
+    expected: list[list[object]] = []
+    for job in jobs:
+        with ol.start(job) as alone:
+            client = alone.client(0, timeout_s=60)
+            expected.append([content(next(client)) for _ in range(6)])
+    first, second = (ol.start(job, engine=ol.Ray("auto", loader_hosts=1, loaders=ANYWHERE)) for job in jobs)
+    with second:
+        with first:
+            clients = [loader.client(0, timeout_s=60) for loader in (first, second)]
+            found = [[content(next(client)) for client in clients] for _ in range(3)]
+        assert [list(steps) for steps in zip(*found, strict=True)] == [steps[:3] for steps in expected]
+        assert [content(next(clients[1])) for _ in range(3)] == expected[1][3:], "the other one has ended"
+
+
 @dataclass(frozen=True)
 class Slow(Numbered):
     def read(self, unit: ol.Unit) -> pa.Table:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 import overlord as ol
+from tests.roles.mortal import free_log
 from tests.service.served import Raw, streams, two_sources, undisturbed
 
 JOB = two_sources(mesh=ol.Mesh(dp=2, cp=2))
@@ -88,7 +89,8 @@ def test_a_rank_that_is_late_after_two_restarts_from_the_log_still_gets_its_step
     runs = []
 
     def restarted() -> str:
-        # The one before is not closed: for its log this is a kill.
+        for loader in runs[-1:]:
+            free_log(loader)  # it is not closed: for its log this is a kill
         runs.append(ol.start(JOB, engine=ol.Ray("auto", loader_hosts=1), log=tmp_path / "log", resume="log"))
         return runs[-1].serve()
 

@@ -49,6 +49,12 @@ class Payload:
         columns = _write_stream(self.columns) if self.columns else None
         return _unflatten, ((FlatArrays.of(self.tokens), masks), self.following, images, columns, self.ignored)
 
+    @property
+    def column_bytes(self) -> int:
+        """What the columns take."""
+        columns: Mapping[str, pa.Array[Any]] = self.columns
+        return sum(column.nbytes for column in columns.values())
+
     def split(self, counts: Iterable[int]) -> Iterator[Payload]:
         """Payloads of `counts` samples each. A part has masks or images only where one of its samples has them."""
         begin = 0

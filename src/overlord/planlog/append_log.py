@@ -10,7 +10,7 @@ of the machine (on object stores also a kill) may lose the records since the las
 `sync_s` seconds.
 
 A writer never appends to a segment that it did not create. If another writer has created the next segment, this writer was
-replaced: it stops writing for good.
+replaced: it stops writing for good. It notices that with its next sync.
 """
 
 from __future__ import annotations
@@ -102,6 +102,11 @@ class AppendLog:
         return self._error
 
     @property
+    def is_replaced(self) -> bool:
+        """True once another writer is known to have created the next segment."""
+        return self._replaced
+
+    @property
     def position(self) -> LogPosition:
         with self._lock:
             current = self._open
@@ -166,7 +171,7 @@ class AppendLog:
             action()
         except FileExistsError:
             self._replaced = True
-            self._error = f"another writer has created {self._segments.name(self._open.number)}: this one was replaced"
+            self._error = f"another writer has created a segment of {self._segments.location}: this one was replaced"
         except (OSError, SourceError) as error:
             self._error = str(error)
         else:
@@ -200,6 +205,7 @@ class AppendLog:
             current = self._open
             if current.segment is None or current.is_durable:
                 return
+            self._find_successor()
             current.is_durable = True  # set before the sync: an append during it clears the flag again
             try:
                 current.segment.sync()
@@ -207,6 +213,13 @@ class AppendLog:
                 current.is_durable = False
                 raise
             self._delete_older(current.number)
+
+    def _find_successor(self) -> None:
+        """Raise FileExistsError if another writer has created the segment after the one that is being written."""
+        with self._write_lock:  # so that it is not one that this writer has just created
+            current = self._open
+            if current.segment is not None and self._segments.exists(current.number + 1):
+                raise FileExistsError(self._segments.name(current.number + 1))
 
     def _close_retired(self) -> None:
         with self._lock:

@@ -20,12 +20,13 @@ import orjson
 from overlord.checkpoint.fingerprint import Fingerprint, differences_of, refuse_differences, saved_window, warn_of_unseen
 from overlord.checkpoint.form import contents_of
 from overlord.checkpoint.state import from_state, steered_of, to_state
-from overlord.errors import StateError, StorageError
+from overlord.errors import SharedUseError, StateError, StorageError
 from overlord.planlog.append_log import (
     AppendLog,
     SegmentContents,
     read_frames,
 )
+from overlord.planlog.log_lock import this_process
 from overlord.planlog.records import (
     Header,
     Recovered,
@@ -127,7 +128,9 @@ class PlanLog:
         found = read_newest(segments, era.header.job, era.header.era, keep)
         earlier = found or read_newest(segments, era.header.job) or read_newest(segments)
         self._era = era
+        self._segments = segments
         self._location = segments.location
+        self._other_run: str | None = None  # once this writer was replaced: by whom, or "" by another planner of this run
         self._log = AppendLog(segments, earlier.segment if earlier else None, era.log.sync_s)
         own = (*steered.decisions, *era.decisions)
         self._decisions = (
@@ -219,6 +222,34 @@ class PlanLog:
     def sync(self) -> None:
         self._log.sync()
 
+    def check_own(self) -> None:
+        """Raise SharedUseError once another run has taken the log over. One that is made again for this run may have."""
+        if self._find_other_run():
+            raise SharedUseError(
+                f"the log at {self._location} was taken over by another run ({self._other_run}) while this one wrote to it: "
+                f"this run plans no step from {self._last.step} on, because neither could recover from a log of both. Stop "
+                "one of them; start the one that goes on with resume='log', or give it another log=..."
+            )
+
+    def _find_other_run(self) -> str:
+        """Who has taken the log over; empty if nobody has."""
+        if not self._log.is_replaced:
+            return ""
+        if self._other_run is None:
+            try:
+                newest = read_newest(self._segments)
+            except (StorageError, StateError):
+                return ""  # looked at again with the next step
+            if newest is None:
+                return ""
+            header = newest.header
+            self._other_run = "" if header.job == self._era.header.job else header.writer or f"its id is {header.job}"
+            if self._other_run:
+                what = f"another run ({self._other_run}) has taken over the plan log at {self._location}: this one stops"
+                self._events.note("log", what)
+                _log.error("%s", what)
+        return self._other_run
+
     def close(self) -> None:
         self._log.close()
         self._log_write_errors()
@@ -237,6 +268,8 @@ class PlanLog:
 
     def _log_write_errors(self) -> None:
         error = self._log.error
+        if self._log.is_replaced and (self._find_other_run() or self._other_run is not None):
+            return  # it was told, or the other is a planner of this run
         if error is not None and self._logged_error is None:
             self._events.note("log", f"the plan log at {self._location} cannot be written: {error}")
             _log.warning(
@@ -304,7 +337,7 @@ def begin_run(
             raise StateError(f"the log at {log.location} has a state that the run cannot continue from: {error}") from None
         raise
     steered = drop_lapsed(job, replace(steered, decisions=join_decisions(steered.decisions, decisions, progress.step)))
-    header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict())
+    header = Header(uuid4().hex, 0, job.mix.unit, fingerprint.to_dict(), this_process())
     era = Era(log, header, (mesh_decision(progress.step, job.mesh),))
     write_first_segment(era, progress, steered)
     if era.is_wanted:

@@ -60,9 +60,13 @@ class Header:
     era: int
     unit: str
     fingerprint: Mapping[str, Any]
+    writer: str = ""
+    """The process that started the run, for messages."""
 
     def to_record(self) -> dict[str, Any]:
         fields = {"job": self.job, "era": self.era, "unit": self.unit, "fingerprint": self.fingerprint}
+        if self.writer:
+            fields["writer"] = self.writer
         return {"kind": "header", "version": VERSION, **fields}
 
     @staticmethod
@@ -73,12 +77,14 @@ class Header:
         if record.get("version") != VERSION:
             raise StateError(f"the plan log has version {record.get('version')!r}; this release reads version {VERSION}")
         try:
-            with_keys(record, "the header", needed=("kind", "version", "job", "era", "unit", "fingerprint"))
+            needed = ("kind", "version", "job", "era", "unit", "fingerprint")
+            with_keys(record, "the header", needed=needed, allowed=("writer",))
             return Header(
                 text(record["job"], "the header's job"),
                 whole(record["era"], "the header's era"),
                 text(record["unit"], "the header's unit", among=("samples", "tokens")),
                 as_mapping(record["fingerprint"], "the header's fingerprint"),
+                text(record.get("writer", ""), "the header's writer"),
             )
         except DamagedError as error:
             raise StateError(f"the header of the plan log is not understood: {error}") from None

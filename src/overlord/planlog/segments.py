@@ -49,6 +49,10 @@ class Segments(Protocol):
         """The numbers of the existing segments, in order."""
         ...
 
+    def exists(self, number: int) -> bool:
+        """True if a segment exists: cheaper than listing all."""
+        ...
+
     def name(self, number: int) -> str:
         """The path or URL of a segment."""
         ...
@@ -117,6 +121,9 @@ class FileSegments:
             return []  # `create` makes the folder, or raises the error
         return sorted(int(match.group(1)) for name in names if (match := _NAME.fullmatch(name)))
 
+    def exists(self, number: int) -> bool:
+        return os.path.exists(self.name(number))
+
     def name(self, number: int) -> str:
         return os.path.join(self.location, f"segment-{number:08}.log")
 
@@ -176,6 +183,9 @@ class ObjectSegments:
     def numbers(self) -> list[int]:
         return sorted(self._parts())
 
+    def exists(self, number: int) -> bool:
+        return self._store.exists(f"{self._prefix}/segment-{number:08}/{0:08}")
+
     def name(self, number: int) -> str:
         return f"{self.location}/segment-{number:08}"
 
@@ -222,6 +232,9 @@ class TableSegments:
 
     def numbers(self) -> list[int]:
         return sorted(self._parts())
+
+    def exists(self, number: int) -> bool:
+        return self._table.get(f"{_IN_TABLE}/segment-{number:08}/{0:08}") is not None
 
     def name(self, number: int) -> str:
         return f"{self.location}, segment {number}"

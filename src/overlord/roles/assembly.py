@@ -317,15 +317,14 @@ def make_constructor(
     """The Data Constructor of a group. Where processes share memory, it reads rows straight from the chunks of loader
     hosts, and shares what it gets from the planner with the other constructors of its process."""
     if planner.engine.shares_memory:
-        # Columns and images of a request have one type, so what has them is requested step by step.
-        is_plain = not job.batch.columns and not any(source.decode for source in job.sources.values())
-        is_far = is_plain and not planner.engine.is_one_machine
         # Of these sources: after one was added, a process may have constructors of both runs for a moment.
         known = f"of {len(job.sources)} sources"
-        ahead = workplace.share(f"rows ahead {known}", partial(RowsAhead, routes)) if is_far else None
-        chunks = workplace.share(f"borrowed chunks {known}", partial(BorrowedChunks, routes, job.sources, ahead))
+        make_ahead = partial(RowsAhead, routes, has_columns=bool(job.batch.columns))
+        ahead = None if planner.engine.is_one_machine else workplace.share(f"rows ahead {known}", make_ahead)
+        make_chunks = partial(BorrowedChunks, routes, job.sources, job.batch.columns, ahead)
+        chunks = workplace.share(f"borrowed chunks {known}", make_chunks)
         threads = workplace.share("decoding", partial(_make_decode_threads, job, workplace))
-        rows = BorrowedRows(chunks, routes, job.batch.columns, threads, workplace.arenas)
+        rows = BorrowedRows(chunks, routes, threads, workplace.arenas)
         # Of one mesh: after a resize a process may have constructors of both for a moment.
         of_host = workplace.share(f"plans of {tree.mesh} {known}", partial(HostPlans, planner, tree, chunks))
         plans = of_host.of_group(group)

@@ -28,6 +28,7 @@ from overlord.roles.chunk_loans import MOST_TOGETHER, LentChunk, LoanAnswer, Loa
 from overlord.roles.chunk_rows import RowTaker
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.routes import group_parts, names_of_sources
+from overlord.stream.facts import Samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from overlord.runtime.threads import Executor
     from overlord.runtime.transport import ErrorEnvelope
     from overlord.sources.storage import MappedFile
-    from overlord.stream.facts import Ints, Samples
+    from overlord.stream.facts import Ints
 
 Key = tuple[int, int]
 """A source's number, and a chunk's."""
@@ -78,9 +79,13 @@ class BorrowedChunk:
 class BorrowedChunks:
     """The borrowed chunks of this process. The module's docstring has the promises. Thread-safe."""
 
-    def __init__(self, routes: Routes, sources: Mapping[str, Source], ahead: RowsAhead | None = None) -> None:
-        """`ahead`: requests rows on other machines for several steps at a time."""
+    def __init__(
+        self, routes: Routes, sources: Mapping[str, Source], columns: Sequence[str] = (), ahead: RowsAhead | None = None
+    ) -> None:
+        """`columns`: of rows, beside tokens and images. `ahead`: requests rows on other machines for several steps at a
+        time."""
         self._routes = routes
+        self.columns = tuple(columns)
         self.ahead = ahead
         self._names = tuple(sources)
         self._numbers = {name: number for number, name in enumerate(self._names)}
@@ -96,10 +101,16 @@ class BorrowedChunks:
     def note_plans(self, plans: Sequence[GroupPlan], first_chunks: Ints) -> None:
         """Return the chunks that no step needs any more, and request those of the next steps."""
         self.release_before(first_chunks)
-        parts = [samples for plan in plans for samples in plan.all_samples()]
-        self.expect(parts)
+        of_plans = [plan.all_samples() for plan in plans]
+        self.expect(samples for parts in of_plans for samples in parts)
         if self.ahead is not None:
-            self.ahead.expect(parts)
+            self.ahead.release_before(first_chunks)
+            self.ahead.expect([Samples.concatenate(batch) for parts in of_plans for batch in self.taken_together(parts)])
+
+    def taken_together(self, parts: Sequence[Samples]) -> list[list[Samples]]:
+        """Group the microbatches of a step by which are taken together. Images of small ones are decoded together, to keep
+        all threads busy, and the type of a column is that of all of them, as in `Routes.fetch_each`."""
+        return group_parts(parts) if self.has_decoders or self.columns else [[part] for part in parts]
 
     def expect(self, samples: Iterable[Samples]) -> None:
         """Request the chunks of samples that will be needed soon. Waits for nothing, and raises nothing."""
@@ -319,27 +330,18 @@ class _NotShared(Exception):
 class BorrowedRows:
     """Takes the rows of plans out of borrowed chunks, for one Data Constructor."""
 
-    def __init__(
-        self, chunks: BorrowedChunks, routes: Routes, columns: Sequence[str], threads: Executor, arenas: Arenas
-    ) -> None:
+    def __init__(self, chunks: BorrowedChunks, routes: Routes, threads: Executor, arenas: Arenas) -> None:
         """Images are decoded on `threads`, into memory of `arenas`."""
         self._chunks = chunks
         self._routes = routes
-        self._rows = RowTaker(chunks, columns, threads, arenas)
-        self._takes_together = chunks.has_decoders or bool(columns)
+        self._rows = RowTaker(chunks, chunks.columns, threads, arenas)
 
     def fetch_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
         """Yield the payloads of several microbatches, in their order."""
         self._chunks.require({key for part in parts for key in _keys_of(part)})
-        if len(parts) == 1 or not self._takes_together:
-            return map(self._take, parts)
-        # Images of small microbatches are decoded together, to keep all threads busy. The type of a column is that of all
-        # microbatches, as in `Routes.fetch_each`.
-        return (
-            payload
-            for batch in group_parts(parts)
-            for payload in self._take(type(batch[0]).concatenate(batch)).split(map(len, batch))
-        )
+        for batch in self._chunks.taken_together(parts):
+            together = self._take(Samples.concatenate(batch))
+            yield from [together] if len(batch) == 1 else together.split(map(len, batch))
 
     def _take(self, samples: Samples) -> Payload:
         while True:

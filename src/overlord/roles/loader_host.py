@@ -157,6 +157,10 @@ class LoaderHost:
         self._stand_in()
         return self._rows.take(samples)
 
+    def fetch_apart(self, parts: Sequence[Samples]) -> list[Payload]:
+        """Return the payloads of several requests, each as `fetch` returns it."""
+        return [self.fetch(part) for part in parts]
+
     def lend(self, request: LoanRequest) -> LoanAnswer:
         """Lend chunks to another process of this machine, which reads their rows itself."""
         for source, first in request.needed_from.items():

@@ -519,6 +519,8 @@ class Planner:
 
     def _draw(self) -> DrawnStep | None:
         number = self._drawer.number
+        if self._log is not None:
+            self._log.check_own()
         if number >= max(self._window.reached, self._settled) and self._steering.may_decide:
             self._steering.settle(number, lambda: self._mixture_progress(number))
             self._settled = number + 1

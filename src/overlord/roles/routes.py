@@ -28,6 +28,8 @@ from overlord.stream.facts import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from overlord.loaders.routing import RoutingTable
     from overlord.runtime.engine import Engine, Reply
 
@@ -132,6 +134,30 @@ class Routes:
         return (
             payload for batch, wait in zip(together, requested, strict=True) for payload in wait().split(map(len, batch))
         )
+
+    def fetch_apart(self, parts: Sequence[Samples], tries: int = 0) -> list[Payload]:
+        """The payloads of several requests, as `fetch` returns each, by one request to each host: a column has the type that
+        the rows of its own part need."""
+        lookup = self._lookup()
+        of_host: dict[str, list[tuple[int, NDArray[np.intp]]]] = {}  # parts, and the places in them
+        for number, part in enumerate(parts):
+            host_of = lookup.host_of(part)
+            used: list[int] = np.unique(host_of).tolist()
+            for host in used:
+                of_host.setdefault(lookup.hosts[host], []).append((number, np.flatnonzero(host_of == host)))
+        wanted = {host: [parts[number].take(where) for number, where in held] for host, held in of_host.items()}
+        requests = {host: self._send(lookup, host, LoaderHost.fetch_apart, asked) for host, asked in wanted.items()}
+        found: list[list[tuple[Payload, NDArray[np.intp], Samples]]] = [[] for _ in parts]
+        for host, wait in requests.items():
+            try:
+                payloads: list[Payload] = wait()
+            except ClosedError:
+                if not self.look_again(tries):
+                    raise
+                payloads = self.fetch_apart(wanted[host], tries + 1)
+            for (number, where), payload, asked in zip(of_host[host], payloads, wanted[host], strict=True):
+                found[number].append((payload, where, asked))
+        return [_merge_hosts(of_part) for of_part in found]
 
     def hosts_of(self, chunks: Iterable[tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
         """Group chunks, given as (source, number), by the host that has them."""
@@ -355,13 +381,24 @@ def names_of_sources(samples: Samples) -> str:
     return ", ".join(f"source {samples.source_names[source]!r}" for source in np.unique(samples.source).tolist())
 
 
+def _merge_hosts(found: Sequence[tuple[Payload, NDArray[np.intp], Samples]]) -> Payload:
+    """One payload from those of several hosts, each with its places and its samples."""
+    payloads, places, samples = zip(*found, strict=True)
+    return payloads[0] if len(payloads) == 1 else Payload.merge(payloads, places, list(map(names_of_sources, samples)))
+
+
+def row_bytes(samples: Samples) -> int:
+    """About what the tokens and images of samples take."""
+    pixels = samples.sizes.get("image_pixels")
+    return 4 * int(samples.tokens.sum()) + (0 if pixels is None else 3 * int(pixels.sum()))
+
+
 def group_parts(parts: Sequence[Samples]) -> list[list[Samples]]:
     """Group neighbours, up to about `_TOGETHER_BYTES` a group."""
     batches: list[list[Samples]] = []
     room = 0
     for part in parts:
-        pixels = part.sizes.get("image_pixels")
-        num_bytes = 4 * int(part.tokens.sum()) + (0 if pixels is None else 3 * int(pixels.sum()))
+        num_bytes = row_bytes(part)
         if not batches or num_bytes > room:
             batches.append([])
             room = _TOGETHER_BYTES

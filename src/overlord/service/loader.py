@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from overlord.loaders.autoscaling import ScalingDecision
     from overlord.loaders.model import Partition
     from overlord.messages import DocumentIds, DocumentOrigin
+    from overlord.planlog.log_lock import LogLock
     from overlord.roles.plan_window import Planned
     from overlord.service.auth import Address, Listen
     from overlord.service.metrics_http import MetricsServer
@@ -78,9 +79,17 @@ class Loader:
     """A running job, from `overlord.start`. `client(rank)` returns the iterator of a rank; `serve` lets trainers in other
     processes connect. It belongs to the process that started it. Safe to call from several threads."""
 
-    def __init__(self, roles: RunRoles, start: Callable[[Job], Loader], *, profile: str | Path | None = None) -> None:
-        """`start` starts a run of its own for an evaluation."""
+    def __init__(
+        self,
+        roles: RunRoles,
+        start: Callable[[Job], Loader],
+        *,
+        profile: str | Path | None = None,
+        lock: LogLock | None = None,
+    ) -> None:
+        """`start` starts a run of its own for an evaluation. `lock` is released when the run has ended."""
         self._roles = roles
+        self._lock = lock
         self._readers = roles.readers
         self._moves = RunMoves(roles)
         self._has_saved = roles.era is not None and roles.era.is_wanted  # the first save warns of what no fingerprint sees
@@ -596,6 +605,8 @@ class Loader:
             self._profiler.close()
         self._evaluations.close()
         self._roles.engine.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> Loader:
         return self

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.checkpoint.fingerprint import Fingerprint
 from overlord.declare.arguments import whole
+from overlord.declare.policies import Log
 from overlord.errors import SpecError
 from overlord.planlog.lineage_run import record_units
+from overlord.planlog.log_lock import lock_log
 from overlord.planlog.plan_log import begin_run, saved_windows
 from overlord.roles.assembly import check_caches, list_units, with_caches, with_windows
 from overlord.runtime.embedded import Embedded
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from overlord.declare.job import Job
-    from overlord.declare.policies import Log
     from overlord.fleet.autoscaler import Autoscale
     from overlord.fleet.hosts import FleetState
     from overlord.loaders.model import Budget, Partition
+    from overlord.planlog.log_lock import LogLock
     from overlord.planlog.plan_log import ClusterLog
     from overlord.runtime.ray.engine import Ray
 
@@ -94,23 +96,34 @@ def _start_roles(
     check_caches(job)
     units = list_units(job.sources)
     log = options.log_on(engine)
-    job = with_windows(job, units, saved_windows(resume, log, job.sources))
-    fingerprint = Fingerprint.of(job, units)
-    progress, steered, era = begin_run(job, fingerprint, resume, log, accept_changes)
-    if era is not None and era.has_lineage:
-        record_units(era, units)
-    record = RunRecord(
-        job=job,
-        fingerprint=fingerprint,
-        start=progress,
-        steered=steered,
-        era=era,
-        generation=0,
-        instance=secrets.token_hex(8),
-        accept_changes=accept_changes,
-    )
-    roles = RunRoles(engine, record, units, options.loaders, left_loaders=left_loaders)
-    return Loader(roles, start, profile=options.profile)
+    lock = _lock(log)
+    try:
+        job = with_windows(job, units, saved_windows(resume, log, job.sources))
+        fingerprint = Fingerprint.of(job, units)
+        progress, steered, era = begin_run(job, fingerprint, resume, log, accept_changes)
+        if era is not None and era.has_lineage:
+            record_units(era, units)
+        record = RunRecord(
+            job=job,
+            fingerprint=fingerprint,
+            start=progress,
+            steered=steered,
+            era=era,
+            generation=0,
+            instance=secrets.token_hex(8),
+            accept_changes=accept_changes,
+        )
+        roles = RunRoles(engine, record, units, options.loaders, left_loaders=left_loaders)
+        return Loader(roles, start, profile=options.profile, lock=lock)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+
+
+def _lock(log: Log | ClusterLog | None) -> LogLock | None:
+    """Lock the log of a run that begins, or is taken over, in this process."""
+    return lock_log(log) if isinstance(log, Log) else None
 
 
 def take_over(job: Job, engine: Ray, options: RunOptions) -> Loader:
@@ -130,8 +143,9 @@ def _take_roles_over(job: Job, engine: Ray, options: RunOptions) -> Loader:
             loaders = find_left_loaders(engine, running)
             engine.empty([name for name in running if loaders is None or name not in loaders.hosts])
             return _start_roles(job, engine, options, resume="log", left_loaders=loaders)
+        lock = _lock(None if left.record.era is None else left.record.era.log)
         roles = RunRoles(engine, left.record, left.units, options.loaders, left=left)
-        return Loader(roles, start, profile=options.profile)
+        return Loader(roles, start, profile=options.profile, lock=lock)
     except BaseException:
         engine.close()
         raise

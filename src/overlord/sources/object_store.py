@@ -125,6 +125,19 @@ class ObjectStore:
 
         return ListedObject.of(self._request(key, lambda: obstore.head(self._store, key)))
 
+    def exists(self, key: str) -> bool:
+        """True if there is such an object."""
+        import obstore
+
+        def is_there() -> bool:
+            try:
+                obstore.head(self._store, key)
+            except FileNotFoundError:
+                return False
+            return True
+
+        return self._request(key, is_there)
+
     def list_all(self, prefix: str) -> list[ListedObject]:
         """Every object below the folder `prefix`, however deep."""
         import obstore
