@@ -28,6 +28,10 @@ NUM_CASES = {
     "text": 200,
     "iceberg": 120,
     "delta": 120,
+    "lance": 120,
+    "huggingface": 160,
+    "energon": 160,
+    "iterated": 160,
 }
 """About a second each."""
 
