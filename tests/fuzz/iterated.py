@@ -64,8 +64,6 @@ def _index_name() -> str:
     return name
 
 
-
-
 TARGET = FolderTarget(
     "iterated",
     make_seeds,

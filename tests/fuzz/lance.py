@@ -20,11 +20,7 @@ from tests.sources.recording import RECORDED
 def make_seeds() -> Sequence[Seed]:
     recorded = RECORDED / "lance"
     files = {str(path.relative_to(recorded)): path.read_bytes() for path in sorted(recorded.rglob("*")) if path.is_file()}
-    damaged = {
-        name.replace("/", "%"): data
-        for name, data in files.items()
-        if name.startswith("data")
-    }
+    damaged = {name.replace("/", "%"): data for name, data in files.items() if name.startswith("data")}
     return [folder_seed("table", damaged)]
 
 
