@@ -24,7 +24,7 @@ test: $(DEV)
 test-formats: $(FORMATS)/.made
 	$(FORMATS)/bin/pytest -q tests/sources/test_huggingface.py tests/sources/test_lake_tables.py tests/sources/test_iceberg.py \
 		tests/sources/test_litdata.py tests/sources/test_fsspec_store.py tests/jobfile/test_inspection.py
-	$(FORMATS)/bin/pytest -q tests/fuzz/test_fuzz.py -k "iceberg or delta"
+	$(FORMATS)/bin/pytest -q tests/fuzz/test_fuzz.py -k "iceberg or delta or lance"
 
 # The same with the oldest releases that pyproject.toml allows.
 test-lowest: $(LOWEST)/.made

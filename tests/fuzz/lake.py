@@ -17,7 +17,7 @@ from tests.fuzz.mutations import edited
 from tests.fuzz.targets import Answer, Case, Seed
 from tests.sources.recording import RECORDED
 
-LIBRARIES = {"iceberg": "pyiceberg", "delta": "deltalake"}
+LIBRARIES = {"iceberg": "pyiceberg", "delta": "deltalake", "lance": "lance"}
 """The library that a target needs."""
 
 
@@ -34,9 +34,9 @@ class TableTarget(FolderTarget):
 
     def read(self, case: Case, folder: Path) -> Answer:
         files = unpack(case.data)
-        recorded, damaged = RECORDED / self.name, unpack(case.base.data)
+        recorded, damaged = RECORDED / self.name, {self.place(name) for name in unpack(case.base.data)}
         for path in recorded.rglob("*"):
-            if path.is_file() and path.name not in damaged:
+            if path.is_file() and str(path.relative_to(recorded)) not in damaged:
                 to = folder / path.relative_to(recorded)
                 to.parent.mkdir(parents=True, exist_ok=True)
                 to.write_bytes(path.read_bytes())

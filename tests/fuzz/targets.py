@@ -16,9 +16,9 @@ from tests.fuzz.mutations import Region, damaged
 
 TARGETS = (
     *("parquet", "arrow", "jsonl", "tar", "images", "states", "wire", "plan_logs", "megatron", "mds", "litdata", "prepared"),
-    *("text", "iceberg", "delta"),
+    *("text", "huggingface", "energon", "iterated", "iceberg", "delta", "lance"),
 )
-"""Each is a module of this package that defines TARGET. The last two need the libraries of `make test-formats`."""
+"""Each is a module of this package that defines TARGET. The last three need the libraries of `make test-formats`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import features
 
+import overlord as ol
 from tests.fuzz.lake import is_installed
 from tests.fuzz.runner import Report, Worker, fuzz
+from tests.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
 NUM_CASES = {
@@ -28,8 +30,28 @@ NUM_CASES = {
     "text": 200,
     "iceberg": 120,
     "delta": 120,
+    "lance": 120,
+    "huggingface": 160,
+    "energon": 160,
+    "iterated": 160,
 }
 """About a second each."""
+
+
+TARGET_OF = {
+    "Csv": "text",
+    "Delta": "delta",
+    "HuggingFaceFiles": "huggingface",
+    "Iceberg": "iceberg",
+    "Iterated": "iterated",
+    "Lance": "lance",
+    "LitData": "litdata",
+    "Mds": "mds",
+    "MegatronBin": "megatron",
+    "TextLines": "text",
+}
+READ_BY_OTHERS = {"HuggingFace", "MapDataset"}
+"""Sources of objects in memory: they read no files."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +66,17 @@ def check(report: Report) -> None:
         for cause, findings in report.causes().items()
     ]
     assert not told, "\n\n".join(told)
+
+
+def test_every_format_has_a_target_and_every_target_is_run():
+    sources = {
+        name
+        for name in ol.formats.__all__
+        if isinstance(found := getattr(ol.formats, name), type) and issubclass(found, ol.Source)
+    }
+    assert sources == TARGET_OF.keys() | READ_BY_OTHERS
+    assert set(TARGET_OF.values()) <= set(TARGETS)
+    assert set(TARGETS) == set(NUM_CASES)
 
 
 @pytest.mark.strangers

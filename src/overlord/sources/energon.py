@@ -18,6 +18,7 @@ from overlord.sources.storage import Storage, expand_braces
 from overlord.sources.webdataset import WebDataset
 
 _META = ".nv-meta"
+_MOST_WEIGHT = 1e100
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def _blend(path: str, content: Any, split: str) -> list[tuple[str, float, str | 
         if "subset" in entry:
             raise SpecError(f"{path}, split {split!r}: the subset of {entry['path']} is not read; leave it out")
         share = entry.get("weight", 1.0)
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or share <= 0:
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= _MOST_WEIGHT:
             raise SpecError(
                 f"{path}, split {split!r}: the weight of {entry['path']} must be a number above 0, not {share!r}"
             )
@@ -101,13 +102,25 @@ def _shards(storage: Storage, folder: str, split: str) -> list[str]:
     if not parts.get(split):
         known = ", ".join(str(name) for name, shards in parts.items() if shards)
         raise SpecError(f"{path} has shards for {known or 'no split'}, not for {split!r}: name a split that has some")
-    excluded = {str(name) for name in content.get("exclude") or ()}
+    excluded = _texts(path, "exclude", content.get("exclude") or [])
     if single := [name for name in sorted(excluded) if not name.endswith(".tar")]:
         raise SpecError(
             f"{path} excludes the sample {single[0]!r}: only whole shards are left out; use Job(skip=...) for rows"
         )
-    names = [name for pattern in parts[split] for name in expand_braces(str(pattern))]
-    return [literal_pattern(f"{folder}/{name}") for name in names if name not in excluded]
+    try:
+        names = [name for pattern in _texts(path, split, parts[split]) for name in expand_braces(pattern)]
+    except SpecError as error:
+        raise SourceError(f"{path}, split {split!r}: {error}") from error
+    kept = [literal_pattern(f"{folder}/{name}") for name in names if name not in excluded]
+    if not kept:
+        raise SpecError(f"{path} excludes all shards of {split!r}: name another split, or exclude fewer")
+    return kept
+
+
+def _texts(path: str, name: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise SourceError(f"{path}: {name} must be a list of names, not {value!r}"[:300])
+    return value
 
 
 def _load(storage: Storage, path: str) -> Any:

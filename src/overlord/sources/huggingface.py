@@ -12,7 +12,7 @@ import pyarrow as pa
 from overlord.declare.source import Source, Unit
 from overlord.errors import BufferTooSmallError, SourceError, SpecError
 from overlord.sources.arrow_ipc import ArrowIpc
-from overlord.sources.files import check_columns, needed_library
+from overlord.sources.files import check_columns, literal_pattern, needed_library
 from overlord.sources.reading import ReadResult, UnitReader, validate
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class HuggingFaceFiles(ArrowIpc):
     def list_files(self) -> tuple[StoredFile, ...]:
         named: list[str] = []
         for path in self.patterns:
-            named += [path] if path.endswith(".arrow") else self._saved_files(path.rstrip("/"))
+            named += [path] if path.endswith(".arrow") else map(literal_pattern, self._saved_files(path.rstrip("/")))
         return self.storage.list_files(named)
 
     def identity(self) -> str:
@@ -44,10 +44,7 @@ class HuggingFaceFiles(ArrowIpc):
         return f"HuggingFaceFiles({where}, columns={columns!r}, unit_bytes={self.unit_bytes})"
 
     def _saved_files(self, folder: str) -> list[str]:
-        try:
-            splits = self._read_json(f"{folder}/dataset_dict.json")["splits"]
-        except SourceError:
-            splits = None
+        splits = self._splits(folder)
         if splits is not None:
             if self.split not in splits:
                 known = ", ".join(splits)
@@ -55,26 +52,45 @@ class HuggingFaceFiles(ArrowIpc):
             folder = f"{folder}/{self.split}"
         elif self.split is not None:
             raise SpecError(f"{folder} is a dataset without splits, and split={self.split!r} was given: leave it out")
-        state = self._read_json(f"{folder}/state.json")
+        path = f"{folder}/state.json"
+        (file,) = self.list_beside([path])
+        state = self._read_json(file)
         if state.get("_indices_data_files"):
             raise SourceError(
                 f"{folder} was saved by an old release of datasets with its rows in another order than its files have them; "
                 "load it and save it again"
             )
-        names = [each["filename"] for each in state["_data_files"]]
+        entries = state.get("_data_files")
+        names = [each.get("filename") if isinstance(each, dict) else None for each in _list_of(entries, object)]
+        if not names or names != _list_of(names, str):
+            raise SourceError(f"{path} names no files of the dataset; save the dataset again")
         return [f"{folder}/{name}" for name in names]
 
-    def _read_json(self, path: str) -> Any:
-        (file,) = self.list_beside([path])
+    def _splits(self, folder: str) -> list[str] | None:
+        """None where the folder holds a single dataset."""
+        path = f"{folder}/dataset_dict.json"
+        try:
+            (file,) = self.list_beside([path])
+        except SourceError:
+            return None
+        splits = _list_of(self._read_json(file).get("splits"), str)
+        if not splits:
+            raise SourceError(f"{path} names no splits; save the dataset again")
+        return splits
+
+    def _read_json(self, file: StoredFile) -> dict[str, Any]:
         try:
             found = json.loads(self.storage.read(file, 0, file.num_bytes).to_pybytes())
             if not isinstance(found, dict):
                 raise ValueError(f"it holds {type(found).__name__}")
-        except (ValueError, UnicodeDecodeError) as error:
-            raise SourceError(f"{path} is not what datasets writes: {error}; save the dataset again") from error
-        if path.endswith("state.json") and not isinstance(found.get("_data_files"), list):
-            raise SourceError(f"{path} names no files of the dataset; save the dataset again")
+        except (ValueError, RecursionError) as error:
+            raise SourceError(f"{file.path} is not what datasets writes: {error}; save the dataset again") from error
         return found
+
+
+def _list_of(value: Any, kind: type) -> list[Any]:
+    """Empty where it is no list, or holds something else."""
+    return value if isinstance(value, list) and all(isinstance(each, kind) for each in value) else []
 
 
 @dataclass(frozen=True)

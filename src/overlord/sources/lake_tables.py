@@ -71,8 +71,7 @@ class Lance(Source):
 
     def _list_units(self, dataset: Any) -> list[Unit]:
         version = dataset.version
-        head = dataset.head(_SIZED_ROWS, columns=self.wanted_columns())
-        row_bytes = head.nbytes // max(head.num_rows, 1)
+        row_bytes = _row_bytes(dataset.get_fragments(), self.wanted_columns())
         units: list[Unit] = []
         for fragment in dataset.get_fragments():
             path = f"{self.uri}/data/{fragment.data_files()[0].path}"
@@ -127,15 +126,20 @@ class LanceReader:
         self._source = source
         self._lock = threading.Lock()
         self._opened: tuple[int, Any] | None = None
+        self._checked: set[int] = set()
 
     def read_rows(self, unit: Unit) -> ReadResult:
         detail: FragmentRange = unit.detail
         with self._lock:
             if self._opened is None or self._opened[0] != detail.version:
                 self._opened = detail.version, self._source.open_version(detail.version)
+                self._checked.clear()
             dataset = self._opened[1]
         with told(f"{unit} of version {detail.version} cannot be read by Lance", "was it cleaned up?"):
             fragment = dataset.get_fragment(detail.fragment)
+            if detail.fragment not in self._checked:
+                _row_bytes([fragment], self._source.wanted_columns())
+                self._checked.add(detail.fragment)
             table = fragment.to_table(
                 columns=self._source.wanted_columns(), offset=detail.start, limit=detail.stop - detail.start
             )
@@ -146,6 +150,18 @@ class LanceReader:
     def close(self) -> None:
         with self._lock:
             self._opened = None
+
+
+def _row_bytes(fragments: Sequence[Any], columns: list[str] | None) -> int:
+    """Reads a few rows by their numbers, before any are scanned: the stream of a scan ends the process where a damaged file
+    makes the library write an error with a zero byte in it, and rows that are taken by number raise the same error."""
+    num_bytes = num_rows = 0
+    for fragment in fragments:
+        few = fragment.take(list(range(min(_SIZED_ROWS - num_rows, fragment.count_rows()))), columns)
+        num_bytes, num_rows = num_bytes + few.nbytes, num_rows + few.num_rows
+        if num_rows >= _SIZED_ROWS:
+            break
+    return num_bytes // max(num_rows, 1)
 
 
 @dataclass(frozen=True)

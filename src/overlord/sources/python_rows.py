@@ -384,8 +384,10 @@ class Iterated(_IndexedSource):
         path = self._spool_path(number)
         try:
             with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
-                return pa.Table.from_batches([reader.get_batch(number % _SPOOL_UNITS)])
-        except (OSError, pa.ArrowException) as error:
+                table = pa.Table.from_batches([reader.get_batch(number % _SPOOL_UNITS)])
+                table.validate(full=True)  # offsets that lead elsewhere would end the process
+                return table
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise SourceError(f"{path} cannot be read: {error}; delete {self.folder}, and it is written again") from error
 
     def _load_index(self) -> _IterableIndex | None:
