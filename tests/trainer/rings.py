@@ -14,6 +14,7 @@ from torch import Tensor
 
 from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer.ring import Ring
+from overlord.trainer.ring.messages import PendingMessages
 
 
 class Box:
@@ -52,7 +53,7 @@ class ThreadMessages:
     def between(num_ranks: int) -> ThreadMessages:
         return ThreadMessages({rank: Box() for rank in range(num_ranks)})
 
-    def exchange(self, ring: Ring, tensors: Sequence[Tensor], num_tokens: int) -> ThreadPending:
+    def exchange(self, ring: Ring, tensors: Sequence[Tensor], num_tokens: int) -> PendingMessages:
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         sent = [tensor.clone() for tensor in tensors]
         self.boxes[ring.after].put(sent, torch.cuda.current_stream().record_event() if on_gpu else None)
