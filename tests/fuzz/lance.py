@@ -1,6 +1,8 @@
 """The data files of a Lance dataset. Its manifests and lists of deletions are left whole: the library ends the process for
-some damage to them, before it returns anything that could be checked (docs/formats.md). The oracle is the library's own scan: its files have no checksums, so
-damage to values is damage that nobody can see, and both must see the same."""
+some damage to them, before it returns anything that could be checked (docs/formats.md).
+
+The oracle is the library's own scan: its files have no checksums, so that damage to values cannot be seen, and both must
+return the same."""
 
 from __future__ import annotations
 
