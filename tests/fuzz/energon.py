@@ -27,8 +27,8 @@ _FILES = {
     "inner.yaml": "__module__: megatron.energon\n__class__: Metadataset\nsplits:\n  train:\n    datasets:\n"
     "    - weight: 0.5\n      path: laion\n      split: val\n    - {path: coco, weight: 1}\n",
     "coco%.nv-meta%split.yaml": _SPLIT,
-    "laion%.nv-meta%split.yaml": "exclude:\n- shard_0.tar\n"
-    "split_parts:\n  train: [shard_0.tar]\n  val: ['shard_{0..1}.tar']\n",
+    "laion%.nv-meta%split.yaml": "exclude:\n- shard_0.tar\nsplit_parts:\n"
+    "  train: [shard_0.tar]\n  val: ['shard_{0..1}.tar']\n",
 }
 """A file lies in the folders that its name has."""
 

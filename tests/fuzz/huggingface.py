@@ -51,7 +51,7 @@ def oracle(files: Mapping[str, bytes]) -> list[Answer]:
         if state.get("_indices_data_files"):
             raise OracleFailed("rows in another order")
         names = [each["filename"] for each in _listed(state["_data_files"])]
-        tables = [pa.ipc.open_stream(pa.OSFile(f"{folder}/{name}", "r")).read_all() for name in names]
+        tables = [pa.ipc.open_stream(pa.OSFile(f"{folder}/{name}", "rb")).read_all() for name in names]
         return [answer_of(pa.concat_tables(tables).replace_schema_metadata(None))]
     except Exception as error:  # whatever damaged files make of plain Python
         raise OracleFailed(str(error)) from error

@@ -1,16 +1,16 @@
 """The data files of a Lance dataset. Its manifests and lists of deletions are left whole: the library ends the process for
-some damage to them, before it returns anything that could be checked (docs/formats.md). The oracle is the library's own
-scan: its files have no checksums, so damage to values is damage that nobody can see, and both must see the same.
-"""
+some damage to them, before it returns anything that could be checked (docs/formats.md).
+
+The oracle is the library's own scan: its files have no checksums, so that damage to values cannot be seen, and both must
+return the same."""
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from overlord.formats import Lance
 from tests.fuzz.folders import change_number, folder_seed
@@ -37,8 +37,7 @@ def source(folder: Path, files: Mapping[str, bytes]) -> Lance:
 
 
 def oracle(files: Mapping[str, bytes]) -> list[Answer]:
-    lance: Any = importlib.import_module("lance")
-
+    library = import_module("lance")  # by name: a checker would take this file for it
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(RECORDED / "lance", folder, dirs_exist_ok=True)
         shutil.rmtree(Path(folder) / "data")
@@ -46,7 +45,7 @@ def oracle(files: Mapping[str, bytes]) -> list[Answer]:
         for name, data in files.items():
             (Path(folder) / place(name)).write_bytes(data)
         try:
-            return [answer_of(lance.dataset(folder, version=3).to_table().replace_schema_metadata(None))]
+            return [answer_of(library.dataset(folder, version=3).to_table().replace_schema_metadata(None))]
         except BaseException as error:  # panics are no Exceptions
             raise OracleFailed(str(error)) from error
 

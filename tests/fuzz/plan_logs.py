@@ -69,12 +69,12 @@ def _logged(name: str, every: int) -> _Log:
 
 def _settled(data: bytes) -> bytes:
     """The log as if each step had been taken right after it was drawn, under a known id: cases must not depend on which
-    thread came first, nor on what was drawn at random."""
+    thread came first, nor on what was drawn at random, nor on the process."""
     settled: list[dict[str, Any]] = []
     for record in map(json.loads, frames(data)):
         match record["kind"]:
             case "header":
-                settled.append({**record, "job": "0" * 32})
+                settled.append({**record, "job": "0" * 32, "writer": "process 1 on host"})
             case "snapshot":
                 settled.append({**record, "needed": record["progress"]["step"], "readers": [0]})
                 settled.append({"kind": "readers", "groups": [0]})
