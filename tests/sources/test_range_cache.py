@@ -186,6 +186,18 @@ def test_no_more_is_fetched_ahead_than_a_quarter_of_the_cache(store, tmp_path):
     ahead.close()
 
 
+def test_chunks_ahead_are_the_loaders_own_as_soon_as_it_is_known_which_those_are(store, tmp_path):
+    storage = Storage(tuple(store.options.items()), cache=ol.Cache(tmp_path, 1 << 26), keeps_data=True)
+    (file,) = storage.list_files(["s3://data/0.jsonl"])
+    ahead = FetchAhead(storage, lambda chunk: [(file, chunk * 10, chunk * 10 + 10)], 4 * 40)
+    ahead.note(0)
+    wait_until(lambda: len(gets(store)) == 4 and ahead._num_running == 0)  # 1, 2, 3, 4
+    ahead.note(2)
+    wait_until(lambda: len(gets(store)) == 6 and ahead._num_running == 0)
+    ahead.close()
+    assert set(gets(store)[4:]) == {"GET 0.jsonl bytes=60-69", "GET 0.jsonl bytes=80-89"}
+
+
 def wait_until(condition: Any) -> None:
     import time
 

@@ -132,7 +132,8 @@ class FetchAhead:
             if self._is_closed or (self._seen and number <= self._seen[-1]):
                 return
             self._seen = [*self._seen[-3:], number]
-            self._next = max(self._next, number + self._stride)
+            stride = self._stride
+            self._next = number + stride * max(-(-(self._next - number) // stride), 1)  # one of this loader's own
             self._ahead = {chunk: size for chunk, size in self._ahead.items() if chunk > number}
             self._waiting = [each for each in self._waiting if each[0] > number]
             self._threads = self._threads or Threads(_NUM_FETCHING, "overlord-fetch")
