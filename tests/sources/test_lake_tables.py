@@ -227,6 +227,33 @@ def test_damaged_manifests_of_lance_are_errors_that_name_the_dataset(lance: Any,
             Lance(folder).units()
 
 
+def test_damaged_lists_of_deleted_rows_are_errors_that_name_them(lance: Any, tmp_path: Path) -> None:
+    (whole,) = (RECORDED / "lance" / "_deletions").iterdir()
+    data = whole.read_bytes()
+    first = data.index(b"".join(row.to_bytes(4, "little") for row in (1, 3, 0, 4, 2)))
+    damages = {
+        "twice": data[:first] + bytes([3]) + data[first + 1 :],
+        "beyond": data[:first] + bytes([40]) + data[first + 1 :],
+        "cut": data[:-20],
+        "huge": data[:664] + bytes([196]) + data[665:],  # its library allocates a TiB, and ends the process
+    }
+    for damage, content in damages.items():
+        folder = tmp_path / damage
+        shutil.copytree(RECORDED / "lance", folder)
+        (folder / "_deletions" / whole.name).write_bytes(content)
+        with pytest.raises(SourceError, match=rf"{damage}/_deletions/{whole.name} .* restore it from a copy"):
+            Lance(folder).units()
+
+
+def test_zero_bytes_in_column_names_of_lance_are_errors(lance: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "dataset"
+    shutil.copytree(RECORDED / "lance", folder)
+    for manifest in (folder / "_versions").iterdir():
+        manifest.write_bytes(manifest.read_bytes().replace(b"tokens", b"tok\0ns"))
+    with pytest.raises(SourceError, match=r"the column 'tok\\x00ns' in the manifest of .*dataset has a zero byte"):
+        Lance(folder).units()
+
+
 def test_columns_that_are_not_used_are_neither_read_nor_checked(lance: Any, deltalake: Any, tmp_path: Path) -> None:
     """Other types and damaged pages of a column matter only where it is read."""
     changed = TABLE.set_column(2, "text", pa.array(range(1000)))

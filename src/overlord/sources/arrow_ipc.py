@@ -21,6 +21,7 @@ from overlord.sources.ipc_blocks import (
     file_blocks,
     header_bytes,
     is_compressed,
+    message_bytes,
     stream_blocks,
 )
 from overlord.sources.reading import validate
@@ -292,6 +293,8 @@ def decode_table(path: str, data: pa.Buffer, most_bytes: int) -> pa.Table:
     if blocks.has_dictionaries:
         raise ValueError("it has dictionaries")
     pieces = [data.slice(start, stop - start) for start, stop in zip(blocks.starts, blocks.stops, strict=True)]
+    if any(message_bytes(piece) != piece.size for piece in pieces):
+        raise ValueError("its footer and its record batches differ in their lengths")
     num_bytes = sum(map(decompressed_bytes, pieces))
     if num_bytes > most_bytes:
         raise BufferTooSmallError(

@@ -133,6 +133,12 @@ def header_bytes(mark: bytes) -> int:
     return 8 + struct.unpack_from("<i", mark, 4)[0]
 
 
+def message_bytes(message: pa.Buffer) -> int:
+    """The number of bytes of a message with its body, as the message itself states it."""
+    stop = header_bytes(message[:8].to_pybytes())
+    return stop + _message(message[8:stop].to_pybytes())[1]
+
+
 def is_compressed(header: bytes) -> bool:
     """Whether the body of a record batch is compressed, from its header without the first 8 bytes."""
     return _field(header, _record_batch(header), 3) is not None

@@ -4,15 +4,20 @@ its own files. The version that is read is part of every state."""
 from __future__ import annotations
 
 import re
+import struct
+import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from overlord.declare.source import Source, Unit
-from overlord.errors import SchemaError, SourceError, SpecError, StorageError
+from overlord.errors import OverlordError, SchemaError, SourceError, SpecError, StorageError
+from overlord.sources.arrow_ipc import decode_table
 from overlord.sources.files import check_columns, missing_column, needed_library
 from overlord.sources.parquet import Parquet
 from overlord.sources.reading import ReadResult, UnitReader, validate
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from overlord.sources.storage import StoredFile
 
 _SIZED_ROWS = 64
+_MOST_DELETED_BYTES = 1 << 30
+"""Decompressed, of the list of one fragment: 256 M rows; the library writes longer lists as bitmaps."""
 _PLAIN: dict[pa.DataType, pa.DataType] = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 _SILENT = re.compile(r"after \d+ retries|error sending request")
 _COLOURS = re.compile(r"\x1b\[\d*m(↳)?")
@@ -71,7 +78,7 @@ class Lance(Source):
 
     def _list_units(self, dataset: Any) -> list[Unit]:
         version = dataset.version
-        row_bytes = _row_bytes(dataset.get_fragments(), self.wanted_columns())
+        row_bytes = _row_bytes(dataset, dataset.get_fragments(), self.wanted_columns())
         units: list[Unit] = []
         for fragment in dataset.get_fragments():
             path = f"{self.uri}/data/{fragment.data_files()[0].path}"
@@ -102,7 +109,9 @@ class Lance(Source):
         options = library_options(self.storage_options) or None
         try:
             with told(f"{self.uri} cannot be opened as a Lance dataset", "name its folder, or restore its manifests"):
-                return lance.dataset(self.uri, version=version, storage_options=options)
+                dataset = lance.dataset(self.uri, version=version, storage_options=options)
+                _check_names(dataset.lance_schema.fields(), self.uri)
+                return dataset
         except SourceError as error:
             if version is None:
                 raise
@@ -138,7 +147,7 @@ class LanceReader:
         with told(f"{unit} of version {detail.version} cannot be read by Lance", "was it cleaned up?"):
             fragment = dataset.get_fragment(detail.fragment)
             if detail.fragment not in self._checked:
-                _row_bytes([fragment], self._source.wanted_columns())
+                _row_bytes(dataset, [fragment], self._source.wanted_columns())
                 self._checked.add(detail.fragment)
             table = fragment.to_table(
                 columns=self._source.wanted_columns(), offset=detail.start, limit=detail.stop - detail.start
@@ -152,16 +161,49 @@ class LanceReader:
             self._opened = None
 
 
-def _row_bytes(fragments: Sequence[Any], columns: list[str] | None) -> int:
+def _check_names(fields: Sequence[Any], uri: str) -> None:
+    """Raises ValueError for a zero byte in the name of a column, which would end the process in Arrow."""
+    for each in fields:
+        if "\0" in each.name():
+            raise ValueError(f"the column {each.name()!r} in the manifest of {uri} has a zero byte in its name")
+        _check_names(each.children(), uri)
+
+
+def _row_bytes(dataset: Any, fragments: Sequence[Any], columns: list[str] | None) -> int:
     """Reads a few rows by their numbers, before any are scanned: the stream of a scan ends the process where a damaged file
     makes the library write an error with a zero byte in it, and rows that are taken by number raise the same error."""
     num_bytes = num_rows = 0
     for fragment in fragments:
+        _check_deletions(dataset, fragment)
         few = fragment.take(list(range(min(_SIZED_ROWS - num_rows, fragment.count_rows()))), columns)
         num_bytes, num_rows = num_bytes + few.nbytes, num_rows + few.num_rows
         if num_rows >= _SIZED_ROWS:
             break
     return num_bytes // max(num_rows, 1)
+
+
+def _check_deletions(dataset: Any, fragment: Any) -> None:
+    """Raises SourceError where a list of deleted rows contradicts the manifest: the library would leave out other rows, or
+    allocate what a damaged number asks for. Bitmaps, and lists of cloned datasets, are left to the library."""
+    deletion = fragment.metadata.deletion_file
+    if deletion is None or deletion.file_type != "array" or deletion.base_id is not None:
+        return
+    where = f"{dataset.uri}/{fragment.deletion_file()}"
+    with tempfile.TemporaryDirectory() as folder:
+        dataset.new_file_session().download_file(fragment.deletion_file(), f"{folder}/deleted.arrow")
+        data = pa.py_buffer(Path(folder, "deleted.arrow").read_bytes())
+    try:
+        rows = decode_table(where, data, _MOST_DELETED_BYTES)["row_id"]
+    except (pa.ArrowException, OverlordError, LookupError, ValueError, struct.error) as error:
+        raise SourceError(f"{where} is no whole list of deleted rows: {error}; restore it from a copy") from error
+    if rows.type != pa.uint32() or rows.null_count:
+        raise SourceError(f"{where} is no list of deleted rows: its row_id is {rows.type}; restore it from a copy")
+    num_distinct, last = len(pc.unique(rows)), pc.max(rows).as_py() if len(rows) else 0
+    if not len(rows) == num_distinct == deletion.num_deleted_rows or last >= fragment.physical_rows:
+        raise SourceError(
+            f"{where} lists {len(rows)} deleted rows ({num_distinct} different, the last {last}), and the manifest says "
+            f"{deletion.num_deleted_rows} of {fragment.physical_rows}: it is damaged; restore it from a copy"
+        )
 
 
 @dataclass(frozen=True)
