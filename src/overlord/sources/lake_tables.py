@@ -110,7 +110,7 @@ class Lance(Source):
         try:
             with told(f"{self.uri} cannot be opened as a Lance dataset", "name its folder, or restore its manifests"):
                 dataset = lance.dataset(self.uri, version=version, storage_options=options)
-                _check_names(dataset.lance_schema.fields(), self.uri)
+                _check_names(dataset.lance_schema.fields(), str(self.uri))
                 return dataset
         except SourceError as error:
             if version is None:
