@@ -23,7 +23,8 @@ test: $(DEV)
 # torchvision and uses it for images alone.
 test-formats: $(FORMATS)/.made
 	$(FORMATS)/bin/pytest -q tests/sources/test_huggingface.py tests/sources/test_lake_tables.py tests/sources/test_iceberg.py \
-		tests/sources/test_litdata.py tests/sources/test_fsspec_store.py tests/jobfile/test_inspection.py
+		tests/sources/test_litdata.py tests/sources/test_fsspec_store.py tests/jobfile/test_inspection.py \
+		tests/faults/test_disturbed_formats.py
 	$(FORMATS)/bin/pytest -q tests/fuzz/test_fuzz.py -k "iceberg or delta or lance"
 
 # The same with the oldest releases that pyproject.toml allows.

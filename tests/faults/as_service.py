@@ -62,11 +62,13 @@ WITH_PROCESSES: Mapping[str, int] = {**WEIGHTS, "host killed": 10, "template kil
 class AsService:
     """See the module's docstring. After it was killed the service is started again, from its log, at the same address."""
 
-    def __init__(self, folder: Path, store: Store, pace_s: float, num_processes: int = 0) -> None:
+    def __init__(
+        self, folder: Path, store: Store, pace_s: float, num_processes: int = 0, job_file: str | None = None
+    ) -> None:
         self.name = "processes" if num_processes else "service"
         self._num_processes = num_processes
         self._job = folder / "job.py"
-        self._job.write_text(JOB_FILE.format(url=store.url))
+        self._job.write_text(job_file or JOB_FILE.format(url=store.url))
         self._words = folder / "service.txt"
         self._log = folder / "log"
         self._address = f"127.0.0.1:{free_port()}"

@@ -18,7 +18,7 @@ WORLD_SIZE = 2
 _ROWS = {"web": 600, "code": 300, "chat": 170}
 _COST = ol.TransformerCost(per_token=1.0, per_length_squared=0.1, constant=0.0)
 # Storage that is away for seconds is waited for; one request is not.
-_RETRY = ol.policies.Retry(deadline_s=90, first_wait_s=0.05, max_wait_s=0.4, request_timeout_s=2)
+RETRY = ol.policies.Retry(deadline_s=90, first_wait_s=0.05, max_wait_s=0.4, request_timeout_s=2)
 _WORKER_TIMEOUT_S = 4.0
 
 
@@ -79,7 +79,7 @@ def disturbed_job(store: str) -> ol.Job:
     """`store` is the URL of the folder that the files are in."""
 
     # Small buffers, so that storage is asked all the time.
-    options: dict[str, Any] = {"loss_mask": "mask", "retry": _RETRY, "buffer_bytes": 200_000}
+    options: dict[str, Any] = {"loss_mask": "mask", "retry": RETRY, "buffer_bytes": 200_000}
     worked = ol.InProcesses(moved, batch_rows=20, timeout_s=_WORKER_TIMEOUT_S)
     return ol.Job(
         sources={

@@ -17,7 +17,9 @@ class Store:
     """Serves the files of a folder. While `fault` is set, every request meets it."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self._files = {
+            path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        }
         self._port = 0
         self._healed = threading.Event()
         self._healed.set()

@@ -14,25 +14,39 @@ from obstore.store import S3Store
 
 import overlord as ol
 from overlord.errors import SourceError, StorageError
-from overlord.formats import Csv, HuggingFaceFiles, LitData, Mds, MegatronBin, TextLines
+from overlord.formats import Csv, HuggingFaceFiles, LitData, Mds, MegatronBin, TextLines, energon
 from overlord.lineage.obtaining import open_log
 from tests.sources.recording import RECORDED
+from tests.sources.test_energon import write_dataset
 from tests.sources.test_megatron import write_pair
 
 KEYS: dict[str, Any] = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1"}
 
 
 @pytest.fixture(scope="module")
-def options() -> Iterator[dict[str, str]]:
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A blend of two datasets of Energon."""
+    folder = tmp_path_factory.mktemp("energon")
+    for name in ("coco", "laion"):
+        write_dataset(folder / name, 4)
+    parts = "      - {weight: 1, path: coco}\n      - {weight: 3, path: ./laion, split_part: val}\n"
+    kind = "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+    (folder / "blend.yaml").write_text(f"{kind}splits:\n  train:\n    blend:\n{parts}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def options(shards: Path) -> Iterator[dict[str, str]]:
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     host, port = moto.get_host_and_port()
     endpoint = f"http://{host}:{port}"
     urllib.request.urlopen(urllib.request.Request(f"{endpoint}/corpus", method="PUT")).close()
     store = S3Store("corpus", endpoint=endpoint, client_options={"allow_http": True}, **KEYS)
-    for path in RECORDED.rglob("*"):
-        if path.is_file():
-            obstore.put(store, str(path.relative_to(RECORDED)), path.read_bytes())
+    for folder, prefix in ((RECORDED, ""), (shards, "energon/")):
+        for path in folder.rglob("*"):
+            if path.is_file():
+                obstore.put(store, prefix + str(path.relative_to(folder)), path.read_bytes())
     lines = "".join(f"{i},row {i}\n" for i in range(300))
     obstore.put(store, "t/a.csv", f"id,text\n{lines}".encode())
     obstore.put(store, "t/a.txt", lines.encode())
@@ -66,6 +80,7 @@ def test_all_formats_read_the_same_from_a_bucket(options: dict[str, str]) -> Non
         (Mds, "/mds/zstd/index.json", {"columns": ["tokens", "text"]}),
         *((LitData, f"/litdata/{kind}", {}) for kind in ("plain", "chunk", "batch", "tokens", "table_zstd")),
         (HuggingFaceFiles, "/huggingface/splits", {"split": "train", "columns": ["tokens"]}),
+        (ol.Prepared, "/prepared", {}),
     ]
     for reader, path, fields in pairs:
         source = reader(there + path, storage_options=options, **fields)
@@ -75,6 +90,17 @@ def test_all_formats_read_the_same_from_a_bucket(options: dict[str, str]) -> Non
     assert table.to_pydict() == {"id": list(range(300)), "text": [f"row {i}" for i in range(300)]}
     text = read_all(TextLines("s3://corpus/t/a.txt", unit_bytes=500, storage_options=options))
     assert text["text"].to_pylist() == [f"{i},row {i}" for i in range(300)]
+
+
+def test_blends_of_energon_are_read_from_a_bucket(shards: Path, options: dict[str, str]) -> None:
+    here = energon(shards / "blend.yaml", tokens=None)
+    there = energon("s3://corpus/energon/blend.yaml", tokens=None, storage_options=options)
+    assert there.weights == here.weights == {"coco": 0.25, "laion": 0.75}
+    for name, source in there.sources.items():
+        ol.testing.assert_source_keeps_its_promises(source)
+        assert read_all(source).equals(read_all(here.sources[name]))
+    with pytest.raises(SourceError, match=r"s3://corpus/energon/nowhere"):
+        energon("s3://corpus/energon/nowhere", tokens=None, storage_options=options)
 
 
 def test_bad_files_in_a_bucket_are_the_same_errors(options: dict[str, str]) -> None:
