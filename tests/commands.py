@@ -45,6 +45,18 @@ def overlord(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess
     return subprocess.CompletedProcess(words, expect, out.getvalue(), errors.getvalue())
 
 
+def start_service(job: object, *options: object, errors: Path) -> subprocess.Popen[str]:
+    """`overlord serve`, when it has said where it is or has ended; `errors` gets what it writes to standard error."""
+    command = [sys.executable, "-m", "overlord", "serve", str(job), *map(str, options), "--json"]
+    with errors.open("w") as file:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment())
+    assert process.stdout is not None
+    with process.stdout as output:
+        if not output.readline():
+            process.wait()
+    return process
+
+
 def overlord_process(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """The real command."""
     run = python("-W", "error", "-m", "overlord", *arguments, expect=expect)

@@ -9,14 +9,13 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
 from overlord.planlog.plan_log import read_newest
 from overlord.planlog.segments import segments_at
-from tests.commands import environment
+from tests.commands import start_service
 from tests.faults.disturbance import (
     Cause,
     NotRecoveredError,
@@ -118,21 +117,8 @@ class AsService:
 
     def _tried(self, resume: str = "log") -> subprocess.Popen[str]:
         """A service that has said where it is, or has ended."""
-        options = ["--address", self._address, "--log", str(self._log), "--resume", resume, "--json"]
-        options += ["--processes", str(self._num_processes)]
-        with self._words.open("w") as words:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "overlord", "serve", str(self._job), *options],
-                stdout=subprocess.PIPE,
-                stderr=words,
-                text=True,
-                env=environment(),
-            )
-        assert process.stdout is not None
-        with process.stdout as said:
-            if not said.readline():
-                process.wait()
-        return process
+        options = ["--address", self._address, "--log", self._log, "--resume", resume, "--processes", self._num_processes]
+        return start_service(self._job, *options, errors=self._words)
 
     def _told(self) -> str:
         """What the service that was started last said about itself."""

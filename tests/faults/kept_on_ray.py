@@ -4,7 +4,6 @@ roles."""
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from ray.util import list_named_actors
 
 from overlord.runtime import liveness
 from overlord.runtime.ray.role_actor import HEALTH_CHECKS
-from tests.commands import environment
+from tests.commands import start_service
 from tests.faults.as_service import JOB_FILE, free_port
 from tests.faults.disturbance import Cause, NotRecoveredError, signals, storage_causes, trainer_causes
 from tests.faults.jobs import WORLD_SIZE
@@ -72,20 +71,10 @@ class KeptOnRay:
 
     def _start_driver(self) -> subprocess.Popen[str]:
         cluster = ray.get_runtime_context().gcs_address
-        options = ["--ray", cluster, "--name", _NAME, "--address", self._address, "--json"]
-        with self._words.open("w") as words:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "overlord", "serve", str(self._job), *options],
-                stdout=subprocess.PIPE,
-                stderr=words,
-                text=True,
-                env=environment(),
-            )
-        assert process.stdout is not None
-        with process.stdout as said:
-            if not said.readline():
-                process.wait()
-                raise NotRecoveredError(f"the driver does not start: {self._words.read_text()[-1500:]}")
+        options = ["--ray", cluster, "--name", _NAME, "--address", self._address]
+        process = start_service(self._job, *options, errors=self._words)
+        if process.poll() is not None:
+            raise NotRecoveredError(f"the driver does not start: {self._words.read_text()[-1500:]}")
         return process
 
     def _kill_driver(self, fault: Fault) -> str:

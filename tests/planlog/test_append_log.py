@@ -15,6 +15,7 @@ from overlord.planlog.append_log import AppendLog, frame, read_frames
 from overlord.planlog.segments import FileSegments, Segment, segments_at
 from tests.buckets import s3_bucket
 from tests.full_disk import full_disk
+from tests.planlog.storages import assert_two_writers_do_not_mix, assert_written_in_parts_and_pruned
 
 BODIES = st.lists(st.binary(max_size=60), min_size=1, max_size=6)
 NEVER_S = 1000.0  # the background does not come: what is safe is decided by the test
@@ -236,32 +237,12 @@ def bucket() -> Iterator[dict[str, str]]:
 
 
 def test_a_log_in_a_bucket_is_written_in_parts_and_pruned(bucket):
-    segments = segments_at("s3://runs/a/log", bucket)
-    log = AppendLog(segments, sync_s=NEVER_S)
-    log.begin([b"header", b"snapshot"])
-    log.append(b"waits")
-    assert segments.numbers() == [], "nobody waits for storage"
-    log.sync()
-    log.append(b"later")
-    log.sync()
-    assert read_frames(segments.read(0)).bodies == [b"header", b"snapshot", b"waits", b"later"]
-    for number in range(1, 4):
-        log.begin([b"snapshot %d" % number])
-        log.sync()
-    assert segments.numbers() == [2, 3]
+    assert_written_in_parts_and_pruned(segments_at("s3://runs/a/log", bucket))
     assert segments_at("s3://runs/a", bucket).numbers() == [], "what is in a folder below is another log"
-    log.close()
 
 
 def test_two_writers_in_a_bucket_do_not_mix(bucket):
-    segments = segments_at("s3://runs/b/log", bucket)
-    old, new = AppendLog(segments, sync_s=NEVER_S), AppendLog(segments, sync_s=NEVER_S)
-    new.begin([b"new"])
-    new.sync()
-    old.begin([b"old"])
-    with pytest.raises(StorageError, match="was replaced"):
-        old.sync()
-    assert read_frames(segments.read(0)).bodies == [b"new"]
+    assert_two_writers_do_not_mix(segments_at("s3://runs/b/log", bucket))
 
 
 def test_a_bucket_that_does_not_exist_is_an_error_before_anything_is_written(bucket):

@@ -12,6 +12,7 @@ import overlord as ol
 from overlord.errors import StorageError
 from overlord.planlog.append_log import AppendLog, read_frames
 from overlord.planlog.segments import TableSegments
+from tests.planlog.storages import assert_two_writers_do_not_mix, assert_written_in_parts_and_pruned
 from tests.service.served import streams, two_sources, undisturbed
 from tests.small_sources import Numbered, job_of
 
@@ -56,32 +57,12 @@ class Table:
 
 def test_a_log_in_a_table_is_written_in_batches_and_pruned():
     table = Table()
-    segments = TableSegments(table)
-    log = AppendLog(segments, sync_s=NEVER_S)
-    log.begin([b"header", b"snapshot"])
-    log.append(b"waits")
-    assert segments.numbers() == [], "nobody waits for the table"
-    log.sync()
-    log.append(b"later")
-    log.sync()
-    assert read_frames(segments.read(0)).bodies == [b"header", b"snapshot", b"waits", b"later"]
-    for number in range(1, 4):
-        log.begin([b"snapshot %d" % number])
-        log.sync()
-    assert segments.numbers() == [2, 3]
-    log.close()
+    assert_written_in_parts_and_pruned(TableSegments(table))
     assert "value/units" in table.entries
 
 
 def test_two_writers_in_a_table_do_not_mix():
-    segments = TableSegments(Table())
-    old, new = AppendLog(segments, sync_s=NEVER_S), AppendLog(segments, sync_s=NEVER_S)
-    new.begin([b"new"])
-    new.sync()
-    old.begin([b"old"])
-    with pytest.raises(StorageError, match="was replaced"):
-        old.sync()
-    assert read_frames(segments.read(0)).bodies == [b"new"]
+    assert_two_writers_do_not_mix(TableSegments(Table()))
 
 
 def test_a_table_that_is_away_for_a_while_costs_nothing():
