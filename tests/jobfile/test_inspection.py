@@ -215,6 +215,18 @@ def test_what_cannot_be_told_is_said(tmp_path, make, said):
         inspect_path(str(make(tmp_path)))
 
 
+def test_a_pattern_with_any_ending_is_known_by_the_files_that_it_matches(tmp_path):
+    (tmp_path / "plain.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
+    found = inspect_path(f"{tmp_path}/*.jsonl*")
+    assert (found.reader, found.num_read) == ("Jsonl", 2)
+    with pytest.raises(ol.OverlordError, match=r"nothing matches .*/none\*"):
+        inspect_path(f"{tmp_path}/none*")
+    (tmp_path / "words.txt").write_text("c\n")
+    with pytest.raises(ol.OverlordError, match="cannot be told from its name or first bytes; say it with --reader"):
+        inspect_path(f"{tmp_path}/*")
+
+
 def test_a_job_file_is_not_overwritten(tmp_path, capsys):
     path = write(tmp_path / "data", "jsonl")
     (tmp_path / "job.yaml").write_text("mine")
