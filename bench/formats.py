@@ -36,7 +36,13 @@ NUM_DOCUMENTS = 40_000
 BLOCK = 1024
 COMPETITORS = (Competitor("overlord", "overlord"), Competitor("its own loader", "own"))
 TABLE = Table("tokens_per_cpu_s", 1e6, "M tokens / CPU s", baselines=("overlord",))
-LIBRARIES = {"megatron": "megatron.core", "mds": "streaming", "huggingface": "datasets", "lance": "lance", "lance_blocks": "lance"}
+LIBRARIES = {
+    "megatron": "megatron.core",
+    "mds": "streaming",
+    "huggingface": "datasets",
+    "lance": "lance",
+    "lance_blocks": "lance",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -172,7 +172,7 @@ def test_rows_columns_lengths_tokens_duplicates_and_odd_rows_are_told(tmp_path, 
     assert "on_bad_row: skip" in found.job
     assert main(["inspect", str(tmp_path / "x.jsonl")]) == 0
     shown = capsys.readouterr().out
-    for text in ("characters of 'text': mean", "duplicates:", "odd: 1 rows: cannot be read", "up to (characters)"):
+    for text in ("characters of 'text': mean", "duplicates:", "odd: 1 row: cannot be read", "up to (characters)"):
         assert text in shown
 
 
@@ -244,7 +244,7 @@ def test_tables_with_versions_are_recognised_and_their_jobs_run(tmp_path, form, 
     path = write_table(tmp_path, form, pa.Table.from_pylist(ROWS))
     job = tmp_path / "job.yaml"
     assert main(["inspect", path, "--write", str(job)]) == 0
-    assert f"{form.partition(' ')[0].title()}, 1 files" in capsys.readouterr().out
+    assert f"{form.partition(' ')[0].title()}, 1 file" in capsys.readouterr().out
     assert main(["run", str(job), "--steps", "2"]) == 0
 
 
