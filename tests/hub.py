@@ -55,7 +55,8 @@ class Hub:
                 return _reply_json(request, [known[path] for path in form["paths"] if path in known])
             return _reply_json(request, {"id": name, "sha": "0" * 40, "siblings": []})
         found = re.fullmatch(r"/(?:(datasets|spaces)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.*)", path)
-        assert found, path
+        if found is None:
+            return _reply(request, 404, b"", {"X-Error-Code": "RepoNotFound"})
         kind, name, revision, below = found.groups()
         files = self._files(f"{kind or 'models'}/{name}", revision)
         if files is None:

@@ -147,9 +147,7 @@ def test_passing_faults_are_retried_and_counted_and_refusals_are_not(hub, caplog
 def test_a_private_repository_is_read_with_a_token_and_refused_without(hub):
     hub.token = "right"
     assert len(storage(hub, token="right").list_files(["hf://datasets/org/name/data/*.parquet"])) == 12
-    with pytest.raises(
-        SourceError, match=r"README\.md does not exist: check the name, and the rights to see it .*authenticated"
-    ):
+    with pytest.raises(SourceError, match=r"README\.md does not exist: check the name, and the rights to see it"):
         storage(hub, token="wrong").list_files(["hf://datasets/org/name/README.md"])
 
 
@@ -162,8 +160,12 @@ def test_a_private_repository_is_read_with_a_token_and_refused_without(hub):
         ("datasets/org/name/data", r"data is a folder: name the files in it, as in hf://datasets/org/name/data/\*"),
         ("datasets/org/none/a.txt", r"a\.txt does not exist: .* \(FileNotFoundError: .*repository not found"),
         ("datasets/org/name@v9/a.txt", r"a\.txt does not exist: .* \(FileNotFoundError: .*revision not found"),
-        ("datasets/org/*/a.txt", r"is not in a repository .*: write hf://datasets/ORG/NAME/FILE, and .* take no globs"),
-        ("datasets/a.txt", r"is not in a repository .*: write hf://datasets/ORG/NAME/FILE"),
+        # Earlier releases of the client ask the server for any name.
+        (
+            "datasets/org/*/a.txt",
+            r"is not in a repository .*: write hf://datasets/ORG/NAME/FILE, and .* globs|does not exist",
+        ),
+        ("datasets/a.txt", r"is not in a repository .*: write hf://datasets/ORG/NAME/FILE|does not exist"),
     ],
 )
 def test_what_is_not_there_is_named(hub, pattern, told):
