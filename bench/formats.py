@@ -11,7 +11,9 @@
   `DataLoader`.
 - mds: `StreamingDataset` of mosaicml-streaming, local and shuffled.
 - huggingface: `datasets` with `with_format("numpy")`, in batches of 1,000 rows, in the order of its files.
-- lance: `LanceDataset` of `lance.torch`, in batches of 1,024 rows, in the order of its files, left as Arrow.
+- lance: `LanceDataset` of `lance.torch`, in batches of 1,024 rows, in the order of its files, left as Arrow: its default,
+  which makes tensors, refuses lists of different lengths.
+- lance_blocks: the same tokens in rows of 1,024, and `LanceDataset` with its defaults, which makes a tensor of each batch.
 
 bench/requirements-formats.txt has the libraries. One that is not installed is told, and its format left out.
 """
@@ -31,9 +33,16 @@ from bench.measure import Competitor, Setting, Table, compare, options
 
 DATA = Path(__file__).parent / ".data" / "formats"
 NUM_DOCUMENTS = 40_000
+BLOCK = 1024
 COMPETITORS = (Competitor("overlord", "overlord"), Competitor("its own loader", "own"))
 TABLE = Table("tokens_per_cpu_s", 1e6, "M tokens / CPU s", baselines=("overlord",))
-LIBRARIES = {"megatron": "megatron.core", "mds": "streaming", "huggingface": "datasets", "lance": "lance"}
+LIBRARIES = {
+    "megatron": "megatron.core",
+    "mds": "streaming",
+    "huggingface": "datasets",
+    "lance": "lance",
+    "lance_blocks": "lance",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = [
         Setting(f"{name}, {what}", name, ("--seconds", str(given.seconds), "--what", what), "bench.run_format")
         for name in found
-        for what in ("packed", "read")
+        for what in (("read",) if name == "lance_blocks" else ("packed", "read"))
     ]
     if "megatron" in found:
         arguments = ("--seconds", str(given.seconds), "--what", "gpt_dataset")
@@ -110,11 +119,21 @@ def write_lance(folder: Path) -> None:
     lance.write_dataset(table, str(folder / "text.lance"), max_rows_per_file=10_000)
 
 
+def write_lance_blocks(folder: Path) -> None:
+    import lance
+    import pyarrow as pa
+
+    tokens = np.concatenate(documents())
+    blocks = pa.FixedSizeListArray.from_arrays(pa.array(tokens[: len(tokens) // BLOCK * BLOCK]), BLOCK)
+    lance.write_dataset(pa.table({"tokens": blocks}), str(folder / "text.lance"), max_rows_per_file=10_000)
+
+
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "megatron": write_megatron,
     "mds": write_mds,
     "huggingface": write_huggingface,
     "lance": write_lance,
+    "lance_blocks": write_lance_blocks,
 }
 
 if __name__ == "__main__":

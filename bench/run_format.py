@@ -28,7 +28,7 @@ def source_of(name: str) -> Any:
         return ol.formats.Mds(folder / "text")
     if name == "huggingface":
         return ol.formats.HuggingFaceFiles(folder / "text")
-    return ol.formats.Lance(folder / "text.lance")
+    return ol.formats.Lance(folder / "text.lance")  # documents or blocks
 
 
 def packed_by_overlord(name: str) -> Iterator[tuple[int, int]]:
@@ -61,10 +61,13 @@ def packed_by_owner(name: str) -> Iterator[tuple[int, int]]:
 
 
 def read_by_owner(name: str) -> Iterator[tuple[int, int]]:
-    """Sample by sample where the loader gives samples; by the batch where it gives Arrow."""
-    found = (column.flatten().to_numpy() for column in lance_columns()) if name == "lance" else samples_of(name)
+    """Sample by sample where the loader gives samples; by the batch where it gives Arrow or tensors of a batch."""
+    if name == "lance":
+        found = (column.flatten().to_numpy() for column in lance_columns())
+    else:
+        found = lance_tensors() if name == "lance_blocks" else samples_of(name)
     for tokens in found:
-        yield len(tokens), int(tokens.sum())
+        yield tokens.size, int(tokens.sum())
 
 
 def packed_by_gpt_dataset(name: str) -> Iterator[tuple[int, int]]:
@@ -150,6 +153,19 @@ def lance_columns() -> Iterator[Any]:
     while True:
         for batch in LanceDataset(table, batch_size=1024, columns=["tokens"], to_tensor_fn=_unchanged):
             yield batch.column("tokens")
+
+
+def lance_tensors() -> Iterator[np.ndarray]:
+    """Endless, each batch of Lance's torch loader as it makes tensors by default."""
+    import lance
+    import torch
+    from lance.torch.data import LanceDataset
+
+    torch.set_num_threads(1)
+    table = lance.dataset(str(DATA / "lance_blocks" / "text.lance"))
+    while True:
+        for batch in LanceDataset(table, batch_size=1024, columns=["tokens"]):
+            yield batch.numpy()
 
 
 def _unchanged(batch: Any, *_: Any, **__: Any) -> Any:

@@ -4,13 +4,15 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -319,6 +321,75 @@ def test_two_hosts_share_a_file_system_without_locks(tmp_path, monkeypatch, capl
     assert "has no locks" in caplog.text
     assert "may exceed max_bytes by a few percent" in caplog.text
     assert got(hosts[0], 119) == got(hosts[1], 119) == content(119, 100_000)
+
+
+HOST = """
+import fcntl, os, random, sys
+from overlord.caches.folder import CacheFolder, digest_key
+if sys.argv[2] == "own":
+    fcntl.flock = lambda descriptor, operation: None
+cache, rng, found = CacheFolder(sys.argv[1], 4 << 20), random.Random(int(sys.argv[3])), 0
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(400):
+    number = rng.randrange(200)
+    kept, data = cache.get(digest_key("chunks", str(number))), random.Random(number).randbytes(40_000)
+    assert kept is None or kept.to_pybytes() == data, f"entry {number} is another"
+    found += kept is not None
+    if kept is None:
+        cache.put(digest_key("chunks", str(number)), [data], rng.random() * 100)
+print(found, cache.use()["chunks"].damaged)
+"""
+
+
+@contextmanager
+def mounted_twice(place: Path) -> Iterator[list[Path]]:
+    """A folder under two mounts of a network file system, as two hosts have it. It has no locks between them."""
+    sshfs, server = shutil.which("sshfs"), "/usr/lib/openssh/sftp-server"
+    server = os.environ.get("SFTP_SERVER", server)
+    if sshfs is None or not os.access("/dev/fuse", os.W_OK) or not os.path.exists(server):
+        pytest.skip("sshfs, sftp-server and /dev/fuse make a network file system (SFTP_SERVER=PATH where it lies elsewhere)")
+    command = place / "connect"
+    command.write_text(f"#!/bin/sh\nexec {server}\n")
+    command.chmod(0o755)
+    mounts = [place / "shared", place / "first", place / "second"]
+    for each in mounts:
+        each.mkdir()
+    with ExitStack() as stack:
+        for each in mounts[1:]:
+            subprocess.run([sshfs, "-o", f"ssh_command={command}", f"host:{mounts[0]}", each], check=True, timeout=20)
+            stack.callback(subprocess.run, ["umount", each], check=True, timeout=20)
+        yield mounts[1:]
+
+
+@pytest.mark.parametrize("locks", ["own", "sshfs"])
+def test_two_hosts_whose_locks_do_not_reach_each_other_find_nothing_wrong(tmp_path, locks):
+    """Some network file systems grant each host its own lock. Then entries may be counted once where two were written."""
+    with mounted_twice(tmp_path) if locks == "sshfs" else nullcontext([tmp_path, tmp_path]) as places:
+        command = [sys.executable, "-c", HOST]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        hosts = [subprocess.Popen([*command, str(place / "kept"), locks, str(i)], **pipes) for i, place in enumerate(places)]
+        for host in hosts:
+            assert host.stdout is not None
+            assert host.stdout.readline() == "ready\n"
+        said = [thread_of(host) for host in hosts]
+        for thread, answer in said:
+            thread.join()
+            found, damaged = answer[0].split()
+            assert int(found) > 20
+            assert damaged == "0"
+        assert [host.returncode for host in hosts] == [0, 0]
+        kept = tmp_path / ("shared/kept" if locks == "sshfs" else "kept")
+        assert 2 * MIB < bytes_in(kept) <= 5 * MIB
+        assert not list(kept.rglob("tmp-*"))
+
+
+def thread_of(process: subprocess.Popen[str]) -> tuple[threading.Thread, list[str]]:
+    """Lets a process go on, and gathers what it says from then on."""
+    answer: list[str] = []
+    thread = threading.Thread(target=lambda: answer.append(process.communicate("go\n", timeout=60)[0]))
+    thread.start()
+    return thread, answer
 
 
 def test_a_lock_that_a_stopped_process_holds_costs_the_entry_and_no_more(tmp_path, monkeypatch):

@@ -116,6 +116,7 @@ path = "{tmp_path}/a.jsonl"
 job = ol.Job(
     sources={{
         "bytes": ol.Jsonl(path, transform=ol.Tokenize("text", encoding=ol.ByteTokenizer())),
+        "again": ol.Jsonl(path, transform=ol.Tokenize("text", encoding=ol.ByteTokenizer())),
         "letters": ol.Jsonl(path, transform=ol.InProcesses(ol.Tokenize("text", encoding=letters))),
         "lost": ol.Jsonl(path, transform=ol.Tokenize("text", encoding="{tmp_path}/none.json")),
     }},
@@ -127,7 +128,7 @@ job = ol.Job(
     assert "error: source 'lost': encoding: there is no tokenizer file" in run.stderr
     path.write_text(text.replace('"lost"', '# "lost"'))
     told = overlord("check", path).stdout
-    assert "source 'bytes': tokenising engine: bytes" in told
+    assert "source 'bytes' and 1 more: tokenising engine: bytes" in told
     assert "source 'letters': tokenising engine: function" in told
     assert json.loads(overlord("check", path, "--json").stdout)["sources"]["letters"]["engines"] == ["function"]
 

@@ -172,7 +172,7 @@ def test_rows_columns_lengths_tokens_duplicates_and_odd_rows_are_told(tmp_path, 
     assert "on_bad_row: skip" in found.job
     assert main(["inspect", str(tmp_path / "x.jsonl")]) == 0
     shown = capsys.readouterr().out
-    for text in ("characters of 'text': mean", "duplicates:", "odd: 1 rows: cannot be read", "up to (characters)"):
+    for text in ("characters of 'text': mean", "duplicates:", "odd: 1 row: cannot be read", "up to (characters)"):
         assert text in shown
 
 
@@ -215,6 +215,18 @@ def test_what_cannot_be_told_is_said(tmp_path, make, said):
         inspect_path(str(make(tmp_path)))
 
 
+def test_a_pattern_with_any_ending_is_known_by_the_files_that_it_matches(tmp_path):
+    (tmp_path / "plain.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
+    found = inspect_path(f"{tmp_path}/*.jsonl*")
+    assert (found.reader, found.num_read) == ("Jsonl", 2)
+    with pytest.raises(ol.OverlordError, match=r"nothing matches .*/none\*"):
+        inspect_path(f"{tmp_path}/none*")
+    (tmp_path / "words.txt").write_text("c\n")
+    with pytest.raises(ol.OverlordError, match="cannot be told from its name or first bytes; say it with --reader"):
+        inspect_path(f"{tmp_path}/*")
+
+
 def test_a_job_file_is_not_overwritten(tmp_path, capsys):
     path = write(tmp_path / "data", "jsonl")
     (tmp_path / "job.yaml").write_text("mine")
@@ -232,7 +244,7 @@ def test_tables_with_versions_are_recognised_and_their_jobs_run(tmp_path, form, 
     path = write_table(tmp_path, form, pa.Table.from_pylist(ROWS))
     job = tmp_path / "job.yaml"
     assert main(["inspect", path, "--write", str(job)]) == 0
-    assert f"{form.partition(' ')[0].title()}, 1 files" in capsys.readouterr().out
+    assert f"{form.partition(' ')[0].title()}, 1 file" in capsys.readouterr().out
     assert main(["run", str(job), "--steps", "2"]) == 0
 
 

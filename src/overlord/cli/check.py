@@ -291,9 +291,13 @@ def _print(
     ]
     if rows:
         out.print(table("source", "<reader", f"share of {job.mix.unit}", "files", "units", "rows", "bytes", rows=rows))
+    by_engine: dict[str, list[str]] = {}
     for name, entry in listed.items():
         for engine in entry.engines:
-            out.print(f"source {name!r}: tokenising engine: {engine}", soft_wrap=True, markup=False)
+            by_engine.setdefault(engine, []).append(name)
+    for engine, (first_name, *others) in by_engine.items():
+        whose = f"source {first_name!r}" + (f" and {len(others):,} more" if others else "")
+        out.print(f"{whose}: tokenising engine: {engine}", soft_wrap=True, markup=False)
     if first is not None:
         out.print(
             f"step {first.number}: {first.samples:,} samples, {first.tokens:,} tokens, {first.padding:.1%} padding, "

@@ -50,9 +50,9 @@ def execute(options: argparse.Namespace) -> int:
 
 def _print(found: Inspection, written: Path | None) -> None:
     out = console()
-    rows = "an unknown number of" if found.num_rows is None else f"{found.num_rows:,}"
+    rows = "an unknown number of rows" if found.num_rows is None else _counted(found.num_rows, "row")
     out.print(
-        f"{found.path}: {found.reader}, {found.num_files:,} files, {found.num_units:,} units, {rows} rows, "
+        f"{found.path}: {found.reader}, {_counted(found.num_files, 'file')}, {_counted(found.num_units, 'unit')}, {rows}, "
         f"{size(found.num_bytes)} decoded",
         markup=False,
         soft_wrap=True,
@@ -70,9 +70,17 @@ def _print(found: Inspection, written: Path | None) -> None:
     share = found.num_duplicates / max(found.num_read, 1)
     out.print(f"duplicates: {found.num_duplicates:,} of the rows that were read ({share:.1%})", markup=False)
     for odd in found.odd:
-        out.print(f"odd: {odd.count:,} rows: {odd.what}; {printable('; '.join(odd.examples))}", markup=False, soft_wrap=True)
+        out.print(
+            f"odd: {_counted(odd.count, 'row')}: {odd.what}; {printable('; '.join(odd.examples))}",
+            markup=False,
+            soft_wrap=True,
+        )
     out.print("\nA job that reads it" + (f", in {written}" if written is not None else " (--write job.yaml)"), markup=False)
     out.print(found.job.rstrip(), markup=False, soft_wrap=True)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _print_lengths(lengths: Lengths) -> None:

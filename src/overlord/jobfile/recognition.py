@@ -69,6 +69,8 @@ def recognise(path: str, reader: str | None = None) -> Recognised:
     name = reader or reader_of(path)
     if name is None and not is_remote(path) and os.path.isfile(local):
         name = _by_content(Path(local))
+    if name is None and has_glob(path):
+        name = _by_matches(path)
     if name is None:
         if not is_remote(path) and not has_glob(path) and not os.path.exists(local):
             raise SourceError(f"there is nothing at {path}")
@@ -150,6 +152,12 @@ def _names_under(path: str) -> Iterator[str]:
     if is_remote(path):
         return (file.path.rpartition("/")[2] for file in Storage().list_files([f"{path.rstrip('/')}/**"]))
     return (name for _, _, names in os.walk(os.path.expanduser(path)) for name in names)
+
+
+def _by_matches(pattern: str) -> str | None:
+    """The reader of all files of a pattern whose own ending says nothing, as *.jsonl*."""
+    readers = {reader_of(file.path) for file in islice(Storage().list_files([pattern]), _MOST_LISTED)}
+    return readers.pop() if len(readers) == 1 else None
 
 
 def _by_content(path: Path) -> str | None:

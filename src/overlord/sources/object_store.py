@@ -165,32 +165,8 @@ class ObjectStore:
         return [ListedObject.of(meta) for meta in result["objects"]], list(result["common_prefixes"])
 
     def read(self, listed: ListedObject, start: int, stop: int) -> pa.Buffer:
-        """The bytes [start, stop) of an object; SourceError if it has changed since it was listed.
-
-        Large ranges are read in parts, so that a retry repeats a part and not the whole. All parts are of one version.
-        """
-        if stop <= start:
-            return pa.py_buffer(b"")
-        if stop - start <= PART_BYTES:
-            return self._get_part(listed, start, stop)[0]
-        whole = pa.allocate_buffer(stop - start)
-        target = np.frombuffer(memoryview(whole), np.uint8)
-        begins = list(range(start, stop, PART_BYTES))
-
-        def fetch(expected: ListedObject, begin: int) -> ListedObject:
-            end = min(begin + PART_BYTES, stop)
-            part, found = self._get_part(expected, begin, end)
-            target[begin - start : end - start] = np.frombuffer(memoryview(part), np.uint8)
-            return found
-
-        # Without a known version the first part is read alone, and the others must have its version.
-        expected = listed if listed.version else fetch(listed, begins.pop(0))
-        pool = ThreadPoolExecutor(min(PARTS_AT_ONCE, len(begins)), thread_name_prefix="overlord-parts")
-        try:
-            list(pool.map(partial(fetch, expected), begins))
-        finally:
-            pool.shutdown(cancel_futures=True)
-        return whole
+        """The bytes [start, stop) of an object; SourceError if it has changed since it was listed."""
+        return read_parts(self._get_part, listed, start, stop)
 
     def _get_part(self, listed: ListedObject, start: int, stop: int) -> tuple[pa.Buffer, ListedObject]:
         """A range in one request, and the object as the response describes it."""
@@ -275,6 +251,37 @@ class ObjectStore:
         )
 
 
+def read_parts(
+    get_part: Callable[[ListedObject, int, int], tuple[pa.Buffer, ListedObject]], listed: ListedObject, start: int, stop: int
+) -> pa.Buffer:
+    """The bytes [start, stop) by requests for ranges. `get_part` returns a range and the object as the answer describes it.
+
+    Large ranges are read in parts, so that a retry repeats a part and not the whole. All parts are of one version.
+    """
+    if stop <= start:
+        return pa.py_buffer(b"")
+    if stop - start <= PART_BYTES:
+        return get_part(listed, start, stop)[0]
+    whole = pa.allocate_buffer(stop - start)
+    target = np.frombuffer(memoryview(whole), np.uint8)
+    begins = list(range(start, stop, PART_BYTES))
+
+    def fetch(expected: ListedObject, begin: int) -> ListedObject:
+        end = min(begin + PART_BYTES, stop)
+        part, found = get_part(expected, begin, end)
+        target[begin - start : end - start] = np.frombuffer(memoryview(part), np.uint8)
+        return found
+
+    # Without a known version the first part is read alone, and the others must have its version.
+    expected = listed if listed.version else fetch(listed, begins.pop(0))
+    pool = ThreadPoolExecutor(min(PARTS_AT_ONCE, len(begins)), thread_name_prefix="overlord-parts")
+    try:
+        list(pool.map(partial(fetch, expected), begins))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return whole
+
+
 def changed_error(root: str, listed: ListedObject, found: ListedObject) -> SourceError:
     return SourceError(
         f"{root}/{listed.key} has changed since it was listed: it has {found.num_bytes:,} bytes and the version "
@@ -318,13 +325,18 @@ _stores_lock = threading.Lock()
 
 
 def shared_store(root: str, options: tuple[tuple[str, str], ...], retry: Retry) -> RemoteStore:
-    """The store of a root: one, and so one pool of connections, per process. obstore's schemes go through obstore, all
-    others through fsspec."""
+    """The store of a root: one, and so one pool of connections, per process. obstore's schemes go through obstore, files of
+    the Hub through its own client, all others through fsspec."""
     key = (root, options, retry)
     with _stores_lock:
         if key not in _stores:
-            if root.partition("://")[0] in OBSTORE_SCHEMES:
+            scheme, _, place = root.partition("://")
+            if scheme in OBSTORE_SCHEMES:
                 _stores[key] = ObjectStore(root, dict(options), retry)
+            elif scheme == "hf" and place != "buckets":
+                from overlord.sources.hub_store import HubStore
+
+                _stores[key] = HubStore(root, dict(options), retry)
             else:
                 from overlord.sources.fsspec_store import FsspecStore
 

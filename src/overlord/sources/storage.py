@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from overlord.errors import SourceError, SpecError
 from overlord.sources.object_store import (
+    OBSTORE_SCHEMES,
     ListedObject,
     Retry,
     count_local_bytes,
@@ -171,7 +172,8 @@ class Storage:
     def _store(self, url: str) -> tuple[RemoteStore, str]:
         scheme, rest = url.split("://", 1)
         bucket, _, key = rest.partition("/")
-        if not bucket or not key:
+        has_default = scheme not in OBSTORE_SCHEMES and scheme != "hf"  # hdfs:///name is a file of the configured cluster
+        if not key or not (bucket or has_default):
             raise SpecError(f"{url} names no object: write {scheme}://bucket/name")
         return shared_store(f"{scheme}://{bucket}", self.options, self.retry), key
 
