@@ -39,8 +39,8 @@ from overlord.roles.planner import Planner
 from overlord.roles.rows_ahead import RowsAhead
 from overlord.roles.source_loader import SourceLoader
 from overlord.runtime.cores import num_usable_cores
-from overlord.runtime.memory import return_free_memory
 from overlord.runtime.long_waits import warn_if_long
+from overlord.runtime.memory import return_free_memory
 from overlord.runtime.threads import Threads, make_executor
 from overlord.sources.arrow_ipc import ArrowIpc
 from overlord.sources.files import units_of

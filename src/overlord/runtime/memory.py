@@ -1,4 +1,4 @@
-"""The resident memory of this process, current and peak, and what the allocators of the C library and of Arrow keep of it."""
+"""The memory of this process: resident, at its peak, and what the allocators of the C library and of Arrow keep free."""
 
 from __future__ import annotations
 
