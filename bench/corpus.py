@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import sys
-import sysconfig
-import tarfile
-import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import tarfile
 
 DATA = Path(os.environ.get("OVERLORD_BENCH_DATA") or Path(__file__).parent / ".data")
 VOCABULARY = 128_000
@@ -176,6 +175,8 @@ class BpeCorpus:
 
 def _installed_texts(num_bytes: int) -> list[str]:
     """Documents from what is installed here, at most so many bytes."""
+    import sysconfig
+
     home, packages = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
     found: list[str] = []
     size = 0
@@ -213,6 +214,8 @@ class ImageCorpus:
         return self
 
     def _write(self, folder: Path) -> None:
+        import tarfile  # here and below: trainers import this module, and their first batch is timed from its start
+
         rng = np.random.default_rng(11)
         numbers = range(self.images)
         for shard, path in enumerate(self.paths):
@@ -255,6 +258,8 @@ def _caption(rng: np.random.Generator) -> str:
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    import tarfile
+
     member = tarfile.TarInfo(name)
     member.size = len(content)
     archive.addfile(member, io.BytesIO(content))
@@ -264,6 +269,9 @@ def _once(folder: Path, write: Callable[[Path], None]) -> None:
     """Fills the folder unless it is there: written beside it and renamed, so a stopped run leaves no half corpus."""
     if folder.exists():
         return
+    import shutil
+    import tempfile
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
@@ -277,6 +285,8 @@ def main() -> None:
     """Makes what the benchmarks with trainers read, side by side: python -m bench.corpus [FOLDER]"""
     if len(sys.argv) > 1:
         keep_in(sys.argv[1])
+    from concurrent.futures import ProcessPoolExecutor
+
     wanted = [TEXT_8, TEXT_64, BPE, IMAGES, memory_text(256, 4), memory_text(256, 16)]
     with ProcessPoolExecutor() as processes:
         for done in [processes.submit(type(each).make, each) for each in wanted]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,11 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing.context import SpawnProcess
-from multiprocessing.synchronize import Barrier
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.process_tree import adopt_orphans, children, cpu_seconds, tree
+
+if TYPE_CHECKING:
+    import multiprocessing
+    from multiprocessing.context import SpawnProcess
+    from multiprocessing.synchronize import Barrier
 
 _PATIENCE = 240.0
 _GRACE = 5.0
@@ -127,6 +129,8 @@ def run_here(peer: str, work: Work, watch: Watch) -> Outcome:
 
 def run_per_rank(peer: str, work: Work, watch: Watch) -> Outcome:
     """One process for each rank, as a trainer has it."""
+    import multiprocessing  # trainers import this module, and their first batch is timed from the start of their process
+
     spawn = multiprocessing.get_context("spawn")
     together = spawn.Barrier(work.ranks + 1)
     results: multiprocessing.Queue[Served] = spawn.Queue()
@@ -164,6 +168,8 @@ def _end(ranks: list[SpawnProcess]) -> None:
 
 
 def _rank(peer: str, work: Work, rank: int, together: Barrier, results: multiprocessing.Queue[Served]) -> None:
+    import multiprocessing
+
     # A spawned process spawns by default; a trainer started by a launcher has the platform's default, and so must we.
     multiprocessing.set_start_method(None, force=True)
     build = find(peer, work.benchmark)

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
@@ -130,6 +132,39 @@ def test_importing_overlord_imports_no_heavy_library(use):
     code = f"import sys, overlord as ol{use}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+FIRST_BATCH = """
+import sys
+import overlord as ol
+tokens = ol.Parquet(sys.argv[1], columns=["tokens"])
+with ol.start(ol.Job(sources={"web": tokens}, batch=ol.Batch(samples=4, sequence_length=8))) as loader:
+    next(loader.client(0))
+print(*sys.modules)
+"""
+UNUSED = (
+    "argparse",
+    "importlib.metadata",
+    "multiprocessing",
+    "numpy.ma",
+    "overlord.chunks.transforms.tokenize",
+    "overlord.fleet.autoscaler",
+    "overlord.loaders.autoscaling",
+    "overlord.service.server",
+    "pyarrow.compute",
+    "pyarrow.flight",
+)
+"""What a first batch of token ids would wait for without need: 50 ms of the half second that it takes in all."""
+MOST_FOR_A_BATCH = 190
+
+
+def test_a_first_batch_of_token_ids_imports_only_what_it_needs(tmp_path):
+    pq.write_table(pa.table({"tokens": [[1, 2, 3]] * 64}), tmp_path / "tokens.parquet")
+    command = [sys.executable, "-c", FIRST_BATCH, str(tmp_path / "tokens.parquet")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    imported = set(done.stdout.split())
+    assert imported.isdisjoint(UNUSED)
+    assert sum(name.startswith("overlord.") for name in imported) <= MOST_FOR_A_BATCH
 
 
 def test_every_error_is_an_overlord_error():

@@ -5,5 +5,5 @@ from overlord.arrange.vision.images import PatchGrid as PatchGrid
 from overlord.arrange.vision.images import VisionTransformerCost as VisionTransformerCost
 from overlord.arrange.vision.images import fuse as fuse
 from overlord.arrange.vision.images import images_of as images_of
-from overlord.chunks.transforms import PlaceImages as PlaceImages
+from overlord.chunks.transforms.place_images import PlaceImages as PlaceImages
 from overlord.media.images import DecodeImage as DecodeImage

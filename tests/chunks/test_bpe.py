@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.checkpoint.description import Describer
-from overlord.chunks.transforms import Tokenize, bpe
+from overlord.chunks.transforms import bpe
 from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel
 from overlord.chunks.transforms.merge_ranks import ALPHABET, NotRankable, rank_tokens
+from overlord.chunks.transforms.tokenize import Tokenize
 
 tiktoken = pytest.importorskip("tiktoken")
 tokenizers = pytest.importorskip("tokenizers")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import overlord as ol
-from overlord.chunks.transforms import Context
 from overlord.chunks.transforms.apply import TransformCall
+from overlord.chunks.transforms.outcome import Context
 
 GRID = ol.vision.PatchGrid(patch=10, merge=2)
 DECODE = ol.vision.DecodeImage("pictures", size=None)

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pytest
 
 from overlord.chunks.bad_rows import BadRowLog
-from overlord.chunks.transforms import Context, InProcesses, per_row
-from overlord.chunks.transforms.apply import Reporter, Transforms
+from overlord.chunks.transforms.apply import InProcesses, Reporter, Transforms
+from overlord.chunks.transforms.outcome import Context
+from overlord.chunks.transforms.per_row import per_row
 from overlord.chunks.workers.pool import ProcessPool
 from overlord.declare.source import BadRows
 from overlord.errors import BadRowError, ClosedError, SchemaError, SpecError
@@ -335,7 +336,8 @@ def script(body: str) -> str:
         import numpy as np, pyarrow as pa
         from overlord.chunks.bad_rows import BadRowLog
         from overlord.chunks.workers.pool import ProcessPool
-        from overlord.chunks.transforms import Context, InProcesses
+        from overlord.chunks.transforms.apply import InProcesses
+        from overlord.chunks.transforms.outcome import Context
         from overlord.chunks.transforms.apply import Reporter, Transforms
         from overlord.declare.source import BadRows
 

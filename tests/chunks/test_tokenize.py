@@ -17,15 +17,11 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.checkpoint.description import Describer
 from overlord.checkpoint.first_release import first_description
-from overlord.chunks.transforms import (
-    ByteTokenizer,
-    Context,
-    InProcesses,
-    Tokenize,
-    tokenize,
-)
-from overlord.chunks.transforms.apply import TransformCall
+from overlord.chunks.transforms import tokenize
+from overlord.chunks.transforms.apply import InProcesses, TransformCall
 from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel
+from overlord.chunks.transforms.outcome import Context
+from overlord.chunks.transforms.tokenize import ByteTokenizer, Tokenize
 from overlord.chunks.workers.pool import ProcessPool
 from overlord.runtime.threads import Threads, make_executor
 
@@ -338,7 +334,7 @@ def test_the_library_encodes_one_text_at_a_time_in_the_thread_that_calls():
 PEAK = """
 import resource, sys
 import pyarrow as pa
-from overlord.chunks.transforms import Tokenize
+from overlord.chunks.transforms.tokenize import Tokenize
 tokenize = Tokenize(encoding=sys.argv[1], eos=0)
 tokenize(pa.table({"text": ["warm"]}))
 text = pa.table({"text": pa.array(["The cat sat on the mat. " * 40] * 6144, pa.large_string())})

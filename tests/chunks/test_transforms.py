@@ -19,16 +19,11 @@ from hypothesis import strategies as st
 from overlord.checkpoint.description import Describer
 from overlord.checkpoint.first_release import first_description
 from overlord.chunks.bad_rows import BadRowLog
-from overlord.chunks.transforms import (
-    ByteTokenizer,
-    Context,
-    InProcesses,
-    Pick,
-    Tokenize,
-    per_row,
-)
-from overlord.chunks.transforms.apply import Reporter, Transforms
-from overlord.chunks.transforms.outcome import ORIGIN
+from overlord.chunks.transforms.apply import InProcesses, Reporter, Transforms
+from overlord.chunks.transforms.outcome import ORIGIN, Context
+from overlord.chunks.transforms.per_row import per_row
+from overlord.chunks.transforms.pick import Pick
+from overlord.chunks.transforms.tokenize import ByteTokenizer, Tokenize
 from overlord.declare.source import BadRows
 from overlord.errors import BadRowError, DataError, SchemaError, SpecError
 from overlord.sources.column_types import has_null_type
@@ -62,7 +57,7 @@ def run(table: pa.Table, *transforms: Callable[..., pa.Table], to: Reporter | No
 
 
 def test_a_rows_generator_is_the_same_in_every_process_and_on_every_platform() -> None:
-    code = "from overlord.chunks.transforms import Context;print(Context('web', 3, 17).rng(5).bit_generator.random_raw())"
+    code = "import overlord as ol; print(ol.Context('web', 3, 17).rng(5).bit_generator.random_raw())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(out) == CONTEXT.rng(5).bit_generator.random_raw() == 4717839096334225847
 

@@ -62,6 +62,18 @@ class Piped(Embedded):
         return self._workplace.share("chunks", ChunkArenas)
 
 
+class Noting(Piped):
+    """Keeps the requests for chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[LoanRequest] = []
+
+    def call(self, name: str, method: Any, /, *args: Any, **kwargs: Any) -> Immediate[Any]:
+        self.requests += [arg for arg in args if isinstance(arg, LoanRequest)]
+        return super().call(name, method, *args, **kwargs)
+
+
 def assert_equal_streams(job: ol.Job, steps: int = STEPS) -> Piped:
     with ol.start(job) as loader:
         expected = stream(loader, steps)
@@ -185,6 +197,24 @@ def test_memory_is_bounded_by_the_buffers_and_the_steps_in_flight():
         assert most <= (1 << 16) * (3 * 2 + 2 * 3 + num_flying * 8000 // 4000)
     gc.collect()
     assert engine.arenas.shared_bytes == engine.arenas.idle_bytes
+
+
+def test_a_host_learns_that_a_chunk_is_used_up_before_the_one_after_the_next_is_requested():
+    """Otherwise it would keep two chunks of each source for most of the time, and many sources share its memory."""
+    sources = {f"source {n}": Large(first=n, buffer_bytes=80_000) for n in range(8)}
+    weights = {name: 1.0 + 0.1 * number for number, name in enumerate(sources)}  # so that chunks end at different steps
+    job = job_of(sources, ol.Batch(tokens=2000, sequence_length=1000), mixture=ol.Mixture(weights))
+    engine = Noting()
+    with ol.start(job, engine=engine) as loader:
+        client = loader.client(0, timeout_s=30)
+        for _ in range(60):
+            next(client)
+    for name in sources:
+        told = next(number for number, request in enumerate(engine.requests) if request.needed_from.get(name, 0) > 0)
+        wanted = next(number for number, request in enumerate(engine.requests) if (name, 2) in request.wanted)
+        assert told < wanted
+        limits = [request.needed_from[name] for request in engine.requests if name in request.needed_from]
+        assert limits == sorted(set(limits)), "nothing is told twice"
 
 
 def test_a_host_that_is_made_again_lends_anew_and_the_stream_stays(tmp_path):

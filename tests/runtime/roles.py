@@ -1,7 +1,11 @@
 """Small roles for tests of engines."""
 
+import ctypes
 import os
+import sys
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 from overlord.runtime.engine import Handle, Workplace
@@ -43,6 +47,37 @@ class Asker:
         self._other.call(Counter.fail, error).result()
 
 
+class Probe:
+    """Says what the process that it lives in has of memory and modules."""
+
+    def modules(self) -> list[str]:
+        return sorted(sys.modules)
+
+    def num_heaps(self, num_threads: int) -> int:
+        """The heaps of the C library, after so many threads have allocated memory at once."""
+        allocated = threading.Barrier(num_threads + 1)
+
+        def allocate() -> None:
+            held = bytearray(1000)
+            allocated.wait(20)
+            del held
+
+        threads = [threading.Thread(target=allocate) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        allocated.wait(20)
+        library = ctypes.CDLL(None)
+        library.fopen.restype = ctypes.c_void_p
+        with tempfile.NamedTemporaryFile() as file:
+            stream = ctypes.c_void_p(library.fopen(file.name.encode(), b"w"))
+            library.malloc_info(0, stream)
+            library.fclose(stream)
+            found = Path(file.name).read_text().count("<heap nr=")
+        for thread in threads:
+            thread.join()
+        return found
+
+
 def make_counter(start: int, workplace: Workplace) -> Counter:
     return Counter(start)
 
@@ -57,3 +92,7 @@ def make_length(value: Any, named: dict[str, Any], workplace: Workplace) -> Coun
 
 def make_nothing(workplace: Workplace) -> Counter:
     raise FileNotFoundError("no such folder")
+
+
+def make_probe(workplace: Workplace) -> Probe:
+    return Probe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from overlord.runtime.transport import table_to_stream
 def array_text(value: Any) -> str:
     kind = value.dtype
     flat = np.ascontiguousarray(value).reshape(-1)
-    mask = f" {bytes_digest(np.ma.getmaskarray(value).tobytes())}" if isinstance(value, np.ma.MaskedArray) else ""
+    is_masked = "numpy.ma" in sys.modules and isinstance(value, np.ma.MaskedArray)
+    mask = f" {bytes_digest(np.ma.getmaskarray(value).tobytes())}" if is_masked else ""
     described = kind.str if kind.fields is None else repr(kind.descr)
     return f"array {described} {value.shape} {bytes_digest(flat.view(np.uint8) if flat.size else b'')}{mask}"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.metadata
 import logging
 import pickle
 import platform
@@ -91,6 +90,8 @@ def _anywhere(source: Source) -> Source:
 
 def _version(package: str, known: dict[str, str]) -> str:
     if package not in known:
+        import importlib.metadata  # with what reads mail: only for rows that are kept in a cache
+
         try:
             known[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import pathlib
 import re
@@ -45,6 +44,8 @@ def version_of(package: str) -> str:
     """The major and minor version: a patch release does not change the stream."""
     version = getattr(sys.modules.get(package), "__version__", None)
     if not isinstance(version, str):
+        import importlib.metadata  # with what reads mail: few packages do not say their version
+
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

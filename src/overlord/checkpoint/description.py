@@ -26,7 +26,6 @@ contents cannot be inspected is listed in `unseen`.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import datetime
 import decimal
@@ -544,7 +543,8 @@ class Describer:
 def _option_names(value: Any) -> set[str]:
     """The names of a script's options, parsed or in a dataclass. Empty for any other value."""
     kind = type(value)
-    if kind in (argparse.Namespace, types.SimpleNamespace):
+    parsed = getattr(sys.modules.get("argparse"), "Namespace", None)  # a script without options has not imported it
+    if kind in (parsed, types.SimpleNamespace):
         return set(vars(value))
     if not is_dataclass(kind) or hasattr(kind, "identity") or kind.__getattribute__ is not object.__getattribute__:
         return set()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from overlord.sources.views import combine_chunks
 
@@ -80,7 +79,7 @@ def list_parts(array: Any, name: str) -> NumberLists:
     offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
     lengths = offsets[1:] - offsets[:-1]
     if array.null_count:
-        lengths[~pc.is_valid(array).to_numpy(zero_copy_only=False)] = 0
+        lengths[~array.is_valid().to_numpy(zero_copy_only=False)] = 0
     values, is_null = array.values, None
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()

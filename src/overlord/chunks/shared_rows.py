@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 _ALIGNMENT = 64
 _LEAST_IDLE_BYTES = 16 << 20
 _IDLE_PART = 8
+_LOOKED_AT = 16
 _MOST_WASTE = 2
 
 
@@ -159,10 +161,12 @@ def _chunk_over(shared: RowsInMemory, *, facts: ChunkFacts, origin: Ints, lineag
 
 class ChunkArenas(Arenas):
     """A pool of shared memory for chunks. Their sizes differ from source to source, so a buffer is chosen by its size. Idle
-    buffers are at most a part of those in use."""
+    buffers are at most a part of those in use, and as many as were always left over while the last chunks were made are
+    given back."""
 
     def __init__(self) -> None:
         super().__init__(shared=True)
+        self._num_looked, self._fewest_idle = 0, sys.maxsize
         self._free: dict[int, Any] = {}  # by segment, in the order in which they became free
 
     def take_back(self, memory: Any) -> None:
@@ -185,13 +189,25 @@ class ChunkArenas(Arenas):
             found = self._free.pop(memory.segment.number, None)
             if found is not None:  # no other thread has taken it
                 break
-        idle = sum(len(memory) for memory in free)
+        left = [memory for memory in free if memory is not found]
+        num_surplus = self._num_left_over(len(left))
+        idle = sum(len(memory) for memory in left)
         most = max(_LEAST_IDLE_BYTES, (self.shared_bytes - idle) // _IDLE_PART)
-        for memory in free:  # those that were free for longest
-            if idle <= most:
+        for memory in left:  # those that were free for longest
+            if idle <= most and num_surplus <= 0:
                 break
             idle -= len(memory)
+            num_surplus -= 1
             self._free.pop(memory.segment.number, None)
+        return found
+
+    def _num_left_over(self, num_idle: int) -> int:
+        """How many idle buffers nobody has needed while the last chunks were made; 0 until as many were made again."""
+        self._fewest_idle = min(self._fewest_idle, num_idle)
+        self._num_looked += 1
+        if self._num_looked < _LOOKED_AT:
+            return 0
+        found, self._num_looked, self._fewest_idle = self._fewest_idle, 0, sys.maxsize
         return found
 
     def _give_up(self, reason: str) -> None:

@@ -24,6 +24,7 @@ from overlord.cli.run_view import summary_line
 from overlord.errors import ServiceError, SpecError
 from overlord.jobfile.loading import JobFile, load_job
 from overlord.runtime.liveness import RANK_SILENT
+from overlord.runtime.memory import return_free_memory, share_heaps
 from overlord.service.auth import Address, Listen, Tls
 from overlord.service.kept_run import ATTEND_S, Announcement, KeptRun, ServeRequest
 from overlord.service.run import start
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
+    share_heaps()
     options.run = read_run_options(options)
     return serve(options.job, to_dataclass(options, ServeOptions), options.json)
 
@@ -170,6 +172,7 @@ def serve(file: JobFile, options: ServeOptions, as_json: bool) -> int:
         page_url = None if page is None else page.serve(loader.page)
         _announce(Announcement(address, loader.tree.world_size, loader.start_step, url, page_url), as_json)
         _await_first_steps(loader, stop)
+        return_free_memory()
         stop.wait()
         _say_stopping(options)
         drained = loader.drain(options.drain_s)

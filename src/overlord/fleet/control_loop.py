@@ -19,10 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError
-from overlord.fleet.autoscaler import Autoscale, Autoscaler
 from overlord.fleet.hosts import Fleet, FleetState
 from overlord.fleet.shadows import ShadowChange, ShadowKeeper
-from overlord.loaders.autoscaling import Observed, ScalingDecision
 from overlord.loaders.model import Budget, Partition, Profile
 from overlord.roles.data_constructor import Pace
 from overlord.roles.planner import Planner
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
 
     from overlord.declare.job import Job
     from overlord.declare.source import Unit
+    from overlord.fleet.autoscaler import Autoscale
+    from overlord.loaders.autoscaling import Observed, ScalingDecision
     from overlord.roles.chunk_snapshots import SnapshotPlace
     from overlord.roles.loader_host import HostStatus
     from overlord.runtime.engine import Engine, Handle
@@ -69,6 +69,8 @@ class Loaders:
     @staticmethod
     def of(partition: Partition | None, autoscale: Autoscale | Budget | None, shadows: Budget | None) -> Loaders:
         if isinstance(autoscale, Budget):
+            from overlord.fleet.autoscaler import Autoscale  # most runs are not scaled, and need none of this to start
+
             autoscale = Autoscale(budget=autoscale)
         return Loaders(partition=partition, autoscale=autoscale, shadows=shadows)
 
@@ -150,6 +152,8 @@ class LoaderControlLoop:
         self._autoscaler = self._shadows = None
         self._every_s = liveness.STATUS_EVERY_S
         if loaders.autoscale is not None:
+            from overlord.fleet.autoscaler import Autoscaler
+
             self._autoscaler = Autoscaler(fleet, loaders.autoscale, job.batch)
             self._every_s = loaders.autoscale.every_s
         self._save_every_s = math.inf if loaders.snapshots is None else loaders.snapshots.every_s
@@ -244,6 +248,8 @@ class Meter:
             return None
         waited_s = sum(work.waited_s for work in done.values())
         waited = {name: waiting * work.waited_s / waited_s for name, work in done.items()} if waited_s else {}
+        from overlord.loaders.autoscaling import Observed
+
         return Observed(step=step, at_s=self._clock(), step_s=self._step_s, profiles=dict(self._profiles), waited=waited)
 
     def _take_new_work(self, hosts: Mapping[str, HostStatus]) -> dict[str, Work]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from overlord.arrange.graph import deal_rows
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.batches.buffers import Arenas
@@ -42,6 +40,7 @@ from overlord.roles.rows_ahead import RowsAhead
 from overlord.roles.source_loader import SourceLoader
 from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.long_waits import warn_if_long
+from overlord.runtime.memory import return_free_memory
 from overlord.runtime.threads import Threads, make_executor
 from overlord.sources.arrow_ipc import ArrowIpc
 from overlord.sources.files import units_of
@@ -103,7 +102,7 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
                 raise SourceError(f"source {name!r} has no data: its files hold no rows; remove it or check its paths")
     finally:
         threads.shutdown()  # after an error or Ctrl-C a listing may still wait for storage: it is abandoned
-    pa.default_memory_pool().release_unused()  # the footers of thousands of files were read
+    return_free_memory()  # the footers of thousands of files were read
     return listed
 
 

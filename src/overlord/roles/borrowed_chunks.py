@@ -128,7 +128,7 @@ class BorrowedChunks:
             if link.lock.acquire(blocking=False):
                 try:
                     if not link.is_waiting:
-                        link.send(keys[:MOST_TOGETHER], self._needed_from(keys))
+                        link.send(keys[:MOST_TOGETHER], self._first)
                 except ClosedError:
                     pass  # the host is gone: whoever needs the chunk finds the next one
                 finally:
@@ -214,7 +214,7 @@ class BorrowedChunks:
                     link.receive(self._routes.patience_with(host))  # of a request that was sent ahead
                     missing = self._missing(keys)
                     if missing:
-                        link.send(missing[:MOST_TOGETHER], self._needed_from(missing))
+                        link.send(missing[:MOST_TOGETHER], self._first)
                         waiting.append((host, link, keys))
                 except (ClosedError, WaitTimeoutError):
                     out_of_reach.update(keys)
@@ -233,10 +233,6 @@ class BorrowedChunks:
         else:
             with self._lock:
                 self._unshared = self._unshared | {key}
-
-    def _needed_from(self, keys: Iterable[Key]) -> dict[str, int]:
-        first = self._first
-        return {} if first is None else {self._names[source]: int(first[source]) for source, _ in keys}
 
 
 class LoanLink:
@@ -259,17 +255,18 @@ class LoanLink:
         self._borrower = Borrower()
         self._sent: tuple[Sequence[Key], Reply[LoanAnswer]] | None = None
         self._is_silent = False
+        self._told: dict[int, int] = {}  # of each source that the host has lent chunks of, the first that may be needed
 
     @property
     def is_waiting(self) -> bool:
         return self._sent is not None
 
-    def send(self, keys: Sequence[Key], needed_from: Mapping[str, int]) -> None:
+    def send(self, keys: Sequence[Key], first: Ints | None) -> None:
+        """Request chunks. `first`: of each source, the first chunk that may still be needed."""
         returned, kept = self._borrower.take_returned()
         wanted = [(self._names[source], number) for source, number in keys]
-        request = LoanRequest(
-            self._name, os.getpid(), wanted, self._lender, returned, kept, tuple(self._was), dict(needed_from)
-        )
+        needed_from = {} if first is None else self._news(keys, first)
+        request = LoanRequest(self._name, os.getpid(), wanted, self._lender, returned, kept, tuple(self._was), needed_from)
         try:
             self._sent = keys, self._call(LoaderHost.lend, request)
         except BaseException:
@@ -295,6 +292,7 @@ class LoanLink:
         self._was.clear()
         if answer.lender != self._lender:  # the first answer, or the host was made again
             self._lender, self._borrower = answer.lender, Borrower()
+            self._told = dict.fromkeys(self._told, 0)
         for number, segment in answer.segments:
             self._borrower.map(number, segment)
         try:
@@ -302,6 +300,19 @@ class LoanLink:
         except KeyError:  # memory that came with an answer that was lost
             self._start_again()
             return []
+
+    def _news(self, keys: Sequence[Key], first: Ints) -> dict[str, int]:
+        """The first chunk that may still be needed of each source for which the host does not know it yet. Of all its
+        sources: chunks of this source are requested long before those that came before them are used up."""
+        told = self._told
+        for source, _ in keys:
+            told.setdefault(source, 0)
+        known = np.fromiter(told, np.int64, len(told))
+        limits = first[known]
+        changed = limits > np.fromiter(told.values(), np.int64, len(told))
+        news: dict[int, int] = dict(zip(known[changed].tolist(), limits[changed].tolist(), strict=True))
+        told.update(news)
+        return {self._names[source]: limit for source, limit in news.items()}
 
     def _take(self, keys: Sequence[Key], answer: LoanAnswer) -> list[ErrorEnvelope]:
         errors: list[ErrorEnvelope] = []
@@ -321,6 +332,7 @@ class LoanLink:
         self._was.append(self._name)
         self._name = uuid.uuid4().hex
         self._lender, self._borrower = "", Borrower()
+        self._told = dict.fromkeys(self._told, 0)
 
 
 class _NotShared(Exception):

@@ -106,6 +106,6 @@ class _Lending:
         with self._link.lock:
             self._link.receive(_ANSWER_S)  # of a request that was not answered in time
             self._found.clear()
-            self._link.send([key], {})
+            self._link.send([key], None)
             self._link.receive(_ANSWER_S)
             return self._found.pop(key, None)

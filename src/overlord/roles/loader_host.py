@@ -163,8 +163,10 @@ class LoaderHost:
 
     def lend(self, request: LoanRequest) -> LoanAnswer:
         """Lend chunks to another process of this machine, which reads their rows itself."""
+        held = self._now()
         for source, first in request.needed_from.items():
-            self._open(source).loader.release_before(first)
+            if source in held:  # else it has moved to another host since
+                held[source].loader.release_before(first)
         return self._loans.lend(request, [self._find_shared(source, number) for source, number in request.wanted])
 
     def report_bad_decode(self, source: str, number: int, table_row: int, error: str) -> None:

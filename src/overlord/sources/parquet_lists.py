@@ -365,9 +365,14 @@ def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int
         mask = pa.array(is_missing) if is_missing.any() else None
         bounds = bounds - np.searchsorted(where, bounds)
     if pa.types.is_large_list(column.field.type):
-        return pa.LargeListArray.from_arrays(pa.array(bounds, pa.int64()), values, type=column.field.type, mask=mask)
-    offsets = pa.array(bounds.astype(np.int32), pa.int32())
+        return pa.LargeListArray.from_arrays(_arrow(bounds, pa.int64()), values, type=column.field.type, mask=mask)
+    offsets = _arrow(bounds.astype(np.int32), pa.int32())
     return pa.ListArray.from_arrays(offsets, values, type=column.field.type, mask=mask)
+
+
+def _arrow(numbers: NDArray[Any], kind: pa.DataType) -> Any:
+    """The numbers, not copied. Arrow's own way imports numpy's masked arrays, before the first batch."""
+    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers.data)])
 
 
 _ZERO_BITS = tuple(tuple(bit for bit in range(8) if not byte >> bit & 1) for byte in range(256))

@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -29,15 +29,21 @@ from overlord.chunks.transforms.outcome import (
 )
 from overlord.chunks.transforms.per_row import PerRow, num_positional
 from overlord.chunks.transforms.pick import Pick
-from overlord.chunks.transforms.tokenize import Tokenize
 from overlord.errors import OverlordError, SchemaError, SpecError
 from overlord.sources.column_types import cast_table, has_null_type, wider_schema
 
 if TYPE_CHECKING:
     from overlord.chunks.bad_rows import BadRowSink
+    from overlord.chunks.transforms.tokenize import Tokenize
     from overlord.chunks.workers.pool import ProcessPool
     from overlord.runtime.threads import Executor
     from overlord.stream.facts import Ints
+
+
+def _is_tokenize(fn: Callable[..., Any]) -> TypeGuard[Tokenize]:
+    from overlord.chunks.transforms.tokenize import Tokenize  # with what encodes text: jobs of tokens start without it
+
+    return isinstance(fn, Tokenize)
 
 
 class TransformCall:
@@ -49,7 +55,7 @@ class TransformCall:
             raise SpecError(f"a transform is a function over a pyarrow.Table, got {type(fn).__name__}")
         self.fn = fn
         self.name = name_of(fn)
-        self._on_table = functools.partial(fn.run_on, threads) if isinstance(fn, Tokenize) else fn
+        self._on_table = functools.partial(fn.run_on, threads) if _is_tokenize(fn) else fn
         self._wants_context = num_positional(fn) >= 2
 
     @property
@@ -184,8 +190,10 @@ class Transforms:
     @property
     def slices_freely(self) -> bool:
         """Whether all transforms are known to treat rows independently: they are ours, or get slices of chunks anyway."""
-        known = (PerRow, Pick, Tokenize)
-        return all(mark is not None or isinstance(s.fn, known) for mark, s in zip(self._marks, self._stages, strict=True))
+        return all(
+            mark is not None or isinstance(stage.fn, (PerRow, Pick)) or _is_tokenize(stage.fn)
+            for mark, stage in zip(self._marks, self._stages, strict=True)
+        )
 
     def run(self, table: pa.Table, context: Context, origin: Ints, reporter: Reporter) -> tuple[pa.Table, Ints]:
         """The transformed table and, for each of its rows, its origin or -1.

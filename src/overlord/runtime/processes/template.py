@@ -27,11 +27,15 @@ from msgspec import Struct
 
 from overlord.runtime import liveness
 from overlord.runtime.interpreters import belong_to, describe_exit, start_interpreter
+from overlord.runtime.memory import share_heaps
 
 _IMPORTED = (
     "overlord.service.constructor",
     "overlord.roles.loader_host",
     "overlord.runtime.processes.worker",
+    "overlord.service.server",
+    "overlord.declare.job",
+    "numpy.random",
     "pyarrow.parquet",
 )
 """What most worker processes import. By name, because the engine knows no roles: one that is missing costs only time."""
@@ -235,6 +239,7 @@ def _folder() -> str | None:
 def main(requests_number: int, parent: int) -> None:
     """Fork processes until the parent is gone."""
     belong_to(parent, "overlord-fork", in_one_thread=True)
+    share_heaps()  # so will the processes that are forked
     warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)  # see JE_ARROW_MALLOC_CONF
     for name in _IMPORTED:
         importlib.import_module(name)
