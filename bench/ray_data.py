@@ -38,6 +38,8 @@ STORE_BYTES = 4 << 30
 ON_RAY = "overlord on Ray"
 PROCESSES = "overlord, processes"
 RAY_DATA = "Ray Data"
+SHUFFLED = "Ray Data, shuffled"
+MIXED = "Ray Data, mixed"
 AIMS = {
     "text-8": {RAY_DATA: 1.5},
     "text-64": {RAY_DATA: 1.5},
@@ -54,6 +56,8 @@ def competitors() -> list[Competitor]:
     return [
         Competitor(ON_RAY, "overlord", cluster),
         Competitor(RAY_DATA, "ray_data", cluster),
+        Competitor(SHUFFLED, "ray_data", {**cluster, "shuffled": True}),
+        Competitor(MIXED, "ray_data", {**cluster, "mixed": True}),
         Competitor(PROCESSES, "overlord", {"serve": ["--processes", str(max(2, cores))]}),
     ]
 

@@ -1,7 +1,13 @@
 """Ray Data: one dataset for all trainers, split as it streams, as Ray Train does it; packed in the trainer.
 
 The dataset lives in a process of its own, which a benchmark starts beside the trainers; they find their parts of it by name.
-Sources are read one after the other, since Ray Data knows no mixture by weights.
+Sources are read one after the other and in the order of their files, unless there is one of these settings, both for text:
+
+shuffled    as Ray Data's guides shuffle without a barrier: files in a random order, blocks of about a row group, and in
+            each trainer a local shuffle over as many rows as a row group of every source has. The other loaders have so many
+            rows at hand. A batch is of the few files that are read at the time: there are no weights.
+mixed       shuffled, and a mixture as the other loaders deliver it: `Dataset.mix` with the same weights over a dataset for
+            each source. That needs a CPU of the cluster for each source, or nothing is read.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from typing import Any, cast
 import numpy as np
 
 from bench import corpus
+from bench.peers.documents import mixing_weights
 from bench.peers.packing import BATCH_TOKENS, batches
 from bench.peers.pictures import BATCH, SIZE
 from bench.run_one import Work
@@ -37,7 +44,16 @@ _LOOK_EVERY_S = 0.1
 
 
 def text(work: Work, rank: int) -> Iterator[Any]:
-    packed = batches(_documents(_part(work, rank)))
+    if work.settings.keys() & {"mixed", "shuffled"}:
+        rows = work.sources * corpus.text_of(work.benchmark, work.sources).row_group_tokens // corpus.MEAN_DOCUMENT
+        options = {
+            "batch_size": BATCH_TOKENS // corpus.MEAN_DOCUMENT,
+            "local_shuffle_buffer_size": rows,
+            "local_shuffle_seed": rank,
+        }
+    else:
+        options = {"batch_size": None}
+    packed = batches(_documents(_part(work, rank), options))
     return packed if work.micros == 1 else iter(lambda: tuple(islice(packed, work.micros)), ())
 
 
@@ -55,8 +71,8 @@ def _part(work: Work, rank: int) -> Any:
             time.sleep(_LOOK_EVERY_S)
 
 
-def _documents(part: Any) -> Iterator[np.ndarray[Any, Any]]:
-    for table in part.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+def _documents(part: Any, options: Mapping[str, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    for table in part.iter_batches(**options, batch_format="pyarrow", prefetch_batches=2):
         for column in table.column("tokens").chunks:
             values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
             for begin, end in pairwise(offsets):
@@ -84,6 +100,15 @@ def _repeats(work: Work, most_a_core: int, batch_units: int, units: int) -> int:
     before_the_clock = work.warmup * work.ranks * work.micros * batch_units
     most = most_a_core * len(os.sched_getaffinity(0)) * (work.seconds + _START_S)
     return math.ceil((before_the_clock + most) / units)
+
+
+def _mixed(data: Any, text: corpus.TextCorpus, repeats: int) -> Any:
+    """All sources by their weights; the heaviest is not at its end before `repeats` of all of them would be."""
+    data.DataContext.get_current().target_max_block_size = 4 * text.row_group_tokens
+    weights = mixing_weights(text.sources)
+    most = max(weights) * len(weights) / sum(weights)
+    sources = [data.read_parquet(files * math.ceil(repeats * most), shuffle="files") for files in text.paths_by_source]
+    return sources[0].mix(*sources[1:], weights=weights).select_columns(["tokens"])
 
 
 class Shelf:
@@ -125,8 +150,14 @@ def main() -> None:
         dataset = dataset.map_batches(cast(Any, decoded), batch_size=_BLOCK, batch_format="numpy")
     else:
         text = corpus.text_of(work.benchmark, work.sources, work.files)
-        paths = text.paths * _repeats(work, _CORE_TOKENS, BATCH_TOKENS, text.tokens)
-        dataset = data.read_parquet(paths).select_columns(["tokens"])
+        repeats = _repeats(work, _CORE_TOKENS, BATCH_TOKENS, text.tokens)
+        if work.settings.get("mixed"):
+            dataset = _mixed(data, text, repeats)
+        elif work.settings.get("shuffled"):
+            data.DataContext.get_current().target_max_block_size = 4 * text.row_group_tokens
+            dataset = data.read_parquet(text.paths * repeats, shuffle="files").select_columns(["tokens"])
+        else:
+            dataset = data.read_parquet(text.paths * repeats).select_columns(["tokens"])
     parts = dataset.streaming_split(work.ranks, equal=False)
     shelf = ray.remote(num_cpus=0)(Shelf).options(name=SHELF, namespace=SHELF, max_concurrency=8).remote(parts)
     ray.get(shelf.part.remote(0))
