@@ -3,11 +3,11 @@
 The dataset lives in a process of its own, which a benchmark starts beside the trainers; they find their parts of it by name.
 Sources are read one after the other and in the order of their files, unless there is one of these settings, both for text:
 
-shuffled    as Ray Data's guides shuffle without a barrier: files in a random order, blocks of about a row group, and in
-            each trainer a local shuffle over as many rows as a row group of every source has. The other loaders have so many
-            rows at hand. A batch is of the few files that are read at the time: there are no weights.
+shuffled    as Ray Data's guides shuffle without a barrier: files in a random order, and in each trainer a local shuffle over
+            as many rows as a row group of every source has. The other loaders have so many rows at hand. A batch is of the
+            few files that are read at the time: there are no weights.
 mixed       shuffled, and a mixture as the other loaders deliver it: `Dataset.mix` with the same weights over a dataset for
-            each source. That needs a CPU of the cluster for each source, or nothing is read.
+            each source. Blocks are about a row group, because each is of one source.
 """
 
 from __future__ import annotations
@@ -154,7 +154,6 @@ def main() -> None:
         if work.settings.get("mixed"):
             dataset = _mixed(data, text, repeats)
         elif work.settings.get("shuffled"):
-            data.DataContext.get_current().target_max_block_size = 4 * text.row_group_tokens
             dataset = data.read_parquet(text.paths * repeats, shuffle="files").select_columns(["tokens"])
         else:
             dataset = data.read_parquet(text.paths * repeats).select_columns(["tokens"])
