@@ -14,14 +14,12 @@ timed from the start of the first process on the warm cluster until every traine
 too, because other work on the machine changes it less. Ray Data reads whole files of 8.4 M tokens at a time, ahead of its
 trainers, and keeps up to half of the object store: a short window may show what was read before it.
 
-Ray Data streams one dataset to all trainers, as Ray Train does (`streaming_split`), in three ways. Its trainers pack with
-the code that the other peers use.
+Ray Data streams one dataset to all trainers, as Ray Train does (`streaming_split`), in two ways. Its trainers pack with the
+code that the other peers use.
 
 Ray Data            the sources one after the other, in the order of their files and rows
 Ray Data, shuffled  files in a random order, and a local shuffle in each trainer over as many rows as the other peers have
                     at hand: a row group of every source. No weights
-Ray Data, mixed     shuffled, and mixed by the weights, as Overlord and the other peers do it. Left out with 64 sources: on
-                    two CPUs `Dataset.mix` of so many gave no row in four minutes, and warned of too few resources
 
 Its dataset repeats files so that no window comes to its end, and it reads the footers of all of them. Whether that falls
 into the window is chance: ratios are also shown without the CPU time of listing files and reading footers.
@@ -49,11 +47,10 @@ ON_RAY = "overlord on Ray"
 PROCESSES = "overlord, processes"
 RAY_DATA = "Ray Data"
 SHUFFLED = "Ray Data, shuffled"
-MIXED = "Ray Data, mixed"
 AIMS = {
-    "text-8": {RAY_DATA: 1.5, SHUFFLED: 1.5, MIXED: 1.5},
+    "text-8": {RAY_DATA: 1.5, SHUFFLED: 1.5},
     "text-64": {RAY_DATA: 1.5, SHUFFLED: 1.5},
-    "text-8-large": {RAY_DATA: 3.0, SHUFFLED: 3.0, MIXED: 3.0, PROCESSES: 0.7},
+    "text-8-large": {RAY_DATA: 3.0, SHUFFLED: 3.0, PROCESSES: 0.7},
     "text-64-large": {RAY_DATA: 3.0, SHUFFLED: 3.0, PROCESSES: 0.7},
     "images": {RAY_DATA: 1.5},
 }
@@ -68,8 +65,6 @@ def competitors(work: str) -> list[Competitor]:
     found = [Competitor(ON_RAY, "overlord", cluster), Competitor(RAY_DATA, "ray_data", cluster)]
     if work != "images":
         found.append(Competitor(SHUFFLED, "ray_data", {**cluster, "shuffled": True}))
-    if work.startswith("text-8"):
-        found.append(Competitor(MIXED, "ray_data", {**cluster, "mixed": True}))
     return [*found, Competitor(PROCESSES, "overlord", {"serve": ["--processes", str(max(2, cores))]})]
 
 

@@ -1,13 +1,10 @@
 """Ray Data: one dataset for all trainers, split as it streams, as Ray Train does it; packed in the trainer.
 
 The dataset lives in a process of its own, which a benchmark starts beside the trainers; they find their parts of it by name.
-Sources are read one after the other and in the order of their files, unless there is one of these settings, both for text:
-
-shuffled    as Ray Data's guides shuffle without a barrier: files in a random order, and in each trainer a local shuffle over
-            as many rows as a row group of every source has. The other loaders have so many rows at hand. A batch is of the
-            few files that are read at the time: there are no weights.
-mixed       shuffled, and a mixture as the other loaders deliver it: `Dataset.mix` with the same weights over a dataset for
-            each source. Blocks are about a row group, because each is of one source.
+Sources are read one after the other and in the order of their files. With the setting `shuffled` text is shuffled as Ray
+Data's guides do it without a barrier: files in a random order, and in each trainer a local shuffle over as many rows as a
+row group of every source has. The other loaders have so many rows at hand. A batch is of the few files that are read at
+the time: there are no weights.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from typing import Any, cast
 import numpy as np
 
 from bench import corpus
-from bench.peers.documents import mixing_weights
 from bench.peers.packing import BATCH_TOKENS, batches
 from bench.peers.pictures import BATCH, SIZE
 from bench.run_one import Work
@@ -44,7 +40,7 @@ _LOOK_EVERY_S = 0.1
 
 
 def text(work: Work, rank: int) -> Iterator[Any]:
-    if work.settings.keys() & {"mixed", "shuffled"}:
+    if work.settings.get("shuffled"):
         rows = work.sources * corpus.text_of(work.benchmark, work.sources).row_group_tokens // corpus.MEAN_DOCUMENT
         options = {
             "batch_size": BATCH_TOKENS // corpus.MEAN_DOCUMENT,
@@ -102,15 +98,6 @@ def _repeats(work: Work, most_a_core: int, batch_units: int, units: int) -> int:
     return math.ceil((before_the_clock + most) / units)
 
 
-def _mixed(data: Any, text: corpus.TextCorpus, repeats: int) -> Any:
-    """All sources by their weights; the heaviest is not at its end before `repeats` of all of them would be."""
-    data.DataContext.get_current().target_max_block_size = 4 * text.row_group_tokens
-    weights = mixing_weights(text.sources)
-    most = max(weights) * len(weights) / sum(weights)
-    sources = [data.read_parquet(files * math.ceil(repeats * most), shuffle="files") for files in text.paths_by_source]
-    return sources[0].mix(*sources[1:], weights=weights).select_columns(["tokens"])
-
-
 class Shelf:
     """Keeps the parts of a dataset for the trainers."""
 
@@ -151,9 +138,7 @@ def main() -> None:
     else:
         text = corpus.text_of(work.benchmark, work.sources, work.files)
         repeats = _repeats(work, _CORE_TOKENS, BATCH_TOKENS, text.tokens)
-        if work.settings.get("mixed"):
-            dataset = _mixed(data, text, repeats)
-        elif work.settings.get("shuffled"):
+        if work.settings.get("shuffled"):
             dataset = data.read_parquet(text.paths * repeats, shuffle="files").select_columns(["tokens"])
         else:
             dataset = data.read_parquet(text.paths * repeats).select_columns(["tokens"])
