@@ -1,7 +1,10 @@
 """Ray Data: one dataset for all trainers, split as it streams, as Ray Train does it; packed in the trainer.
 
 The dataset lives in a process of its own, which a benchmark starts beside the trainers; they find their parts of it by name.
-Sources are read one after the other, since Ray Data knows no mixture by weights.
+Sources are read one after the other and in the order of their files. With the setting `shuffled` text is shuffled as Ray
+Data's guides do it without a barrier: files in a random order, and in each trainer a local shuffle over as many rows as a
+row group of every source has. The other loaders have so many rows at hand. A batch is of the few files that are read at
+the time: there are no weights.
 """
 
 from __future__ import annotations
@@ -37,7 +40,16 @@ _LOOK_EVERY_S = 0.1
 
 
 def text(work: Work, rank: int) -> Iterator[Any]:
-    packed = batches(_documents(_part(work, rank)))
+    if work.settings.get("shuffled"):
+        rows = work.sources * corpus.text_of(work.benchmark, work.sources).row_group_tokens // corpus.MEAN_DOCUMENT
+        options = {
+            "batch_size": BATCH_TOKENS // corpus.MEAN_DOCUMENT,
+            "local_shuffle_buffer_size": rows,
+            "local_shuffle_seed": rank,
+        }
+    else:
+        options = {"batch_size": None}
+    packed = batches(_documents(_part(work, rank), options))
     return packed if work.micros == 1 else iter(lambda: tuple(islice(packed, work.micros)), ())
 
 
@@ -55,8 +67,8 @@ def _part(work: Work, rank: int) -> Any:
             time.sleep(_LOOK_EVERY_S)
 
 
-def _documents(part: Any) -> Iterator[np.ndarray[Any, Any]]:
-    for table in part.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+def _documents(part: Any, options: Mapping[str, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    for table in part.iter_batches(**options, batch_format="pyarrow", prefetch_batches=2):
         for column in table.column("tokens").chunks:
             values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
             for begin, end in pairwise(offsets):
@@ -125,8 +137,11 @@ def main() -> None:
         dataset = dataset.map_batches(cast(Any, decoded), batch_size=_BLOCK, batch_format="numpy")
     else:
         text = corpus.text_of(work.benchmark, work.sources, work.files)
-        paths = text.paths * _repeats(work, _CORE_TOKENS, BATCH_TOKENS, text.tokens)
-        dataset = data.read_parquet(paths).select_columns(["tokens"])
+        repeats = _repeats(work, _CORE_TOKENS, BATCH_TOKENS, text.tokens)
+        if work.settings.get("shuffled"):
+            dataset = data.read_parquet(text.paths * repeats, shuffle="files").select_columns(["tokens"])
+        else:
+            dataset = data.read_parquet(text.paths * repeats).select_columns(["tokens"])
     parts = dataset.streaming_split(work.ranks, equal=False)
     shelf = ray.remote(num_cpus=0)(Shelf).options(name=SHELF, namespace=SHELF, max_concurrency=8).remote(parts)
     ray.get(shelf.part.remote(0))

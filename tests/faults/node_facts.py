@@ -1,4 +1,5 @@
 """A run on three nodes, one of which is lost: where its roles were before and after, and whether ranks got what they should.
+Then a run that fills two nodes, of which one is lost, so that no node has room for its loaders.
 
 A program of its own, since a process can be connected to one cluster only. Says what it found as JSON.
 """
@@ -25,10 +26,17 @@ ZONE = {"zone": "b"}
 
 
 def facts(folder: Path) -> dict:
-    sources = {"a": Numbered(rows=300, first=1), "b": Numbered(rows=200, first=400)}
-    job = job_of(sources, mesh=ol.Mesh(dp=2), num_workers=1)
     nodes = Nodes(1)
     nodes.add(**ZONE)
+    try:
+        return {**_placed(nodes, folder), "full": _full(nodes)}
+    finally:
+        nodes.close()
+
+
+def _placed(nodes: Nodes, folder: Path) -> dict:
+    sources = {"a": Numbered(rows=300, first=1), "b": Numbered(rows=200, first=400)}
+    job = job_of(sources, mesh=ol.Mesh(dp=2), num_workers=1)
     doomed, zoned = nodes.others
     names = {nodes.first_id: "first", doomed.node_id: "doomed", zoned.node_id: "zoned"}
     engine = ol.Ray(
@@ -41,24 +49,44 @@ def facts(folder: Path) -> dict:
     def where() -> dict[str, str]:
         return {name: names[report.node] for name, report in health_reports(engine).items()}
 
-    try:
-        with ol.start(job, engine=engine, log=str(folder / "log")) as loader:
-            clients = [loader.client(rank, timeout_s=90) for rank in range(2)]
-            got = [[digest(next(client)) for client in clients] for _ in range(STEPS // 2)]
-            before = where()
-            nodes.lose(doomed)
-            began = time.monotonic()
-            got += [[digest(next(client)) for client in clients] for _ in range(STEPS // 2)]
-            recovery_s = time.monotonic() - began
-            wait_until(lambda: len(where()) == len(before), 60)
-            return {
-                "before": before,
-                "after": where(),
-                "is_same": got == undisturbed(job, STEPS),
-                "recovery_s": recovery_s,
-            }
-    finally:
-        nodes.close()
+    with ol.start(job, engine=engine, log=str(folder / "log")) as loader:
+        clients = [loader.client(rank, timeout_s=90) for rank in range(2)]
+        got = [[digest(next(client)) for client in clients] for _ in range(STEPS // 2)]
+        before = where()
+        nodes.lose(doomed)
+        began = time.monotonic()
+        got += [[digest(next(client)) for client in clients] for _ in range(STEPS // 2)]
+        recovery_s = time.monotonic() - began
+        wait_until(lambda: len(where()) == len(before), 60)
+        return {
+            "before": before,
+            "after": where(),
+            "is_same": got == undisturbed(job, STEPS),
+            "recovery_s": recovery_s,
+        }
+
+
+def _full(nodes: Nodes) -> dict:
+    """Loaders that take every CPU of two nodes of two."""
+    job = job_of({name: Numbered(rows=300, first=1 + 1000 * at) for at, name in enumerate("abcd")}, num_workers=1)
+    engine = ol.Ray("auto", hung_after_s=2.0)
+
+    def processes() -> int:
+        return len({report.process for name, report in health_reports(engine).items() if name.startswith("loaders")})
+
+    with ol.start(job, engine=engine) as loader:
+        client = loader.client(0, timeout_s=60)
+        got = [digest(next(client)) for _ in range(STEPS // 3)]
+        before = processes()
+        nodes.lose(nodes.others[0])
+        while len(got) < 2 * STEPS // 3 or processes() != before // 2:
+            got.append(digest(next(client)))
+        told = [str(event.text) for event in loader.metrics().events if "no node has room" in event.text]
+        nodes.add()
+        is_back = wait_until(lambda: processes() == before, 60)
+        got += [digest(next(client)) for _ in range(STEPS // 3)]
+        expected = undisturbed(job, len(got))
+        return {"before": before, "told": told, "is_back": is_back, "is_same": [[each] for each in got] == expected}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Clusters that do not fit the run: an error before the first step, or a fall-back that is told."""
 
+import socket
 import time
 from dataclasses import dataclass
 
@@ -37,6 +38,16 @@ def test_a_cluster_with_too_few_cpus_is_an_error_that_says_what_is_missing():
         ol.errors.WaitTimeoutError, match=r"needs num_cpus=1, and the cluster has .* free of 4 CPUs.*loader_hosts="
     ):
         ol.start(many, engine=engine)
+
+
+def test_an_address_where_no_cluster_is_is_an_error_at_once():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        program = f"import overlord as ol; ol.Ray({address!r})._cluster.join()"
+        told = python("-c", program, expect=1, timeout_s=60).stderr
+    assert f"no Ray cluster answers at '{address}'" in told
+    assert "start one with `ray start --head`" in told
 
 
 def test_two_jobs_on_one_cluster_do_not_see_each_other():

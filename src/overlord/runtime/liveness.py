@@ -122,6 +122,14 @@ RAY_GONE = Detector(
     setting="Ray(patience_s=)",
     then="`WorkerDiedError`",
 )
+RAY_HOMELESS = Detector(
+    watched="a role on Ray that died, and for which no node has room, while others of its kind run",
+    watcher="the engine, in the process that started the run, six times in `Ray(hung_after_s=)`",
+    sign="it answers a health check, or a node has room for it",
+    after_s=5.0,
+    misses=2,  # a process that was killed is replaced within the first
+    then="it goes on in the process of another of its kind, until a node has room",
+)
 RAY_REBOUND = Detector(
     watched="the actor behind the name of a role",
     watcher="each of its callers",
@@ -306,6 +314,7 @@ DETECTORS = (
     RAY_HUNG,
     RAY_STARTING,
     RAY_GONE,
+    RAY_HOMELESS,
     RAY_REBOUND,
     RAY_KILL,
     RAY_CLOSING,

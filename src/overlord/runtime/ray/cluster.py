@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import sys
 import threading
 from contextlib import contextmanager
@@ -74,6 +75,7 @@ class Cluster:
             options["runtime_env"] = dict(self.runtime_env)
         if self.address is not None:
             try:
+                _check_reachable(self.address)
                 ray.init(address=self.address, **options)
             except ConnectionError as error:
                 raise SpecError(
@@ -100,6 +102,7 @@ class Cluster:
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _CLUSTER_CONSTANT = "ENABLE_RAY_CLUSTER"  # set by Ray from the variable at import
 
+_REACH_S = 5.0
 _lock = threading.Lock()
 _num_users = 0
 _is_ours = False
@@ -137,6 +140,17 @@ def _on_loopback(ray: Any) -> Iterator[None]:
             f"before Overlord could set {_CLUSTER_VARIABLE}=0: set that in the environment of the program; or set it to 1 "
             "to let the cluster be reached from elsewhere; or start a cluster yourself and give its address to overlord.Ray"
         )
+
+
+def _check_reachable(address: str) -> None:
+    """ConnectionError if nothing listens at the address of a cluster: Ray itself would try again for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except OSError as error:  # of resolving the name too
+        raise ConnectionError(error) from error
 
 
 def _ray() -> Any:

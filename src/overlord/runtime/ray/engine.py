@@ -10,6 +10,7 @@ them over.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import uuid
@@ -80,6 +81,7 @@ class ActorOptions:
 
 R = TypeVar("R")
 
+_log = logging.getLogger("overlord.runtime.engine")
 _CLOSE_S = liveness.RAY_CLOSING.after_s
 _CONSTRUCTOR = "constructor"
 
@@ -106,8 +108,8 @@ class Ray:
     or moved there when the first of them connects; until one is known, on this node. `near` names the nodes (their addresses
     or Ray ids) by group where trainers cannot tell; the constructors then stay there. Callers wait `patience_s` for a role
     that died. A role that is alive and answers no health check for `hung_after_s` is killed and restarted; None disables
-    this. A role answers health checks while it is busy. `num_cpus` and `object_store_bytes` are for a cluster that is
-    started here.
+    this. A role answers health checks while it is busy. A loader host that died, and for which no node has room, goes on in
+    the process of another one until a node has. `num_cpus` and `object_store_bytes` are for a cluster that is started here.
     """
 
     def __init__(  # noqa: PLR0913 - options of a cluster, keyword-only
@@ -148,6 +150,7 @@ class Ray:
         self._roles: dict[str, _RoleHost] = {}  # in the order of spawning
         self._shared: dict[str, _RoleHost] = {}  # the actor that constructors of a node share
         self._spare: list[tuple[str, str | None, _RoleHost]] = []  # actors without roles, with their kind and node
+        self._guests: dict[str, _RoleHost] = {}  # roles in the actor of another, because there is no room for their own
         self._num_spawned = 0
         self._starting: dict[str, Any] = {}
         self._size: WorkplaceSize | None = None
@@ -180,7 +183,7 @@ class Ray:
             self._names.table.note_owner()
         self._placement = RolePlacement(self._near, self._trainers)
         if self._hung_after_s is not None:
-            self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s)
+            self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s, settle=self._settle)
 
     is_in_process = False
     shares_memory = True
@@ -207,6 +210,8 @@ class Ray:
                 host.roles[role.name] = role
                 self._roles[role.name] = host
                 self._num_spawned = max(self._num_spawned, role.number)
+                if len(host.roles) > 1 and not role.name.startswith(_CONSTRUCTOR):
+                    self._guests[role.name] = host
             return list(self._roles)
 
     def empty(self, names: Collection[str]) -> None:
@@ -277,24 +282,33 @@ class Ray:
         return Handle(self, name)
 
     def move_near(self, name: str, node_names: Sequence[str]) -> bool:
+        node = None if self._near else self._placement.find(node_names)
+        host = self._roles.get(name)
+        if node is None or host is None or self._names.node_of(host.name) == node:
+            return False
+        is_moved = self._move(name, lambda role: self._start_role(role, node))
+        if is_moved:
+            self._placement.note_home(name, node)
+        return is_moved
+
+    def _move(self, name: str, start: Callable[[HostedRole], tuple[_RoleHost, Any]]) -> bool:
+        """Make a role once more, where `start` does, and bind its name to that. False if another did so meanwhile."""
         from overlord.runtime.ray.names import Binding, HostedRole
 
-        node = None if self._near else self._placement.find(node_names)
         with self._lock:
             old_host = self._roles.get(name)
-            if node is None or old_host is None or self._names.node_of(old_host.name) == node:
+            if old_host is None:
                 return False
             old = old_host.roles[name]
             self._num_spawned += 1
             role = HostedRole(self._num_spawned, name, old.make)
-            host, started = self._start_role(role, node)
+            host, started = start(role)
         try:
             # The old one answers until the new one is there.
             self._wait_for({name: started}, self._patience_s)
             with self._lock:
                 is_same = self._roles.get(name) is old_host and old_host.roles.get(name) is old
                 if is_same:
-                    self._placement.note_home(name, node)
                     self._roles[name] = host
                     self._names.bind(name, Binding(host.name, role.number))
                     self._names.forget(name)
@@ -303,6 +317,40 @@ class Ray:
             raise
         self._discard(old_host if is_same else host, name)
         return is_same
+
+    def _settle(self, homeless: Collection[str]) -> None:
+        """Give roles a process whose own no node has room for: that of another role of their kind, as its guests, until a
+        node has room again. `homeless` are roles whose processes are gone, by the last health checks."""
+        from overlord.runtime.ray.placement import has_room, is_restarting, is_running
+
+        for name in [name for name in list(self._guests) if self._roles.get(name) is not self._guests[name]]:
+            del self._guests[name]  # it was moved by another
+        for name in homeless:
+            host, options = self._roles.get(name), self._options_of(name)
+            if host is None or not is_restarting(host.actor) or has_room(options):
+                continue
+            kind = name.partition("/")[0]
+            others = {other.name: other for role, other in list(self._roles.items()) if role.partition("/")[0] == kind}
+            running = [other for other in others.values() if other is not host and is_running(other.actor)]
+            if running:
+                self._take_in(list(host.roles), min(running, key=lambda other: len(other.roles)), options)
+        if self._guests and has_room(self._options_of(next(iter(self._guests)))):
+            name = next(iter(self._guests))
+            if self._move(name, lambda role: self._start_role(role, None)):
+                del self._guests[name]
+                self.recorder.events.note("restart", f"role {name!r} has a process of its own again")
+
+    def _take_in(self, names: Sequence[str], host: _RoleHost, options: ActorOptions) -> None:
+        at_home = next(iter(host.roles))
+        for name in names:
+            if self._move(name, lambda role: self._add_role(role, host)):
+                self._guests[name] = host
+                told = (
+                    f"role {name!r} lost its process, and no node has room for another one, which needs {options}: it runs "
+                    f"in the process of {at_home!r} until one has"
+                )
+                self.recorder.events.note("restart", told)
+                _log.warning("%s", told)
 
     def _discard(self, host: _RoleHost, name: str) -> None:
         """Stop a role that is in the place of another, or was to be."""
@@ -319,20 +367,22 @@ class Ray:
         home = node if role.name.partition("/")[0] == _CONSTRUCTOR else None
         host = None if home is None else self._shared.get(home)
         if host is not None and role.name not in host.roles:
-            host.roles[role.name] = role
-            self._names.list_roles(host.name, tuple(host.roles.values()))
-            return host, host.actor.add_role.remote(role)
+            return self._add_role(role, host)
         host = self._take_spare(role.name.partition("/")[0], node)
         if host is None:
             host = self._start_actor(role, node)
             started = host.actor.wait_until_made.remote(role.number)
         else:
-            host.roles[role.name] = role
-            self._names.list_roles(host.name, (role,))
-            started = host.actor.add_role.remote(role)
+            _, started = self._add_role(role, host)
         if home is not None:
             self._shared[home] = host
         return host, started
+
+    def _add_role(self, role: HostedRole, host: _RoleHost) -> tuple[_RoleHost, Any]:
+        """Start a role in an actor that runs."""
+        host.roles[role.name] = role
+        self._names.list_roles(host.name, tuple(host.roles.values()))
+        return host, host.actor.add_role.remote(role)
 
     def _take_spare(self, kind: str, node: str | None) -> _RoleHost | None:
         for spare in self._spare:

@@ -1,4 +1,4 @@
-"""On which node of the cluster a role is placed."""
+"""On which node of the cluster a role is placed, and whether any has room for its actor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private.state import actors, available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from overlord.errors import SpecError
@@ -14,6 +15,8 @@ from overlord.runtime.whereabouts import match_node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from overlord.runtime.ray.engine import ActorOptions
 
 _CONSTRUCTOR = "constructor"
 _FRESH_S = 1.0  # thousands of trainers may connect within that, each of which is looked for
@@ -86,3 +89,30 @@ def strategy_for(node: str | None, is_spread: bool) -> Any:
     if node is not None:
         return NodeAffinitySchedulingStrategy(node, soft=True)
     return "SPREAD" if is_spread else "DEFAULT"
+
+
+def has_room(options: ActorOptions) -> bool:
+    """True if some node has free what an actor with these options requests."""
+    wanted = {"CPU": options.num_cpus, "memory": options.memory_bytes or 0, **options.resources}
+    free: Any = available_resources_per_node()
+    fitting = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _has_labels(node.get("Labels", {}), options)]
+    return any(all(free.get(node, {}).get(name, 0) >= amount for name, amount in wanted.items()) for node in fitting)
+
+
+def is_restarting(actor: Any) -> bool:
+    """True while Ray has no process for an actor that had one."""
+    return _state_of(actor) == "RESTARTING"
+
+
+def is_running(actor: Any) -> bool:
+    return _state_of(actor) == "ALIVE"
+
+
+def _state_of(actor: Any) -> str | None:
+    known: Any = actors(actor._actor_id.hex())  # noqa: SLF001 - Ray has no public accessor
+    return known["State"] if known else None
+
+
+def _has_labels(labels: dict[str, str], options: ActorOptions) -> bool:
+    # Ray knows sets and negations too, written as in(...) and !...: nodes that may match count.
+    return all(labels.get(name) == value or "(" in value or "!" in value for name, value in options.labels.items())

@@ -22,12 +22,13 @@ from ray import exceptions as ray_errors
 from ray._private.state import actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from overlord.errors import OverlordError
 from overlord.runtime import liveness
 from overlord.runtime.ray.role_actor import HEALTH_CHECKS, HealthReport, process_start_time
 from overlord.runtime.recorder import current_recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 _KILL_S = liveness.RAY_KILL.after_s
 _log = logging.getLogger("overlord.runtime.engine")
@@ -42,6 +43,8 @@ class _Probe:
     silent_s: float = 0.0
     last: HealthReport | None = None
     """The last report since the actor was last started; None before the first."""
+    rounds_lost: int = 0
+    """Since its process was lost; 0 while it has one."""
     process: int | None = None
     """The process that answered last; None before the first answer, and after this watch has killed it."""
 
@@ -49,8 +52,17 @@ class _Probe:
 class HangWatch:
     """Sends health checks and kills hung roles, from a thread. `roles` returns the name and handle of each role's actor."""
 
-    def __init__(self, roles: Callable[[], Mapping[str, tuple[str, Any]]], hung_after_s: float, patience_s: float) -> None:
+    def __init__(
+        self,
+        roles: Callable[[], Mapping[str, tuple[str, Any]]],
+        hung_after_s: float,
+        patience_s: float,
+        *,
+        settle: Callable[[Collection[str]], None] | None = None,
+    ) -> None:
+        """`settle` is called after each round with roles whose process was lost and not replaced in two."""
         self._roles = roles
+        self._settle = settle
         self._hung_after_s = hung_after_s
         # A role that has never answered may still be waiting for a node with room, or importing the user's modules.
         self._unstarted_after_s = max(hung_after_s, patience_s)
@@ -77,8 +89,19 @@ class HangWatch:
                 return
             now = time.monotonic()
             awake_s, checked_at = min(now - checked_at, 2 * self._period_s), now
-            for name, actor in _by_actor(roles).items():
+            by_actor = _by_actor(roles)
+            for name, actor in by_actor.items():
                 self._evaluate(name, self._probes[actor], awake_s)
+            if self._settle is not None:
+                lost = [
+                    name
+                    for name, actor in by_actor.items()
+                    if self._probes[actor].rounds_lost >= liveness.RAY_HOMELESS.misses
+                ]
+                try:
+                    self._settle(lost)
+                except OverlordError as error:  # in the next round again
+                    _log.warning("roles without a process stay so for now: %s", error)
 
     def _evaluate(self, name: str, probe: _Probe, awake_s: float) -> None:
         try:
@@ -89,8 +112,9 @@ class HangWatch:
                 self._restart(name, probe)
         except ray_errors.RayError:  # the actor died, and Ray restarts it
             probe.ref, probe.last, probe.silent_s = None, None, 0.0
+            probe.rounds_lost += 1
         else:
-            probe.ref, probe.last, probe.silent_s = None, report, 0.0
+            probe.ref, probe.last, probe.silent_s, probe.rounds_lost = None, report, 0.0, 0
             if probe.process not in (None, report.process):
                 self._events.note("restart", f"role {name!r} lost its process {probe.process}: Ray has started it again")
             probe.process = report.process
