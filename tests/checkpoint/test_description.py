@@ -108,7 +108,7 @@ PAIRS = {
     "array of text": lambda x: np.array(["a", str(x)]),
     "array of objects": object_array,
     "array of records": lambda x: np.array([(1, x)], [("a", "i4"), ("b", "i8")]),
-    "array of dates": lambda x: np.array(["2020-01-01"], "M8[D]") + x,
+    "array of dates": lambda x: np.array(["2020-01-01"], "M8[D]") + np.timedelta64(x, "D"),
     "numpy scalar": lambda x: np.int32(x),
     "masked array": lambda x: np.ma.array([1, 2], mask=[False, x == 3]),
     "arrow array": lambda x: pa.array([1, None, x]),

@@ -182,15 +182,15 @@ def test_a_job_file_that_is_no_job_gets_one_clear_line(tmp_path, text, told):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("job = ol.Jobb()", "module 'overlord' has no attribute 'Jobb'; did you mean 'Job'?"),
-        ("ol.Batch(token=64, sequence_length=16)", "unexpected keyword argument 'token'; did you mean 'tokens'?"),
-        ("ol.Parquet('x', onbadrow='skip')", "unexpected keyword argument 'onbadrow'; did you mean 'on_bad_row'?"),
-        ("ol.Mesh(quux=2)", "unexpected keyword argument 'quux' ("),
+        ("job = ol.Jobb()", r"module 'overlord' has no attribute 'Jobb'; did you mean 'Job'\? \("),
+        ("ol.Batch(token=64, sequence_length=16)", r"unexpected keyword argument 'token'[;.] [dD]id you mean 'tokens'\? \("),
+        ("ol.Parquet('x', onbadrow='skip')", r"unexpected keyword argument 'onbadrow'[;.] [dD]id you mean 'on_bad_row'\? \("),
+        ("ol.Mesh(quux=2)", r"unexpected keyword argument 'quux' \("),
     ],
 )
 def test_a_misspelt_name_in_a_job_file_is_told_with_the_nearest_one(tmp_path, line, told):
     (error,) = overlord("check", job_file(tmp_path, f"import overlord as ol\n{line}\n"), expect=1).stderr.splitlines()
-    assert told in error
+    assert re.search(told, error)
     assert "my_job.py, line 2)" in error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +21,12 @@ class Served:
 
     def __init__(self, threads: ServingThreads, handle) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.caller, self._server = Connection(theirs), Connection(ours)
+        self.caller, self.connection = Connection(theirs), Connection(ours)
+        self.on_answer: Callable[[], None] = lambda: None
         self.ended = threading.Event()
         self.num_ends = 0
         self._handle = handle
-        threads.add(self._server, self._serve_next, self._end)
+        threads.add(self.connection, self._serve_next, self._end)
 
     def ask(self, value):
         self.caller.send(value)
@@ -33,16 +34,17 @@ class Served:
 
     def _serve_next(self) -> bool:
         try:
-            answer = self._handle(self._server.receive())
+            answer = self._handle(self.connection.receive())
         except EOFError:
             return False
         if answer is not None:
-            self._server.send(answer)
+            self.connection.send(answer)
+            self.on_answer()
         return answer is not None
 
     def _end(self) -> None:
         self.num_ends += 1
-        self._server.close()
+        self.connection.close()
         self.ended.set()
 
 
@@ -164,3 +166,34 @@ def test_closing_answers_what_is_in_progress_and_ends_every_connection(threads: 
             break
         threading.Event().wait(0.01)
     assert num_serving() == 0
+
+
+def test_a_connection_that_is_ended_right_after_a_request_harms_no_thread(
+    threads: ServingThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor is closed by then, or belongs to another connection."""
+    served = Served(threads, lambda value: value)
+
+    class EndsAtRelease:
+        """The lock of the threads. Whenever one that serves releases it after an answer, somebody ends the connection."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+            if answered.is_set() and threading.current_thread().name == "test-serving" and not ending:
+                ending.append(threading.Thread(target=threads.end, args=(served.connection,)))
+                ending[0].start()
+                ending[0].join(PATIENCE_S)
+
+    answered, ending = threading.Event(), list[threading.Thread]()
+    monkeypatch.setattr(threads, "_lock", EndsAtRelease())
+    served.on_answer = answered.set
+    assert served.ask(1) == 1
+    assert served.ended.wait(PATIENCE_S)
+    assert served.num_ends == 1
+    assert Served(threads, abs).ask(-2) == 2, "the thread goes on serving others"

@@ -16,8 +16,6 @@ from overlord.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    pass
-
 
 def column_names(names: Iterable[str], option: str) -> tuple[str, ...]:
     """Column names as a tuple. A lone string would count as one name per letter."""

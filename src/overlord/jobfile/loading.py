@@ -108,9 +108,10 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _suggestion(error: Exception) -> str:
-    """A hint at the right spelling, if the error is about a misspelt name or option of ours."""
+    """A hint at the right spelling, if the error is about a misspelt name or option of ours and gives none itself, as errors
+    of Python 3.13 do for options."""
     misspelt = _NO_NAME.search(str(error)) or _NO_OPTION.search(str(error))
-    if misspelt is None:
+    if misspelt is None or "Did you mean" in str(error):
         return ""
     if misspelt.re is _NO_NAME:
         known: Sequence[str] = [name for name in dir(overlord) if not name.startswith("_")]

@@ -170,11 +170,11 @@ class ServingThreads:
             served.is_busy = False
             if self._lead is threading.current_thread():
                 self._is_serving = False
-            goes_on = goes_on and not self._is_closed and not served.is_last
-        if goes_on:
-            self._poll.modify(descriptor, _NEXT_REQUEST)
-        else:
-            self._end(descriptor)
+            if goes_on and not self._is_closed and not served.is_last:
+                # Under the lock: without it `end` could close the connection first, and another could have its descriptor.
+                self._poll.modify(descriptor, _NEXT_REQUEST)
+                return
+        self._end(descriptor)
 
     def _end(self, descriptor: int) -> None:
         with self._lock:
