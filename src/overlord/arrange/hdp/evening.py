@@ -7,7 +7,8 @@ more. Documents are smaller: a few that change places even out what is left, and
 from __future__ import annotations
 
 from heapq import heapify, heapreplace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,20 +21,36 @@ _EVEN = 1e-3
 """A pipeline that ends this much after the mean, as a share of it, keeps its documents."""
 
 
-def even_ends(row: Ints, costs: Floats, lengths: Ints, rank_of_row: Ints, ends: Floats, slow: Floats, capacity: int) -> Ints:
-    """The new microbatch of each document. `row` is that of each now, of `capacity` tokens at most; `ends` is when each rank
-    ends, and `slow` what it takes for one unit of cost.
+class RankEnds(NamedTuple):
+    """When each rank ends, and what it takes for one unit of cost."""
+
+    at: Floats
+    slowness: Floats
+
+
+class Rows(NamedTuple):
+    """Microbatches of whole documents."""
+
+    of_document: Ints
+    """The microbatch of each document."""
+    ranks: Ints
+    """The rank of each microbatch."""
+
+
+def even_ends(rows: Rows, costs: Floats, lengths: Ints, ends: RankEnds, capacity: int) -> Ints:
+    """The new microbatch of each document. Microbatches hold `capacity` tokens at most.
 
     Ranks that end late give documents to those that end early, the costliest first that makes neither late nor early.
     """
-    goal = float((ends / slow).sum() / (1 / slow).sum())
-    late = (ends - goal).tolist()
-    takers = [(late[rank], rank) for rank in range(len(ends)) if late[rank] < 0]
-    givers = sorted((rank for rank in range(len(ends)) if late[rank] > _EVEN * goal), key=lambda rank: -late[rank])
+    slow = ends.slowness
+    goal = float((ends.at / slow).sum() / (1 / slow).sum())
+    late = (ends.at - goal).tolist()
+    takers = [(late[rank], rank) for rank in range(len(late)) if late[rank] < 0]
+    givers = sorted((rank for rank in range(len(late)) if late[rank] > _EVEN * goal), key=lambda rank: -late[rank])
     if not takers or not givers:
-        return row
+        return rows.of_document
     heapify(takers)
-    held = _Held(row, costs, lengths, rank_of_row)
+    held = _Held(rows, costs, lengths)
     pace: list[float] = slow.tolist()
     for giver in givers:
         documents = held.documents(giver)
@@ -57,7 +74,8 @@ def even_ends(row: Ints, costs: Floats, lengths: Ints, rank_of_row: Ints, ends: 
 class _Held:
     """What microbatches hold, while documents move."""
 
-    def __init__(self, row: Ints, costs: Floats, lengths: Ints, rank_of_row: Ints) -> None:
+    def __init__(self, rows: Rows, costs: Floats, lengths: Ints) -> None:
+        row, rank_of_row = rows
         num_rows = len(rank_of_row)
         self.row = row.copy()
         self._costs, self._lengths = costs, lengths
@@ -67,7 +85,7 @@ class _Held:
         self._rank = rank_of_row[row]
         by_rank = np.argsort(rank_of_row, kind="stable")
         bounds = np.searchsorted(rank_of_row[by_rank], np.arange(int(rank_of_row.max(initial=-1)) + 2))
-        self._rows: list[list[int]] = [by_rank[a:b].tolist() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        self._rows: list[list[int]] = [by_rank[a:b].tolist() for a, b in pairwise(bounds)]
 
     def documents(self, rank: int) -> Ints:
         """The documents that a rank has, by falling cost."""

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from overlord.arrange.balancing import bin_sums
-from overlord.arrange.hdp.evening import even_ends
+from overlord.arrange.hdp.evening import RankEnds, Rows, even_ends
 from overlord.arrange.hdp.levels import filling_of, place_on_pipelines
 from overlord.arrange.hdp.reordering import Grid, reorder
 from overlord.arrange.hdp.rings import chunk_begins
@@ -272,7 +272,8 @@ def _on_pipelines(
         tokens = np.minimum(lengths[whole], pool.capacity)
         slow = np.ones(pool.num_ranks) if slowness is None else slowness
         ranks = np.array(found.rank)
-        moved = even_ends(rows.of_document, costs[whole], tokens, ranks, found.ends, slow, pool.capacity)
+        before = Rows(rows.of_document, ranks)
+        moved = even_ends(before, costs[whole], tokens, RankEnds(found.ends, slow), pool.capacity)
         evened = _by_falling_cost(moved, costs[whole])
         again = place(evened.costs, on_shelves=ranks[evened.before].tolist())
         if again.slowest < found.slowest:
@@ -290,16 +291,16 @@ def _on_pipelines(
     return DocumentPlacement(cut, members, bounds, whole, rank[row], after[row], found.slowest), number[row]
 
 
-def _by_falling_cost(row: Ints, costs: Floats) -> _Rows:
+def _by_falling_cost(row: Ints, costs: Floats) -> _RowsByCost:
     """Microbatches numbered anew, the costliest first: that of each document, their costs, and their numbers before."""
     row_costs = bin_sums(row, costs, int(row.max(initial=-1)) + 1)
     by_cost = np.argsort(-row_costs, kind="stable")
     turn = np.empty(len(by_cost), np.int64)
     turn[by_cost] = np.arange(len(by_cost))
-    return _Rows(turn[row], row_costs[by_cost], by_cost)
+    return _RowsByCost(turn[row], row_costs[by_cost], by_cost)
 
 
-class _Rows(NamedTuple):
+class _RowsByCost(NamedTuple):
     """Microbatches of whole documents."""
 
     of_document: Ints
