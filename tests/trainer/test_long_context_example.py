@@ -41,7 +41,7 @@ def _compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> Non
 
 
 def test_losses_and_gradients_are_those_of_plain_data_parallelism_also_when_resumed_on_other_ranks(plain, tmp_path: Path):
-    kept = ["--corpus", str(tmp_path), "--checkpoint", str(tmp_path / "checkpoint.pt")]
+    kept = ["--corpus", str(tmp_path / "new" / "corpus"), "--checkpoint", str(tmp_path / "checkpoint.pt")]
     found = _run(4, "--steps", str(CUT), *kept)
     _compare(found, plain[:CUT])
     resumed = _run(2, "--steps", str(STEPS), *kept)
