@@ -44,14 +44,15 @@ class Result:
 
 
 def cases() -> list[tuple[str, DGraph, Callable[[DGraph], Plan]]]:
-    pictures, text, pipeline, interleaved = _pictures(), _text(), Pipeline(stages=8), Pipeline(8, 2)
+    pictures, text, small = _pictures(), _text(), _text(ranks=256, num_samples=4_096)
+    pipeline, interleaved = Pipeline(stages=8), Pipeline(stages=8, virtual=2)
     return [
         ("multimodal", pictures, multimodal(BACKBONE, ENCODER, grid=GRID)),
         ("multimodal, exchange", pictures, multimodal(BACKBONE, ENCODER, grid=GRID, exchange="cp")),
         ("long_short, pp 8", text, long_short(H200_COST, pipeline=pipeline)),
         ("long_short, pp 8, unequal", text, long_short(H200_COST, equal_counts=False, pipeline=pipeline)),
         ("hdp, pp 8", text, hdp(H200_COST, capacity=32_768)),
-        ("hdp, pp 8", _text(ranks=256, num_samples=4_096), hdp(H200_COST, capacity=32_768)),
+        ("hdp, pp 8", small, hdp(H200_COST, capacity=32_768)),
         (
             "hdp, pp 8 interleaved",
             _text(ranks=256, num_samples=4_096),
@@ -79,9 +80,8 @@ def measured(name: str, graph: DGraph, strategy: Callable[[DGraph], Plan], repea
         begin = time.process_time()
         plan = strategy(graph)
         times.append((time.process_time() - begin) * 1e3)
-    return Result(
-        name, len(graph.samples), graph.place.world_size, len(plan.offsets) - 1, round(statistics.median(times), 1), LIMIT_MS
-    )
+    ranks, microbatches = graph.place.world_size, len(plan.offsets) - 1
+    return Result(name, len(graph.samples), ranks, microbatches, round(statistics.median(times), 1), LIMIT_MS)
 
 
 def main() -> None:

@@ -82,15 +82,18 @@ class _Held:
         self._cost: list[float] = bin_sums(row, costs, num_rows).tolist()
         self._tokens: list[int] = np.bincount(row, lengths, num_rows).astype(np.int64).tolist()
         self._count: list[int] = np.bincount(row, minlength=num_rows).tolist()
-        self._rank = rank_of_row[row]
+        rank = rank_of_row[row]
+        self._by_cost = np.lexsort((-costs, rank))
+        self._bounds = np.searchsorted(rank[self._by_cost], np.arange(int(rank.max(initial=-1)) + 2))
         by_rank = np.argsort(rank_of_row, kind="stable")
         bounds = np.searchsorted(rank_of_row[by_rank], np.arange(int(rank_of_row.max(initial=-1)) + 2))
         self._rows: list[list[int]] = [by_rank[a:b].tolist() for a, b in pairwise(bounds)]
 
     def documents(self, rank: int) -> Ints:
         """The documents that a rank has, by falling cost."""
-        found = np.flatnonzero(self._rank == rank)
-        return found[np.argsort(-self._costs[found], kind="stable")]
+        if rank + 1 >= len(self._bounds):
+            return self._by_cost[:0]
+        return self._by_cost[self._bounds[rank] : self._bounds[rank + 1]]
 
     def move(self, document: int, rank: int, capacity: int) -> bool:
         """Move a document to the cheapest microbatch of a rank that has room, unless that empties the one that it is in."""

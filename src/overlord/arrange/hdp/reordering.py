@@ -24,7 +24,7 @@ _AT_ONCE = 32
 """Orders that are simulated at once."""
 _ROUNDS = 24
 """Rounds of changes at most."""
-_MOST_PASSES = 15_000
+_MOST_PASSES = 8_000
 """The most passes to simulate in all rounds: it keeps planning within some tenths of a second."""
 _SEED = 14
 

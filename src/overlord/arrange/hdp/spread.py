@@ -274,10 +274,11 @@ def _on_pipelines(
         ranks = np.array(found.rank)
         before = Rows(rows.of_document, ranks)
         moved = even_ends(before, costs[whole], tokens, RankEnds(found.ends, slow), pool.capacity)
-        evened = _by_falling_cost(moved, costs[whole])
-        again = place(evened.costs, on_shelves=ranks[evened.before].tolist())
-        if again.slowest < found.slowest:
-            found, rows = again, evened
+        if (moved != rows.of_document).any():
+            evened = _by_falling_cost(moved, costs[whole])
+            again = place(evened.costs, on_shelves=ranks[evened.before].tolist())
+            if again.slowest < found.slowest:
+                found, rows = again, evened
     cut, sizes = cut[found.order], sizes[found.order]
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     members = np.array([rank for ring in found.order for rank in found.ranks[ring]], np.int64)
