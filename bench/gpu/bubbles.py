@@ -27,6 +27,8 @@ from overlord.stream.facts import Floats
 
 _MOST_COSTLY = 14
 """The most costliest microbatches that are considered together."""
+_ALIKE = 1.001
+"""Microbatches whose costs are nearer to each other than this are not told apart."""
 
 
 def least_time(costs: Floats, pipeline: Pipeline) -> float:
@@ -36,6 +38,8 @@ def least_time(costs: Floats, pipeline: Pipeline) -> float:
     falling = np.sort(np.concatenate([costs, np.zeros(-len(costs) % pipeline.count_multiple)]))[::-1]
     num, paths, found = len(falling), _paths(pipeline, len(falling)), 0.0
     for k in range(1, min(num, _MOST_COSTLY) + 1):
+        if k < num and falling[k - 1] < falling[k] * _ALIKE:
+            continue  # the next one belongs to them
         least = np.inf
         for i, j in _pairs(num):
             if (k == 1) != (i == j) or j - i + 1 < k:
