@@ -54,15 +54,15 @@ def even_ends(rows: Rows, costs: Floats, lengths: Ints, ends: RankEnds, capacity
     pace: list[float] = slow.tolist()
     for giver in givers:
         documents = held.documents(giver)
-        falling = costs[documents]
+        rising = -costs[documents]
         at = 0
         while late[giver] > _EVEN * goal:
             early, taker = takers[0]
             most = min(late[giver] / pace[giver], -early / pace[taker])
-            at = max(at, int(np.searchsorted(-falling, -most)))
+            at = max(at, int(rising.searchsorted(-most)))
             if at == len(documents):
                 break
-            cost = float(falling[at])
+            cost = -float(rising[at])
             if cost > 0 and held.move(int(documents[at]), taker, capacity):
                 late[giver] -= cost * pace[giver]
                 late[taker] += cost * pace[taker]

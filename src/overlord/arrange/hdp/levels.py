@@ -96,10 +96,11 @@ def _place_on_shelves(
         ring_of[at, begin : begin + num] = ring
     if len(used):
         total, most = on_shelf.sum(axis=0), on_shelf.max(axis=0)
+    rank_of: list[int] = []
     if given is None:
         rank_of = _even_out(costs, total, most, slow, filling_of(pipeline))
-    else:
-        rank_of = np.argsort(by_speed)[given].tolist() if given else []
+    elif given:
+        rank_of = np.argsort(by_speed)[given].tolist()
     held = _RowsOfRanks.of(rank_of, len(slow))
     num_full = sum(width == len(slow) for width in used)
     of_ranks = [

@@ -17,6 +17,8 @@ from overlord.arrange.pipelines.simulator import play
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from overlord.arrange.pipelines.simulator import Pipeline
     from overlord.stream.facts import Floats, Ints
 
@@ -62,8 +64,9 @@ class Reordered(NamedTuple):
 
 def reorder(grid: Grid, pipeline: Pipeline) -> Reordered:
     """The order found, as the old index of each new one; the order given if nothing is quicker."""
-    num, movable = grid.times.shape[0], grid.movable
-    best, slowest = np.arange(num), float(times_in_orders(grid, np.arange(num)[None], pipeline)[0])
+    num, movable = len(grid.times), grid.movable
+    best: Ints = np.arange(num)
+    slowest = float(times_in_orders(grid, best[None], pipeline)[0])
     passes = 2 * pipeline.stages * pipeline.virtual * num
     rounds = min(_ROUNDS, _MOST_PASSES // max(1, passes))
     if movable < 2 or pipeline.stages == 1:
@@ -96,7 +99,9 @@ def times_in_orders(grid: Grid, orders: Ints, pipeline: Pipeline) -> Floats:
     """The time of the slowest pipeline in each order of the indices, with the waits of pipelines for each other. All are
     played at once, as if they were rings of different pipelines."""
     num_orders, num_ranks = len(orders), len(grid.counts)
-    used = np.broadcast_to(np.arange(orders.shape[1]) < grid.counts[:, None], (num_orders, num_ranks, orders.shape[1]))
+    num = len(grid.times)
+    of_ranks: NDArray[np.bool_] = np.arange(num) < grid.counts[:, None]
+    used = np.broadcast_to(of_ranks, (num_orders, num_ranks, num))
     times = grid.times[orders].transpose(0, 2, 1)[used]
     rings = grid.rings[orders].transpose(0, 2, 1)
     numbered = np.where(rings >= 0, rings + (np.arange(num_orders) * (int(rings.max(initial=0)) + 1))[:, None, None], -1)
