@@ -15,7 +15,7 @@ from overlord.arrange.cost import TransformerCost
 from overlord.arrange.explain import explain
 from overlord.arrange.graph import DGraph
 from overlord.arrange.hdp.columns import RankCosts, best_columns
-from overlord.arrange.hdp.evening import RankEnds, Rows, even_ends
+from overlord.arrange.hdp.evening import RankEnds, WholeRows, even_ends
 from overlord.arrange.hdp.offload import Offload
 from overlord.arrange.hdp.reordering import Grid, reorder, times_in_orders
 from overlord.arrange.hdp.rings import RingPart, Rings, TokenRange, chunks_of
@@ -594,18 +594,20 @@ def test_documents_that_change_places_bring_ends_together_and_neither_empty_nor_
     def ends(of_row):
         return np.bincount(rank_of_row[of_row], costs, num_ranks) * slow + late
 
-    moved = even_ends(Rows(row, rank_of_row), costs, lengths, RankEnds(ends(row), slow), capacity)
+    moved = even_ends(WholeRows(row, rank_of_row), costs, lengths, RankEnds(ends(row), slow), capacity)
     assert np.bincount(moved, minlength=len(rank_of_row)).min() > 0
     assert np.bincount(moved, lengths).max() <= capacity
     assert ends(moved).max() <= ends(row).max() * (1 + 1e-9)
     assert ends(moved).min() >= ends(row).min() * (1 - 1e-9)
-    assert (moved == even_ends(Rows(row, rank_of_row), costs, lengths, RankEnds(ends(row), slow), capacity)).all()
+    assert (moved == even_ends(WholeRows(row, rank_of_row), costs, lengths, RankEnds(ends(row), slow), capacity)).all()
 
 
 def test_one_microbatch_too_many_is_evened_out_by_its_documents():
     row, rank_of_row = np.repeat(np.arange(3), 10), np.array([0, 0, 1])
     costs = np.ones(30)
-    moved = even_ends(Rows(row, rank_of_row), costs, np.ones(30, np.int64), RankEnds(np.array([20.0, 10.0]), np.ones(2)), 20)
+    moved = even_ends(
+        WholeRows(row, rank_of_row), costs, np.ones(30, np.int64), RankEnds(np.array([20.0, 10.0]), np.ones(2)), 20
+    )
     assert np.bincount(rank_of_row[moved], costs).tolist() == [15.0, 15.0]
 
 

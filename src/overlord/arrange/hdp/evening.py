@@ -28,7 +28,7 @@ class RankEnds(NamedTuple):
     slowness: Floats
 
 
-class Rows(NamedTuple):
+class WholeRows(NamedTuple):
     """Microbatches of whole documents."""
 
     of_document: Ints
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     """The rank of each microbatch."""
 
 
-def even_ends(rows: Rows, costs: Floats, lengths: Ints, ends: RankEnds, capacity: int) -> Ints:
+def even_ends(rows: WholeRows, costs: Floats, lengths: Ints, ends: RankEnds, capacity: int) -> Ints:
     """The new microbatch of each document. Microbatches hold `capacity` tokens at most.
 
     Ranks that end late give documents to those that end early, the costliest first that makes neither late nor early.
@@ -50,16 +50,16 @@ def even_ends(rows: Rows, costs: Floats, lengths: Ints, ends: RankEnds, capacity
     if not takers or not givers:
         return rows.of_document
     heapify(takers)
-    held = _Held(rows, costs, lengths)
+    held = _RowContents(rows, costs, lengths)
     pace: list[float] = slow.tolist()
     for giver in givers:
         documents = held.documents(giver)
-        rising = -costs[documents]
+        rising: Floats = -costs[documents]
         at = 0
         while late[giver] > _EVEN * goal:
             early, taker = takers[0]
             most = min(late[giver] / pace[giver], -early / pace[taker])
-            at = max(at, int(rising.searchsorted(-most)))
+            at = max(at, int(np.searchsorted(rising, np.float64(-most))))
             if at == len(documents):
                 break
             cost = -float(rising[at])
@@ -71,10 +71,10 @@ def even_ends(rows: Rows, costs: Floats, lengths: Ints, ends: RankEnds, capacity
     return held.row
 
 
-class _Held:
+class _RowContents:
     """What microbatches hold, while documents move."""
 
-    def __init__(self, rows: Rows, costs: Floats, lengths: Ints) -> None:
+    def __init__(self, rows: WholeRows, costs: Floats, lengths: Ints) -> None:
         row, rank_of_row = rows
         num_rows = len(rank_of_row)
         self.row = row.copy()

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from overlord.arrange.balancing import bin_sums
-from overlord.arrange.hdp.evening import RankEnds, Rows, even_ends
+from overlord.arrange.hdp.evening import RankEnds, WholeRows, even_ends
 from overlord.arrange.hdp.levels import filling_of, place_on_pipelines
 from overlord.arrange.hdp.reordering import Grid, reorder
 from overlord.arrange.hdp.rings import chunk_begins
@@ -272,7 +272,7 @@ def _on_pipelines(
         tokens = np.minimum(lengths[whole], pool.capacity)
         slow = np.ones(pool.num_ranks) if slowness is None else slowness
         ranks = np.array(found.rank)
-        before = Rows(rows.of_document, ranks)
+        before = WholeRows(rows.of_document, ranks)
         moved = even_ends(before, costs[whole], tokens, RankEnds(found.ends, slow), pool.capacity)
         if (moved != rows.of_document).any():
             evened = _by_falling_cost(moved, costs[whole])
