@@ -19,7 +19,7 @@ from overlord.arrange.graph import DGraph
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.arrange.pipelines.simulator import Pipeline
 from overlord.arrange.plan import Plan
-from overlord.arrange.strategies import long_short, multimodal
+from overlord.arrange.strategies import hdp, long_short, multimodal
 from overlord.arrange.vision.images import PatchGrid
 from overlord.declare.batch import Batch
 from overlord.declare.mesh import Mesh
@@ -44,12 +44,20 @@ class Result:
 
 
 def cases() -> list[tuple[str, DGraph, Callable[[DGraph], Plan]]]:
-    pictures, text, pipeline = _pictures(), _text(), Pipeline(stages=8)
+    pictures, text, small = _pictures(), _text(), _text(ranks=256, num_samples=4_096)
+    pipeline, interleaved = Pipeline(stages=8), Pipeline(stages=8, virtual=2)
     return [
         ("multimodal", pictures, multimodal(BACKBONE, ENCODER, grid=GRID)),
         ("multimodal, exchange", pictures, multimodal(BACKBONE, ENCODER, grid=GRID, exchange="cp")),
         ("long_short, pp 8", text, long_short(H200_COST, pipeline=pipeline)),
         ("long_short, pp 8, unequal", text, long_short(H200_COST, equal_counts=False, pipeline=pipeline)),
+        ("hdp, pp 8", text, hdp(H200_COST, capacity=32_768)),
+        ("hdp, pp 8", small, hdp(H200_COST, capacity=32_768)),
+        (
+            "hdp, pp 8 interleaved",
+            _text(ranks=256, num_samples=4_096),
+            hdp(H200_COST, capacity=32_768, pipeline=interleaved),
+        ),
     ]
 
 
@@ -58,11 +66,11 @@ def _pictures() -> DGraph:
     return DGraph(samples, Batch(samples=NUM_SAMPLES, sequence_length=8_192), ClientPlaceTree(Mesh(dp=RANKS)))
 
 
-def _text() -> DGraph:
-    lengths = BYTED.first_documents(NUM_SAMPLES, 131_072, seed=0)
+def _text(ranks: int = RANKS, num_samples: int = NUM_SAMPLES) -> DGraph:
+    lengths = BYTED.first_documents(num_samples, 131_072, seed=0)
     batch = Batch(tokens=round(int(lengths.sum()) / 131_072) * 131_072, sequence_length=131_072)
     rows = best_fit(lengths, batch.num_rows or 1, batch.sequence_length)
-    place = ClientPlaceTree(Mesh(dp=RANKS // 8, pp=8))
+    place = ClientPlaceTree(Mesh(dp=ranks // 8, pp=8))
     return DGraph(Samples.of_lengths(lengths[rows >= 0]), batch, place, rows[rows >= 0])
 
 
@@ -72,7 +80,8 @@ def measured(name: str, graph: DGraph, strategy: Callable[[DGraph], Plan], repea
         begin = time.process_time()
         plan = strategy(graph)
         times.append((time.process_time() - begin) * 1e3)
-    return Result(name, len(graph.samples), RANKS, len(plan.offsets) - 1, round(statistics.median(times), 1), LIMIT_MS)
+    ranks, microbatches = graph.place.world_size, len(plan.offsets) - 1
+    return Result(name, len(graph.samples), ranks, microbatches, round(statistics.median(times), 1), LIMIT_MS)
 
 
 def main() -> None:

@@ -8,6 +8,9 @@ With GPUs it runs on NCCL, in bfloat16 and on flash attention; without, on gloo.
 gradient norms, up to rounding: a step has the same documents, and its loss is one sum over their tokens. Without `--fsdp`
 ranks run different numbers of microbatches and sum gradients once per step (ZeRO-1). FSDP2 gathers weights in every
 microbatch, so there all ranks run the same number.
+
+With `--corpus FOLDER --checkpoint FILE` a run that ended, or was killed, goes on at its last checkpoint, also on another
+number of ranks.
 """
 
 import argparse
@@ -46,6 +49,7 @@ CONTEXT, CAPACITY = 1024, 256
 
 def write_corpus(folder: Path) -> None:
     """Python files, the long ones much longer than what one rank holds."""
+    folder.mkdir(parents=True, exist_ok=True)
     library = Path(sysconfig.get_paths()["stdlib"])
     code = [path.read_text("utf-8")[:CONTEXT] for path in sorted(library.glob("*.py"))[:60]]
     code += [text[: 60 + 7 * i] for i, text in enumerate(code * 3)]
@@ -170,14 +174,13 @@ class Fsdp:
         )
 
 
-def train(job: ol.Job, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+def train(job: ol.Job, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Llama(2 * CAPACITY if options.fsdp else CAPACITY).to(device, dtype)
     shards = Fsdp(model) if options.fsdp else Zero1(model)
     saved = torch.load(options.checkpoint) if options.checkpoint and options.checkpoint.exists() else None
     if saved is not None:
         shards.load(saved)
-    lines = []
     with attach(job, resume=saved and saved["data"], device=device if device.type == "cuda" else None) as client:
         while client.step < options.steps:
             step = next(client)
@@ -196,14 +199,21 @@ def train(job: ol.Job, options: argparse.Namespace, device: torch.device, dtype:
             cut = [micro for micro in step if "hdp_ranks" in micro]
             rings = max((len(micro["hdp_ranks"]) for micro in cut), default=1)
             moved = max((float(micro["offload_ratios"].max()) for micro in cut if "offload_ratios" in micro), default=0.0)
-            lines.append({"step": step.number, "loss": loss.item(), "gradient_norm": norm.item()})
-            lines[-1] |= {"largest_ring": rings, "most_moved": moved}  # on this rank
-        if options.checkpoint:
-            state = shards.state() | {"data": client.state_dict()}
+            line = {"step": step.number, "loss": loss.item(), "gradient_norm": norm.item()}
+            line |= {"largest_ring": rings, "most_moved": moved}  # on this rank
             if dist.get_rank() == 0:
-                torch.save(state, options.checkpoint)
+                print(json.dumps(line), flush=True)
+            if options.checkpoint and (client.step % options.save_every == 0 or client.step == options.steps):
+                save(shards.state() | {"data": client.state_dict()}, options.checkpoint)
         dist.barrier()
-    return lines
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Rank 0 writes; a process that is killed meanwhile leaves the checkpoint before."""
+    if dist.get_rank() == 0:
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        unfinished.replace(path)
 
 
 def main() -> None:
@@ -212,7 +222,10 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true", help="shard the weights by FSDP2; activations are not moved then")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--corpus", type=Path, help="write the documents here, to find them again when continuing")
-    parser.add_argument("--checkpoint", type=Path, help="continue from this file if it is there, and write it at the end")
+    parser.add_argument("--checkpoint", type=Path, help="continue from this file if it is there, and write it")
+    parser.add_argument(
+        "--save-every", type=int, default=4, help="steps between two checkpoints; the last one is at the end"
+    )
     parser.add_argument("--double", action="store_true", help="double precision, to compare runs")
     options = parser.parse_args()
     is_gpu = torch.cuda.is_available()
@@ -230,10 +243,7 @@ def main() -> None:
         folder = options.corpus or Path(name)
         if not (folder / "code.parquet").exists() and (options.corpus is None or dist.get_rank() == 0):
             write_corpus(folder)
-        lines = train(declare(folder, options), options, device, dtype)
-    if dist.get_rank() == 0:
-        for line in lines:
-            print(json.dumps(line))
+        train(declare(folder, options), options, device, dtype)
     dist.destroy_process_group()
 
 

@@ -1,14 +1,18 @@
 """Pipelines of a pool of ranks, played with the measured times of their stages.
 
-    python -m bench.gpu.pipelines [--device cpu|model] [--lengths github] [--contexts 128] [--out FILE]
+    python -m bench.gpu.pipelines [--device cpu|model] [--lengths github] [--contexts 128] [--noise SHARE] [--out FILE]
 
 Every microbatch of every pipeline runs forward and backward through one block on one GPU, one after the other: a stage. The
 1F1B or interleaved schedule of all pipelines is then played with these times; a ring begins on a stage when all of its
 pipelines are ready for it, and takes as long as on the slowest. What stages and rings send each other is not part of it.
 
 Times are over those without any waiting. `alike` is what filling and draining would cost if all microbatches of a pipeline
-were alike; `least` is what no order of these microbatches can go below under 1F1B. `over_allowed` is what was played over
-the larger of both.
+were alike; `least` is what no order of these microbatches goes below (`bench.gpu.bubbles`). `over_allowed` is what was
+played over the larger of both: over what bubbles allow. `least_played` is `least` with the times that were played, a
+backward pass taken to be twice as long as a forward one, and a ring as long as on the slowest of its ranks.
+
+With `--device model` times come from a table. `--noise` multiplies that of each microbatch on each rank by a random number
+of that standard deviation: orders are searched with times that are off, as they are for real kernels.
 """
 
 from __future__ import annotations
@@ -24,17 +28,19 @@ import numpy as np
 import torch
 
 from bench.gpu.blocks import LLAMA_8B, TINY, Bench
+from bench.gpu.bubbles import least_of_pipelines
 from bench.gpu.settings import Setting
 from bench.gpu.work import LENGTHS, Fit, Work, of_hdp_plan
 from bench.length_tables import BYTED, GITHUB
 from overlord.arrange.graph import DGraph
+from overlord.arrange.hdp.reordering import Grid
 from overlord.arrange.hdp.rings import Rings
 from overlord.arrange.mesh_tree import ClientPlaceTree
 from overlord.arrange.pipelines.simulator import Pipeline, play, simulate
 from overlord.arrange.plan import Plan
 from overlord.arrange.strategies import hdp
 from overlord.declare.mesh import Mesh
-from overlord.stream.facts import Floats
+from overlord.stream.facts import Floats, Ints
 
 K = 1024
 
@@ -51,26 +57,7 @@ class PipelineOutcome:
     alike: float
     least: float
     over_allowed: float
-
-
-def least_time(micro: Floats, counts: Floats, stages: int, backward: float = 2.0) -> float:
-    """A lower bound of the slowest pipeline's time under 1F1B, whatever the order, times the stages.
-
-    While a microbatch goes through all stages and back, the first stage runs the forward passes of the next stages - 1
-    microbatches and the backward passes of the stages - 1 before it, and waits for the rest. That is longest for the
-    costliest microbatch. Besides, some stage waits before its first microbatch and after its last.
-    """
-    found, first = 0.0, 0
-    share = backward / (1 + backward)
-    for count in counts.astype(int).tolist():
-        falling = np.sort(micro[first : first + count])[::-1]
-        first += count
-        if count:
-            before, after = falling[1:stages], falling[stages : 2 * stages - 1]
-            run = share * float(before.sum()) + (1 - share) * float(after.sum())
-            waits = max((stages - 1) * float(falling[0]) - run, (stages - 1) * float(falling[-1]))
-            found = max(found, float(falling.sum()) + waits)
-    return found
+    least_played: float
 
 
 def passes(bench: Bench, works: list[Work]) -> tuple[list[float], list[float]]:
@@ -104,7 +91,8 @@ def outcome(
     counts = plan.counts.astype(np.float64)
     played = float(times.max()) / measured_busy
     alike = 1 + (pipeline.stages - 1) / pipeline.virtual / float(counts.mean())
-    least = least_time(micro, counts, pipeline.stages) / (busy * pipeline.stages) if pipeline.virtual == 1 else 1.0
+    grids = [grid_of(plan, times, rings.of_micro) for times in (micro, forward + backward)]
+    least, least_played = (least_of_pipelines(each, pipeline) / float(each.times.sum()) * len(plan.counts) for each in grids)
     return PipelineOutcome(
         setting=str(setting),
         stages=pipeline.stages,
@@ -115,7 +103,21 @@ def outcome(
         alike=alike,
         least=least,
         over_allowed=played / max(alike, least),
+        least_played=least_played,
     )
+
+
+def grid_of(plan: Plan, times: Floats, rings: Ints) -> Grid:
+    rank = np.repeat(np.arange(len(plan.counts)), plan.counts)
+    index = np.arange(len(times)) - np.repeat(np.cumsum(plan.counts) - plan.counts, plan.counts)
+    shape = int(plan.counts.max(initial=0)), len(plan.counts)
+    found = Grid(np.zeros(shape), np.full(shape, -1), plan.counts)
+    found.times[index, rank], found.rings[index, rank] = times, rings
+    return found
+
+
+def off_by(noise: float, seed: int, num: int) -> Floats:
+    return np.exp(np.random.default_rng([seed, 1]).normal(0.0, noise, num))
 
 
 def main() -> int:
@@ -124,6 +126,7 @@ def main() -> int:
     parser.add_argument("--lengths", default="byted,github")
     parser.add_argument("--contexts", default="128,32", help="in units of 1,024 tokens")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--noise", type=float, default=0.0, help="with --device model: how far times are off the table")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     given = parser.parse_args()
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if given.device == "cuda" else given.device}
@@ -134,7 +137,8 @@ def main() -> int:
     meshes = {"128": {"dp": 8, "cp": 4, "rows": 4}, "32": {"dp": 4, "rows": 16}}
     settings = [Setting(each, int(at) * K, **meshes[at]) for at in given.contexts.split(",") for each in tables]
     if given.device == "model":
-        timed = lambda works: ([fit.predicted(w) / 3 for w in works], [fit.predicted(w) * 2 / 3 for w in works])  # noqa: E731
+        drawn = lambda works: np.array([fit.predicted(w) for w in works]) * off_by(given.noise, given.seed, len(works))  # noqa: E731
+        timed = lambda works: np.outer([1 / 3, 2 / 3], drawn(works))  # noqa: E731
     else:
         bench = Bench(LLAMA_8B if given.device == "cuda" else TINY, given.device)
         if given.device == "cpu":

@@ -8,14 +8,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.arrange.cost import TransformerCost
 from overlord.arrange.explain import explain
 from overlord.arrange.graph import DGraph
 from overlord.arrange.hdp.columns import RankCosts, best_columns
+from overlord.arrange.hdp.evening import RankEnds, WholeRows, even_ends
 from overlord.arrange.hdp.offload import Offload
+from overlord.arrange.hdp.reordering import Grid, reorder, times_in_orders
 from overlord.arrange.hdp.rings import RingPart, Rings, TokenRange, chunks_of
 from overlord.arrange.hdp.splitting import split
 from overlord.arrange.hdp.spread import RankPool, Spread, spread
@@ -571,3 +573,72 @@ def test_a_step_without_samples_makes_a_plan_of_nothing():
     plan = hdp(STEEP, capacity=9)(_graph([], Mesh(dp=2, cp=2)))
     assert plan.counts.tolist() == [0, 0, 0, 0]
     assert plan.for_constructor(0, 1, ClientPlaceTree(Mesh(dp=2, cp=2))).microbatches == ()
+
+
+@settings(max_examples=40)
+@given(
+    documents=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 11)), min_size=1, max_size=80),
+    num_ranks=st.integers(1, 4),
+    is_uneven=st.booleans(),
+)
+def test_documents_that_change_places_bring_ends_together_and_neither_empty_nor_overfill_a_microbatch(
+    documents, num_ranks, is_uneven
+):
+    lengths, row = (np.array(each) for each in zip(*documents, strict=True))
+    _, row = np.unique(row, return_inverse=True)
+    costs, capacity = lengths * 1.5, int(np.bincount(row, lengths).max()) + 10
+    rank_of_row = np.arange(int(row.max()) + 1) % num_ranks
+    slow = np.linspace(1.0, 1.5, num_ranks) if is_uneven else np.ones(num_ranks)
+    late = np.where(np.arange(num_ranks) == 0, 40.0, 0.0)
+
+    def ends(of_row):
+        return np.bincount(rank_of_row[of_row], costs, num_ranks) * slow + late
+
+    moved = even_ends(WholeRows(row, rank_of_row), costs, lengths, RankEnds(ends(row), slow), capacity)
+    assert np.bincount(moved, minlength=len(rank_of_row)).min() > 0
+    assert np.bincount(moved, lengths).max() <= capacity
+    assert ends(moved).max() <= ends(row).max() * (1 + 1e-9)
+    assert ends(moved).min() >= ends(row).min() * (1 - 1e-9)
+    assert (moved == even_ends(WholeRows(row, rank_of_row), costs, lengths, RankEnds(ends(row), slow), capacity)).all()
+
+
+def test_one_microbatch_too_many_is_evened_out_by_its_documents():
+    row, rank_of_row = np.repeat(np.arange(3), 10), np.array([0, 0, 1])
+    costs = np.ones(30)
+    moved = even_ends(
+        WholeRows(row, rank_of_row), costs, np.ones(30, np.int64), RankEnds(np.array([20.0, 10.0]), np.ones(2)), 20
+    )
+    assert np.bincount(rank_of_row[moved], costs).tolist() == [15.0, 15.0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    num_ranks=st.sampled_from([1, 3, 40]),
+    pipeline=st.sampled_from([Pipeline(2), Pipeline(4), Pipeline(2, 2)]),
+)
+def test_another_order_is_one_of_the_same_indices_and_is_kept_only_if_it_is_quicker(seed, num_ranks, pipeline):
+    draw = np.random.default_rng(seed)
+    counts = draw.integers(1, 9, num_ranks)
+    used = np.arange(8)[:, None] < counts
+    times, rings = np.where(used, draw.random((8, num_ranks)), 0.0), np.full((8, num_ranks), -1)
+    rings[0] = 0
+    times[0] = 3.0  # a costly ring of all ranks at the front
+    grid = Grid(times[: counts.max()], rings[: counts.max()], counts).of_some_ranks()
+    found = reorder(grid, pipeline)
+    assert found.order[: grid.movable].max(initial=0) < grid.movable
+    assert (np.sort(found.order) == np.arange(len(grid.times))).all()
+    assert (found.order[grid.movable :] == np.arange(grid.movable, len(grid.times))).all()
+    before = times_in_orders(grid, np.arange(len(grid.times))[None], pipeline)[0]
+    assert found.slowest == times_in_orders(grid, found.order[None], pipeline)[0] <= before
+    assert (reorder(grid, pipeline).order == found.order).all()
+
+
+def test_a_costly_ring_at_the_front_is_moved_behind_cheap_microbatches():
+    times, rings = np.ones((10, 2)), np.full((10, 2), -1)
+    times[0], rings[0] = 5.0, 0
+    grid = Grid(times, rings, np.array([10, 10]))
+    before = times_in_orders(grid, np.arange(10)[None], Pipeline(4))[0]
+    found = reorder(grid, Pipeline(4))
+    assert found.order[0] != 0
+    assert found.slowest < 0.96 * before

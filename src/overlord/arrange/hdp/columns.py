@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from overlord.arrange.pipelines.simulator import Pipeline
     from overlord.stream.facts import Floats
 
-_SIMULATED = 32
+SIMULATED = 32
 """Ranks that are simulated at most."""
 _PLAYED = 8
 """Orders that are simulated with the waits inside rings, of those that are best without them."""
@@ -108,9 +108,9 @@ def slowest_of(ranks: Sequence[RankCosts], pipeline: Pipeline) -> float:
 
 
 def _some_of(ranks: Sequence[RankCosts]) -> list[RankCosts]:
-    if len(ranks) <= _SIMULATED:
+    if len(ranks) <= SIMULATED:
         return list(ranks)
-    return [ranks[at] for at in np.linspace(0, len(ranks) - 1, _SIMULATED).astype(int).tolist()]
+    return [ranks[at] for at in np.linspace(0, len(ranks) - 1, SIMULATED).astype(int).tolist()]
 
 
 def _promising(ranks: Sequence[RankCosts], costs: list[float], fewest: int, pipeline: Pipeline) -> list[_Choice]:

@@ -53,26 +53,36 @@ class PipelinePlacement(NamedTuple):
     place among the others of the rank."""
     slowest: float
     """The time of the slowest pipeline, by simulation."""
+    ends: Floats | None = None
+    """On shelves: about when each rank ends, its work and filling."""
 
 
 def place_on_pipelines(
-    shares: Floats, num_parts: Ints, costs: Floats, num_ranks: int, *, pipeline: Pipeline, slowness: Floats | None = None
+    shares: Floats,
+    num_parts: Ints,
+    costs: Floats,
+    num_ranks: int,
+    *,
+    pipeline: Pipeline,
+    slowness: Floats | None = None,
+    on_shelves: list[int] | None = None,
 ) -> PipelinePlacement:
     """Place rings, each on `num_parts` ranks at a cost of `shares` per rank, and microbatches of one rank that cost `costs`.
 
     Rings are sorted by falling `num_parts`, microbatches by falling cost. `slowness` is the time of each rank for one unit
-    of cost; None where all are equally fast.
+    of cost; None where all are equally fast. `on_shelves` is the rank of each microbatch where rings lie on shelves and only
+    the order is wanted.
     """
     rings = list(zip(shares.tolist(), num_parts.tolist(), strict=True))
     slow = np.ones(num_ranks) if slowness is None else slowness
-    found = [_place_on_shelves(rings, costs.tolist(), slow, pipeline)]
-    if slowness is None:
+    found = [_place_on_shelves(rings, costs.tolist(), slow, pipeline, on_shelves)]
+    if slowness is None and on_shelves is None:
         found += _place_on_stacks(rings, costs, num_ranks, pipeline)
     return min(found, key=lambda each: each.slowest)
 
 
 def _place_on_shelves(
-    rings: Sequence[tuple[float, int]], costs: list[float], slow: Floats, pipeline: Pipeline
+    rings: Sequence[tuple[float, int]], costs: list[float], slow: Floats, pipeline: Pipeline, given: list[int] | None
 ) -> PipelinePlacement:
     by_speed = np.argsort(slow, kind="stable")
     slow = slow[by_speed]
@@ -86,7 +96,11 @@ def _place_on_shelves(
         ring_of[at, begin : begin + num] = ring
     if len(used):
         total, most = on_shelf.sum(axis=0), on_shelf.max(axis=0)
-    rank_of = _even_out(costs, total, most, slow, filling_of(pipeline))
+    rank_of: list[int] = []
+    if given is None:
+        rank_of = _even_out(costs, total, most, slow, filling_of(pipeline))
+    elif given:
+        rank_of = np.argsort(by_speed)[given].tolist()
     held = _RowsOfRanks.of(rank_of, len(slow))
     num_full = sum(width == len(slow) for width in used)
     of_ranks = [
@@ -105,7 +119,9 @@ def _place_on_shelves(
     in_column = {rows[column.number]: (column.before, column.turn) for rows, column in columns}
     order: list[int] = np.argsort(turn[shelf], kind="stable").tolist() if rings else []
     members = [sorted(by_speed[begin : begin + num].tolist()) for (_, num), begin in zip(rings, first, strict=True)]
-    return PipelinePlacement(order, members, by_speed[rank_of].tolist() if rank_of else [], in_column, found.slowest)
+    ends = np.empty(len(slow))
+    ends[by_speed] = total + filling_of(pipeline) * most
+    return PipelinePlacement(order, members, by_speed[rank_of].tolist() if rank_of else [], in_column, found.slowest, ends)
 
 
 def filling_of(pipeline: Pipeline) -> float:

@@ -29,12 +29,15 @@ FSDP gathers weights in every microbatch, so there a rank in its i-th microbatch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from overlord.arrange.balancing import bin_sums
+from overlord.arrange.hdp.evening import RankEnds, WholeRows, even_ends
 from overlord.arrange.hdp.levels import filling_of, place_on_pipelines
+from overlord.arrange.hdp.reordering import Grid, reorder
 from overlord.arrange.hdp.rings import chunk_begins
 from overlord.arrange.hdp.timelines import DocumentPlacement, place_on_timelines
 from overlord.arrange.microbatches import even_cost
@@ -197,6 +200,8 @@ def spread(lengths: Ints, costs: Floats, pool: RankPool) -> Spread:
         at = _in_columns(placed, units, pool.num_ranks)
     else:
         at = _in_order(placed, units, pool.num_ranks)
+    if pool.mode == "pp":
+        placed, at = _reordered(placed, at, lengths, costs, pool)
     if pool.equal_counts:
         at = at._replace(counts=np.full(pool.num_ranks, at.counts.max(initial=0)))
     if pool.virtual > 1:  # interleaving takes microbatches in batches of the stages; those added are empty
@@ -257,19 +262,27 @@ def _on_pipelines(
     most = max(1e-300, part * float(costs.sum()) / pool.num_ranks)
     filled = np.maximum(costs[whole] / most, lengths[whole] / pool.capacity) * _ROOM
     row = best_fit(np.clip(np.ceil(filled).astype(np.int64), 1, _ROOM), len(whole), _ROOM)
-    row_costs = bin_sums(row, costs[whole], int(row.max(initial=-1)) + 1)
-    by_cost = np.argsort(-row_costs, kind="stable")
-    turn = np.empty(len(by_cost), np.int64)
-    turn[by_cost] = np.arange(len(by_cost))
-    row, row_costs = turn[row], row_costs[by_cost]  # a rank runs them by falling cost, so that it drains quickly
+    rows = _by_falling_cost(row, costs[whole])  # a rank runs them like that, so that it drains quickly
     sizes = num_parts[cut]
     # Rings come by falling size and begin where others end, so powers of two are aligned; sorted by speed they would not be.
     slowness = None if pool.aligned else pool.slowness
-    found = place_on_pipelines(shares, sizes, row_costs, pool.num_ranks, pipeline=pool.pipeline, slowness=slowness)
+    place = partial(place_on_pipelines, shares, sizes, num_ranks=pool.num_ranks, pipeline=pool.pipeline, slowness=slowness)
+    found = place(rows.costs)
+    if found.ends is not None and len(rows.costs):
+        tokens = np.minimum(lengths[whole], pool.capacity)
+        slow = np.ones(pool.num_ranks) if slowness is None else slowness
+        ranks = np.array(found.rank)
+        before = WholeRows(rows.of_document, ranks)
+        moved = even_ends(before, costs[whole], tokens, RankEnds(found.ends, slow), pool.capacity)
+        if (moved != rows.of_document).any():
+            evened = _by_falling_cost(moved, costs[whole])
+            again = place(evened.costs, on_shelves=ranks[evened.before].tolist())
+            if again.slowest < found.slowest:
+                found, rows = again, evened
     cut, sizes = cut[found.order], sizes[found.order]
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     members = np.array([rank for ring in found.order for rank in found.ranks[ring]], np.int64)
-    rank = np.array(found.rank, np.int64)
+    row, rank = rows.of_document, np.array(found.rank, np.int64)
     after = np.bincount(members, minlength=pool.num_ranks)[rank]
     number = np.arange(len(rank))
     if found.in_column:
@@ -277,6 +290,24 @@ def _on_pipelines(
         for at, (num_rings, turn) in found.in_column.items():
             after[at], number[at] = num_rings, turn
     return DocumentPlacement(cut, members, bounds, whole, rank[row], after[row], found.slowest), number[row]
+
+
+def _by_falling_cost(row: Ints, costs: Floats) -> _RowsByCost:
+    """Microbatches numbered anew, the costliest first: that of each document, their costs, and their numbers before."""
+    row_costs = bin_sums(row, costs, int(row.max(initial=-1)) + 1)
+    by_cost = np.argsort(-row_costs, kind="stable")
+    turn = np.empty(len(by_cost), np.int64)
+    turn[by_cost] = np.arange(len(by_cost))
+    return _RowsByCost(turn[row], row_costs[by_cost], by_cost)
+
+
+class _RowsByCost(NamedTuple):
+    """Microbatches of whole documents."""
+
+    of_document: Ints
+    costs: Floats
+    before: Ints
+    """The number that each had before."""
 
 
 def _pack_whole(lengths: Ints, costs: Floats, placed: DocumentPlacement, pool: RankPool) -> Ints:
@@ -350,6 +381,31 @@ def _in_columns(placed: DocumentPlacement, units: _Units, num_ranks: int) -> _In
     counts = free.copy()
     np.maximum.at(counts, units.rank, unit + 1)
     return _Indices(ring, unit[units.of_whole], counts)
+
+
+def _reordered(
+    placed: DocumentPlacement, at: _Indices, lengths: Ints, costs: Floats, pool: RankPool
+) -> tuple[DocumentPlacement, _Indices]:
+    """The same microbatches on the same ranks, in an order in which pipelines wait less; rings are numbered anew."""
+    num, sizes = int(at.counts.max(initial=0)), np.diff(placed.bounds)
+    slow = np.ones(pool.num_ranks) if pool.slowness is None else pool.slowness
+    times, rings = np.zeros((num, pool.num_ranks)), np.full((num, pool.num_ranks), -1)
+    np.add.at(times, (at.whole, placed.rank), costs[placed.whole] * slow[placed.rank])
+    ring = np.repeat(np.arange(len(sizes)), sizes)
+    shares = pool.shares(costs[placed.rings], lengths[placed.rings], sizes)
+    times[at.ring, placed.members] = shares[ring] * slow[placed.members]
+    rings[at.ring, placed.members] = ring
+    found = reorder(Grid(times, rings, at.counts).of_some_ranks(), pool.pipeline)
+    place = np.arange(num)
+    place[found.order] = np.arange(len(found.order))
+    of_rings = place[at.ring[placed.bounds[:-1]]]
+    by_index = np.argsort(of_rings, kind="stable")
+    kept = np.concatenate([[0], np.cumsum(sizes[by_index])])
+    members = np.arange(len(ring)) - np.repeat(kept[:-1] - placed.bounds[:-1][by_index], sizes[by_index])
+    placed = placed._replace(
+        rings=placed.rings[by_index], members=placed.members[members], bounds=kept, slowest=found.slowest
+    )
+    return placed, at._replace(ring=place[at.ring[members]], whole=place[at.whole])
 
 
 def _pieces(lengths: Ints, costs: Floats, placed: DocumentPlacement, at: _Indices, pool: RankPool) -> Spread:

@@ -187,7 +187,7 @@ class _Together(NamedTuple):
         return found
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     stage: int
     is_backward: int
     block: int
@@ -196,12 +196,12 @@ class _Pass(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _schedule(stages: int, virtual: int, count: int) -> tuple[_Pass, ...]:
+def _schedule(stages: int, virtual: int, count: int) -> tuple[Pass, ...]:
     """The passes of all stages, in an order in which each comes after the passes that it waits for."""
-    waiting = [list(reversed(_of_stage(stage, stages, virtual, count))) for stage in range(stages)]
+    waiting = [list(reversed(passes_of_stage(stage, stages, virtual, count))) for stage in range(stages)]
     last = stages * virtual - 1
     done: set[tuple[int, int, int]] = set()
-    found: list[_Pass] = []
+    found: list[Pass] = []
     while any(waiting):
         before = len(found)
         for passes in waiting:
@@ -213,18 +213,18 @@ def _schedule(stages: int, virtual: int, count: int) -> tuple[_Pass, ...]:
     return tuple(found)
 
 
-def _is_free(at: _Pass, last: int, done: set[tuple[int, int, int]]) -> bool:
+def _is_free(at: Pass, last: int, done: set[tuple[int, int, int]]) -> bool:
     if not at.is_backward:
         return at.block == 0 or (0, at.block - 1, at.micro) in done
     return ((0, at.block, at.micro) if at.block == last else (1, at.block + 1, at.micro)) in done
 
 
-def _of_stage(stage: int, stages: int, virtual: int, count: int) -> list[_Pass]:
+def passes_of_stage(stage: int, stages: int, virtual: int, count: int) -> list[Pass]:
     """The passes of one stage, in order: forward passes until the pipeline is full, then forward and backward alternately,
     then the remaining backward passes."""
     rounds = _rounds(stages, virtual, count)
-    forwards = [_Pass(stage, 0, turn * stages + stage, micro) for turn, micro in rounds]
-    backwards = [_Pass(stage, 1, (virtual - 1 - turn) * stages + stage, micro) for turn, micro in rounds]
+    forwards = [Pass(stage, 0, turn * stages + stage, micro) for turn, micro in rounds]
+    backwards = [Pass(stage, 1, (virtual - 1 - turn) * stages + stage, micro) for turn, micro in rounds]
     ahead = stages - stage - 1 if virtual == 1 else (stages - stage - 1) * 2 + (virtual - 1) * stages
     ahead = min(ahead, len(forwards))
     pairs = zip(forwards[ahead:], backwards, strict=False)

@@ -4,7 +4,8 @@ A kernel returns the log-sum-exp of the scores beside its output, so that output
 backward pass takes the output and log-sum-exp over *all* keys of the queries, whatever keys it is called with: the gradients
 of a block of scores then need nothing else.
 
-- `FlashAttn`: the package `flash_attn` (2.7 or later), if it is installed.
+- `FlashAttn`: the package `flash_attn` (2.7 or later), if it is installed. Tests run it against functions with the
+  signatures of its releases; the package itself was never run here.
 - `TorchFlash`: the flash attention that CUDA builds of torch have.
 - `ReferenceKernel`: plain operations on any device and precision, for some queries at a time.
 """
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM = 256
+_OLDEST_FLASH_ATTN = (2, 7)
+"""Earlier releases take the window as a pair and return the log-sum-exp elsewhere."""
 
 
 class Bounds(NamedTuple):
@@ -108,15 +111,22 @@ def fused_kernels() -> tuple[Kernel, ...]:
     """The fused kernels that this process can use, best first."""
     found: list[Kernel] = []
     try:
-        from flash_attn import flash_attn_interface  # pyright: ignore[reportMissingImports]
-
-        if hasattr(flash_attn_interface, "_flash_attn_varlen_backward"):
-            found.append(FlashAttn(flash_attn_interface))
+        from flash_attn import __version__, flash_attn_interface  # pyright: ignore[reportMissingImports]
     except ImportError:
         pass
+    else:
+        if _release(__version__) >= _OLDEST_FLASH_ATTN:
+            found.append(FlashAttn(flash_attn_interface))
+        else:
+            _log.warning("flash_attn %s is not used: ring attention needs 2.7 or later", __version__)
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
         found.append(TorchFlash())
     return tuple(found)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
 @cache
