@@ -183,8 +183,8 @@ def test_a_job_file_that_is_no_job_gets_one_clear_line(tmp_path, text, told):
     ("line", "told"),
     [
         ("job = ol.Jobb()", r"module 'overlord' has no attribute 'Jobb'; did you mean 'Job'\? \("),
-        ("ol.Batch(token=64, sequence_length=16)", r"unexpected keyword argument 'token'[;.] [dD]id you mean 'tokens'\? \("),
-        ("ol.Parquet('x', onbadrow='skip')", r"unexpected keyword argument 'onbadrow'[;.] [dD]id you mean 'on_bad_row'\? \("),
+        ("ol.Batch(token=64, sequence_length=16)", r"unexpected keyword argument 'token'. .id you mean 'tokens'\? \("),
+        ("ol.Parquet('x', onbadrow='skip')", r"unexpected keyword argument 'onbadrow'. .id you mean 'on_bad_row'\? \("),
         ("ol.Mesh(quux=2)", r"unexpected keyword argument 'quux' \("),
     ],
 )
