@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import overlord as ol
 from overlord.trainer import Ring, attach, ring_attention, sum_gradients, token_loss
-from overlord.trainer.ring import ReferenceKernel, TorchFlash
+from overlord.trainer.ring import ReferenceKernel, TorchFlash, kernels
 from overlord.trainer.ring.attention import RingOptions, attend_around, differentiate_around
 from overlord.trainer.ring.kernels import OutputGradient, choose_kernel
 from overlord.trainer.ring.messages import PendingMessages
@@ -188,6 +188,7 @@ class Refusing(ReferenceKernel):
 
 
 def test_the_kernel_is_chosen_by_what_is_there_and_takes_what_it_can(caplog):
+    kernels._warn_of_reference.cache_clear()  # it warns once in a process
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     fused = Refusing()
     assert choose_kernel(gpu, torch.bfloat16, 128, [fused]) is fused
