@@ -18,6 +18,7 @@ import pytest
 
 import overlord as ol
 from overlord.batches.buffers import Arenas
+from overlord.runtime import serving_threads
 from overlord.runtime.shared_memory import Connection, Listener, connect_to
 from overlord.service import serving, wire
 from overlord.service.auth import Address, Listen
@@ -541,3 +542,23 @@ def test_a_trainer_that_greets_the_moment_a_service_listens_gets_its_steps(monke
         loader.serve(address)
         reader.join(60)
     assert found == [0, 1, 2]
+
+
+def test_a_rank_that_waits_for_another_does_not_keep_the_thread_that_serves_both(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving_threads, "_WATCH_S", 60.0)  # nobody sees that a thread waits: it has to say so
+    num_steps, ended = 40, threading.Event()
+    with served(two_sources(mesh=ol.Mesh(dp=2))) as (_, address):
+
+        def run_ahead() -> None:
+            with ol.connect(address, rank=0, timeout_s=100) as client:
+                for _ in range(num_steps):
+                    next(client)
+            ended.set()
+
+        with ol.connect(address, rank=1, timeout_s=6) as slow:  # less than the longest call of the other one
+            next(slow)
+            threading.Thread(target=run_ahead, daemon=True).start()
+            assert not ended.wait(0.5), "no group gets far ahead of another"
+            for _ in range(num_steps - 1):
+                next(slow)
+        assert ended.wait(20)

@@ -30,6 +30,7 @@ from overlord.errors import OverlordError, ServiceError
 from overlord.messages import Delivery, Later
 from overlord.runtime.liveness import RANK_SILENT
 from overlord.runtime.recorder import current_recorder
+from overlord.runtime.serving_threads import let_others_serve
 from overlord.runtime.shared_memory import why_unavailable
 from overlord.service import wire
 from overlord.service.local_server import LocalServer
@@ -267,7 +268,10 @@ class Service:
             # No patience for a fetch ahead: by now the trainer may wait for the step, and it may not come before the rank is
             # moved, which only the trainer's own request does. And no fetch without time to wait for it: its reason would
             # only be that nothing has begun.
-            if ticket.ahead or deadline - self._clock() <= 2 * pause_s or self._closing.wait(pause_s):
+            if ticket.ahead or deadline - self._clock() <= 2 * pause_s:
+                return wire.NotReady(answer.reason)
+            let_others_serve()  # what it waits for may be another rank that this thread would serve next
+            if self._closing.wait(pause_s):
                 return wire.NotReady(answer.reason)
             pause_s = min(2 * pause_s, _PAUSES_S[1])
 
