@@ -546,19 +546,27 @@ def test_a_trainer_that_greets_the_moment_a_service_listens_gets_its_steps(monke
 
 def test_a_rank_that_waits_for_another_does_not_keep_the_thread_that_serves_both(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving_threads, "_WATCH_S", 60.0)  # nobody sees that a thread waits: it has to say so
-    num_steps, ended = 40, threading.Event()
+    began, goes_on = threading.Event(), threading.Event()
+    ended = [threading.Event(), threading.Event()]
     with served(two_sources(mesh=ol.Mesh(dp=2))) as (_, address):
 
-        def run_ahead() -> None:
-            with ol.connect(address, rank=0, timeout_s=100) as client:
-                for _ in range(num_steps):
+        def read(rank: int) -> None:
+            with ol.connect(address, rank=rank, timeout_s=100) as client:
+                next(client)
+                if rank == 1:
+                    began.set()
+                    goes_on.wait(100)
+                for _ in range(100):
                     next(client)
-            ended.set()
+                ended[rank].set()
+                ended[1 - rank].wait(100)  # a rank that leaves holds nobody back
 
-        with ol.connect(address, rank=1, timeout_s=6) as slow:  # less than the longest call of the other one
-            next(slow)
-            threading.Thread(target=run_ahead, daemon=True).start()
-            assert not ended.wait(0.5), "no group gets far ahead of another"
-            for _ in range(num_steps - 1):
-                next(slow)
-        assert ended.wait(20)
+        readers = [threading.Thread(target=read, args=(rank,), daemon=True) for rank in range(2)]
+        readers[1].start()
+        assert began.wait(20)
+        readers[0].start()
+        assert not ended[0].wait(0.5), "no group gets far ahead of another"
+        goes_on.set()
+        assert ended[1].wait(10), "every tenth step waited for three seconds"
+        for reader in readers:
+            reader.join()
