@@ -26,7 +26,7 @@ from overlord.arrange.pipelines.simulator import Pipeline, passes_of_stage
 from overlord.stream.facts import Floats
 
 _MOST_COSTLY = 14
-"""The most costliest microbatches that are considered together."""
+"""How many of the costliest microbatches are considered together, at most."""
 _ALIKE = 1.001
 """Microbatches whose costs are nearer to each other than this are not told apart."""
 
