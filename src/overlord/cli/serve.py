@@ -231,7 +231,7 @@ def _serve_on_ray(name: str, request: ServeRequest, options: ServeOptions, as_js
 def _describe_kept(name: str, was_found: bool, is_own: bool) -> str:
     if is_own:
         return "on Ray, in a cluster of its own that ends with this process\n"
-    found = "taken back, which went on without a driver" if was_found else "started"
+    found = "taken back (it had gone on without a driver)" if was_found else "started"
     return f"on Ray as {name!r}, {found}: if this process is killed, the run goes on, and the same command takes it back\n"
 
 
