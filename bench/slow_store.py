@@ -42,6 +42,13 @@ class Limiter:
             time.sleep(wait)
 
 
+class LoopbackServer(ThreadingHTTPServer):
+    """Takes many connections at once: socketserver's queue holds five, and the clients that find no place in it wait for a
+    second or more."""
+
+    request_queue_size = 128
+
+
 class SlowStore:
     """Serves objects by name to content. `requests` has a line for each request; `names` lists more without any content."""
 
@@ -66,7 +73,7 @@ class SlowStore:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = LoopbackServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.slow_store import LoopbackServer
+
 LFS_BYTES = 400
 """Files from this size on lie with the other server."""
 
@@ -122,14 +124,14 @@ def hub_server() -> Iterator[Hub]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+    servers = [LoopbackServer(("127.0.0.1", 0), Handler) for _ in range(2)]
     hub.endpoint, hub.elsewhere = (f"http://127.0.0.1:{server.server_port}" for server in servers)
     with _serving(servers):
         yield hub
 
 
 @contextmanager
-def _serving(servers: list[http.server.ThreadingHTTPServer]) -> Iterator[None]:
+def _serving(servers: list[LoopbackServer]) -> Iterator[None]:
     targets: list[Callable[[], None]] = [lambda server=server: server.serve_forever(0.01) for server in servers]
     threads = [threading.Thread(target=target) for target in targets]
     for server, thread in zip(servers, threads, strict=True):

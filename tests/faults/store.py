@@ -7,6 +7,8 @@ import http.server
 import threading
 from pathlib import Path
 
+from bench.slow_store import LoopbackServer
+
 ERRORS = "errors"
 DROPS = "drops"
 CUTS = "cuts"
@@ -44,7 +46,7 @@ class Store:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._server = LoopbackServer(("127.0.0.1", self._port), Handler)
         self._server.daemon_threads = True
         self._port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})

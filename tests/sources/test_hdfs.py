@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
+from bench.slow_store import LoopbackServer
 from overlord.errors import SourceError, StorageError
 from overlord.sources import object_store
 from overlord.sources.object_store import Retry, storage_use
@@ -105,7 +106,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = LoopbackServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     made.port = server.server_port
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -201,7 +201,7 @@ def test_chunks_ahead_are_the_loaders_own_as_soon_as_it_is_known_which_those_are
 def wait_until(condition: Any) -> None:
     import time
 
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < ends, "waited for 30 s"
+        assert time.monotonic() < ends, "waited for 60 s"
         time.sleep(0.005)

@@ -23,6 +23,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
+from bench.slow_store import LoopbackServer
 from overlord.errors import SourceError, SpecError, StorageError
 from overlord.sources import object_store
 from overlord.sources.arrow_ipc import ArrowIpc
@@ -64,7 +65,7 @@ class Proxy:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server = LoopbackServer(("127.0.0.1", self.port), Handler)
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
@@ -439,7 +440,7 @@ def test_plain_http_servers_can_be_read() -> None:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = LoopbackServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

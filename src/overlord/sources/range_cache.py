@@ -93,7 +93,7 @@ class RangeCache:
         return self._folder.has(_key(wanted))
 
 
-_range_caches: dict[int, RangeCache] = {}
+_range_caches: dict[CacheFolder, RangeCache] = {}
 _range_caches_lock = threading.Lock()
 
 
@@ -101,7 +101,7 @@ def shared_range_cache(cache: Cache) -> RangeCache:
     """The ranges in a folder: one per process, so that its threads know what the others fetch."""
     folder = shared_folder(str(cache.location), cache.max_bytes)
     with _range_caches_lock:
-        return _range_caches.setdefault(id(folder), RangeCache(folder))
+        return _range_caches.setdefault(folder, RangeCache(folder))
 
 
 def _key(wanted: RangeOfFile) -> str:
