@@ -30,6 +30,23 @@ def test_no_bin_is_over_the_mean_by_more_than_the_costliest_item(method, costs, 
     assert np.array_equal(bins, method(costs, num_bins, sizes, None))
 
 
+@given(
+    costs=st.one_of(
+        st.lists(st.sampled_from([0.0, 1.0, 2.0, 1e3]), max_size=400),
+        st.integers(0, 1000).map(lambda seed: np.exp(np.random.default_rng(seed).normal(0, 2, 900)).tolist()),
+    ).map(lambda values: np.array(values, np.float64)),
+    num_bins=st.sampled_from([1, 5, 31, 32, 40, 100]),
+)
+def test_greedy_takes_the_costliest_item_left_to_the_cheapest_bin(costs, num_bins):
+    """One item at a time, as the definition says: resumed and restarted planners must make the same plans."""
+    totals = [0.0] * num_bins
+    expected = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        expected[i] = min(range(num_bins), key=lambda b: (totals[b], b))
+        totals[expected[i]] += costs[i]
+    assert greedy(costs, num_bins, np.ones(len(costs), np.int64), None).tolist() == expected
+
+
 @balancers
 @given(costs=costs_of, num_bins=st.integers(1, 9))
 def test_items_of_one_size_are_shared_in_equal_numbers(method, costs, num_bins):

@@ -22,6 +22,24 @@ def test_best_fit_leaves_out_only_what_fits_in_no_row(lengths, num_rows, capacit
     assert np.array_equal(rows, best_fit(lengths, num_rows, capacity, num_first))
 
 
+@given(st.lists(st.integers(0, 30), max_size=120).map(np.array), st.integers(1, 8), st.integers(5, 60), st.integers(0, 10))
+def test_best_fit_takes_each_document_to_the_fullest_row_with_room(lengths, num_rows, capacity, num_first):
+    """One document at a time, as the definition says: rows are part of the stream."""
+    lengths = lengths.astype(np.int64)
+    order = sorted(range(len(lengths)), key=lambda i: (i >= num_first, -lengths[i], i))
+    room: dict[int, int] = {}
+    expected = [-1] * len(lengths)
+    for i in order:
+        fitting = [row for row in room if room[row] >= lengths[i]]
+        if not fitting and len(room) < num_rows and lengths[i] <= capacity:
+            room[len(room)] = capacity
+            fitting = [len(room) - 1]
+        if fitting:
+            expected[i] = min(fitting, key=lambda row: (room[row], row))
+            room[expected[i]] -= int(lengths[i])
+    assert best_fit(lengths, num_rows, capacity, num_first).tolist() == expected
+
+
 def test_best_fit_fills_rows_that_a_perfect_packing_fills():
     assert best_fit(np.array([3, 5, 2, 6, 4, 4]), 3, 8).tolist() == [1, 1, 0, 0, 2, 2]
 

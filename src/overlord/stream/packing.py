@@ -28,7 +28,9 @@ def best_fit(lengths: Ints, num_rows: int, capacity: int, num_first: int = 0) ->
     order = np.argsort(-lengths, kind="stable")
     if num_first:
         order = order[np.argsort(order >= num_first, kind="stable")]
-    rows = [-1] * len(lengths)
+    falling = lengths[order]
+    first_of_length = np.flatnonzero(np.diff(falling, prepend=-1))
+    counts = np.diff(first_of_length, append=len(falling))
     shortest = int(lengths.min(initial=capacity))
     # Rows in use, sorted by room, each as the integer room * 2^shift + row. A row with less room than the shortest document
     # leaves the list.
@@ -36,21 +38,32 @@ def best_fit(lengths: Ints, num_rows: int, capacity: int, num_first: int = 0) ->
     mask = (1 << shift) - 1
     open_rows: list[int] = []
     num_used = 0
-    # A loop over documents, because each choice depends on the one before: about half a microsecond each.
-    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        at = bisect_left(open_rows, length << shift)
-        if at < len(open_rows):
-            key = open_rows.pop(at)
-        elif num_used < num_rows and length <= capacity:
-            key = (capacity << shift) | num_used
-            num_used += 1
-        else:
-            continue
-        rows[i] = key & mask
-        key -= length << shift
-        if key >> shift >= shortest:
-            insort(open_rows, key)
-    return np.array(rows, np.int64)
+    chosen: list[int] = []
+    num_taken: list[int] = []
+    # A loop over rows, because each choice depends on the one before. A row that takes a document is then the fullest that
+    # has room for another one of the same length, so it takes as many of them as fit.
+    for length, num_left in zip(falling[first_of_length].tolist(), counts.tolist(), strict=True):
+        while num_left:
+            at = bisect_left(open_rows, length << shift)
+            if at < len(open_rows):
+                key = open_rows.pop(at)
+            elif num_used < num_rows and length <= capacity:
+                key = (capacity << shift) | num_used
+                num_used += 1
+            else:
+                chosen.append(-1)
+                num_taken.append(num_left)
+                break
+            num = min((key >> shift) // length, num_left) if length else num_left
+            chosen.append(key & mask)
+            num_taken.append(num)
+            num_left -= num
+            key -= num * length << shift
+            if key >> shift >= shortest:
+                insort(open_rows, key)
+    rows = np.empty(len(lengths), np.int64)
+    rows[order] = np.repeat(np.array(chosen, np.int64), num_taken)
+    return rows
 
 
 def in_drawn_order(rows: Ints) -> Ints:
