@@ -24,6 +24,17 @@ def test_hosts_with_more_groups_take_fewer_messages_and_less_of_the_planner():
     assert planner.cpu_ms < load(512)[0].cpu_ms
 
 
+def test_images_cost_their_constructors_time_and_the_planner_none():
+    def loads(image_bytes: float):
+        return role_loads(num_groups=16, step_samples=64.0, step_tokens=0.0, plan_s=0.001, image_bytes=image_bytes)
+
+    (planner, host), (with_images, host_with_images) = loads(0.0), loads(64 * 3 * 336 * 336)
+    assert planner == with_images
+    assert host.cpu_ms == 0
+    # Two hosts of 8 groups share 64 pictures, of which a core decodes about 400 a second.
+    assert host_with_images.cpu_ms == pytest.approx(32 / 420 * 1e3, rel=0.05)
+
+
 def test_a_load_needs_a_group():
     with pytest.raises(ol.errors.SpecError, match="at least one data-parallel group, got 0"):
         load(0)

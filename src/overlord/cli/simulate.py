@@ -155,6 +155,7 @@ def simulate(options: SimulateOptions, as_json: bool) -> int:
         step_samples=summary.mean(lambda step: step.num_samples),
         step_tokens=summary.mean(lambda step: step.num_tokens),
         plan_s=summary.mean(lambda step: step.plan_s),
+        image_bytes=summary.mean(lambda step: step.image_bytes),
     )
     found = _describe_results(setting, options, summary, held) | {"load": [_load_summary(load) for load in loads]}
     if options.html is not None:

@@ -1,5 +1,5 @@
-"""A model of what planner and constructors do for a step: CPU time, messages and bytes. Its figures come from `python -m
-bench planner`, on one core of the machine that bench/README.md names."""
+"""A model of what planner and constructors do for a step: CPU time, messages and bytes. The planner's figures come from
+`python -m bench planner`, those of constructors from `python -m bench trainers`, on machines that bench/README.md names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class LoadModel:
     """A sample in a message to another machine: eight columns, and its share of the rest."""
     steps_together: int = 4
     """Steps in one message with plans."""
-    token_s: float = 10e-9
-    """To build a token into a batch, rows included."""
+    token_s: float = 14e-9
+    """To build a token into a batch and deliver it."""
+    image_byte_s: float = 7e-9
+    """For a byte of an image as the batch holds it: to decode, resize and place it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +42,25 @@ class RoleLoad:
 
 
 def role_loads(
-    *, num_groups: int, step_samples: float, step_tokens: float, plan_s: float, model: LoadModel | None = None
+    *,
+    num_groups: int,
+    step_samples: float,
+    step_tokens: float,
+    plan_s: float,
+    image_bytes: float = 0.0,
+    model: LoadModel | None = None,
 ) -> tuple[RoleLoad, RoleLoad]:
-    """Predict the load of the planner and of each host of constructors. Steps have `step_samples` samples, and the strategy
-    takes `plan_s` for each."""
+    """Predict the load of the planner and of each host of constructors. Steps have `step_samples` samples with
+    decoded images of `image_bytes` in all, and the strategy takes `plan_s` for each step."""
     if num_groups < 1:
         raise SpecError(f"a load needs at least one data-parallel group, got {num_groups}")
     m = LoadModel() if model is None else model
     hosts = -(-num_groups // m.groups_per_host)
     per_host = 1 + 1 / m.steps_together  # a note of the step, and its share of a message with plans
     plan_bytes = step_samples * m.sample_bytes
+    host_s = (step_tokens * m.token_s + image_bytes * m.image_byte_s) / hosts
     planner_s = plan_s + step_samples * m.sample_s + hosts * m.host_s
     return (
         RoleLoad("planner", 1, planner_s * 1e3, hosts * per_host, plan_bytes),
-        RoleLoad("hosts of constructors", hosts, step_tokens / hosts * m.token_s * 1e3, per_host, plan_bytes / hosts),
+        RoleLoad("hosts of constructors", hosts, host_s * 1e3, per_host, plan_bytes / hosts),
     )
