@@ -188,6 +188,7 @@ def test_the_script_for_slurm_gives_up_a_job_that_cannot_start(tmp_path: Path, s
     assert "the service does not start" in run.stderr
 
 
+@pytest.mark.second_try(reason="a killed service must be back, and 4,000 steps end, within 100 s")
 def test_the_script_for_slurm_trains_and_starts_a_killed_service_again(tmp_path: Path, slurm: dict[str, str]):
     (tmp_path / "job.py").write_text(JOB)
     num_steps = 4000  # a few seconds, so that there is time to kill the service

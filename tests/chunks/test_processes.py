@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -276,10 +277,10 @@ def test_a_worker_killed_once_costs_no_row(pool: ProcessPool, tmp_path: Path) ->
 
 def test_a_row_that_hangs_is_a_bad_row(pool: ProcessPool) -> None:
     made, _, log = run(
-        pool, Lethal(1, lambda: threading.Event().wait()), numbers(2), policy="skip", batch_rows=1, timeout_s=0.3
+        pool, Lethal(1, lambda: threading.Event().wait()), numbers(2), policy="skip", batch_rows=1, timeout_s=1.5
     )
     assert made["n"].to_pylist() == [0]
-    assert "row 1: kills its worker process: no answer within 0.3 s" in str(log.last_error)
+    assert "row 1: kills its worker process: no answer within 1.5 s" in str(log.last_error)
 
 
 # Life and death of the pool
@@ -288,17 +289,26 @@ def test_a_row_that_hangs_is_a_bad_row(pool: ProcessPool) -> None:
 def test_nothing_is_started_before_the_first_run_and_nothing_stays_after_close() -> None:
     me = psutil.Process()
     before = {child.pid for child in me.children(recursive=True)}
-    files = me.num_fds()
+    files = _open_files()
     pool = ProcessPool(2)
-    assert {child.pid for child in me.children(recursive=True)} == before
+    assert {child.pid for child in me.children(recursive=True)} <= before
     run(pool, odds, numbers(10), batch_rows=2)
     assert len(pool.worker_pids()) >= 1
     pool.close()
     pool.close()
-    assert {child.pid for child in me.children(recursive=True)} == before
-    assert me.num_fds() == files
+    assert {child.pid for child in me.children(recursive=True)} <= before
+    assert _open_files() <= files
     with pytest.raises(ClosedError):
         run(pool, odds, numbers(10))
+
+
+def _open_files() -> set[tuple[str, str]]:
+    """The descriptors of this process and what they are of. What other tests have left may be closed at any time."""
+    found: set[tuple[str, str]] = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.add((descriptor, os.readlink(f"/proc/self/fd/{descriptor}")))
+    return found
 
 
 def test_closing_ends_a_run_that_would_never_end(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_buffers_never_exceed_their_bytes_even_when_one_rank_stops_reading(loade
     source = Numbered(rows=400, unit_rows=10, first=1, longest=16, buffer_bytes=8_000 * loaders, loaders=loaders)
     job = job_of({"a": source}, mesh=ol.Mesh(dp=3), prefetch=2)
     with ol.start(job) as loader:
-        clients = [loader.client(rank, timeout_s=2.0) for rank in range(3)]
+        clients = [loader.client(rank, timeout_s=5.0) for rank in range(3)]
         for _ in range(4):
             for client in clients:
                 next(client)

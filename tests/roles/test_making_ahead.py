@@ -46,6 +46,13 @@ def test_with_threads_only_what_is_there_is_told():
         host.close()
 
 
+@pytest.fixture
+def always_quick(monkeypatch: pytest.MonkeyPatch):
+    """Chunks count as quickly made, also where the thread that makes one loses the processor meanwhile."""
+    monkeypatch.setattr("overlord.roles.source_loader._QUICK_S", 60.0)
+
+
+@pytest.mark.usefixtures("always_quick")
 def test_without_threads_it_is_made_while_there_is_room():
     host = host_of(0, room=2)
     try:
@@ -86,6 +93,7 @@ class BrokenLater(Numbered):
         return super().read(unit)
 
 
+@pytest.mark.usefixtures("always_quick")
 def test_every_step_before_a_broken_chunk_comes():
     def read_until_broken(num_workers: int) -> list[list[int]]:
         broken = BrokenLater(rows=400, unit_rows=10, first=1, repeat=False, shuffle=False)
@@ -147,6 +155,7 @@ def test_where_a_read_may_keep_one_waiting_nothing_is_made_before_it_is_needed()
         host.close()
 
 
+@pytest.mark.usefixtures("always_quick")
 def test_of_a_local_source_chunks_are_made_ahead_and_of_a_remote_one_not(monkeypatch):
     def num_ahead(is_there: bool) -> int:
         monkeypatch.setattr("overlord.roles.assembly.is_remote", lambda path: not is_there)

@@ -75,6 +75,20 @@ def test_many_callers_run_a_call_once():
     assert found == [1] * 8
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_pool_starts_a_thread_for_each_call_that_needs_one(asks: bool):
+    """Each of four calls waits for the other three, so none may be left in the queue."""
+    for _ in range(200):
+        threads, meeting = Threads(4, "test"), threading.Barrier(4)
+        futures: list[StealingFuture[int]] = []
+        for _ in range(4):
+            if asks:
+                assert threads.has_idle
+            futures.append(threads.submit(meeting.wait, 30))
+        assert sorted(future.result(timeout=30) for future in futures) == [0, 1, 2, 3]
+        threads.shutdown()
+
+
 def test_an_error_reaches_every_caller():
     def fail() -> None:
         raise KeyError("a")

@@ -170,7 +170,7 @@ def test_the_next_chunks_are_fetched_while_the_first_is_used(store, tmp_path):
     ahead.close()
     store.requests.clear()
     assert storage.read(file, 40, 50).to_pybytes() == store.objects["0.jsonl"][40:50]
-    assert gets(store) == []
+    assert "GET 0.jsonl bytes=40-49" not in gets(store)  # of others, a request may be on its way still
 
 
 def test_no_more_is_fetched_ahead_than_a_quarter_of_the_cache(store, tmp_path):
@@ -201,7 +201,7 @@ def test_chunks_ahead_are_the_loaders_own_as_soon_as_it_is_known_which_those_are
 def wait_until(condition: Any) -> None:
     import time
 
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < ends, "waited for 60 s"
+        assert time.monotonic() < ends, "waited for 30 s"
         time.sleep(0.005)

@@ -57,6 +57,7 @@ def _compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> Non
         assert mine["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-7)
 
 
+@pytest.mark.second_try(reason="a rank must be killed before its run ends")
 def test_losses_and_gradients_are_those_of_plain_data_parallelism_also_when_killed_and_resumed_on_other_ranks(
     plain, tmp_path: Path
 ):

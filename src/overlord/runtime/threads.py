@@ -219,8 +219,8 @@ class Threads:
         self._context = copy_context()  # its threads work for the run that made it
         self._calls: queue.SimpleQueue[StealingFuture[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._num_idle = 0
-        self._num_busy = 0  # a thread that was just started is neither
+        self._num_unfinished = 0  # calls that are queued, or that a thread has taken
+        self._num_busy = 0
         self._lock = threading.Lock()
         self._closed = False
         self._shared: list[SharedCalls[Any]] = []
@@ -241,7 +241,9 @@ class Threads:
                 future.cancel()
                 return future
             self._calls.put(future)
-            if self._num_idle < self._calls.qsize() and len(self._threads) < self.num_threads:
+            self._num_unfinished += 1
+            # Calls are counted, not idle threads: one that has taken a call may not have said so yet.
+            if len(self._threads) < min(self._num_unfinished, self.num_threads):
                 name, run = f"{self._name}-{len(self._threads)}", self._context.copy().run
                 thread = threading.Thread(target=run, args=(self._work,), name=name, daemon=True)
                 self._threads.append(thread)
@@ -318,15 +320,13 @@ class Threads:
 
     def _work(self) -> None:
         while True:
-            with self._lock:
-                self._num_idle += 1
             future = self._calls.get()
-            with self._lock:
-                self._num_idle -= 1
-                self._num_busy += 1
             if future is None:
                 return
+            with self._lock:
+                self._num_busy += 1
             future.run()
             del future
             with self._lock:
                 self._num_busy -= 1
+                self._num_unfinished -= 1

@@ -154,10 +154,15 @@ class FetchAhead:
         return min(gaps, default=1)
 
     def _run(self) -> None:
-        while (found := self._take()) is not None:
-            chunk, (file, start, stop) = found
-            with suppress(OverlordError):  # whoever needs the range is told
-                self._storage.fetch_ahead((file, start, stop), _CHUNK_S * max(chunk - self._seen[-1], 1))
+        try:
+            while (found := self._take()) is not None:
+                chunk, (file, start, stop) = found
+                with suppress(OverlordError):  # whoever needs the range is told
+                    self._storage.fetch_ahead((file, start, stop), _CHUNK_S * max(chunk - self._seen[-1], 1))
+        except BaseException:
+            with self._lock:
+                self._num_running -= 1  # as `_take` does when there is nothing more to do
+            raise
 
     def _take(self) -> tuple[int, RangeOfFile] | None:
         """The next range to fetch; None if there are enough."""
