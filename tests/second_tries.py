@@ -2,8 +2,9 @@
 
 A machine that does ten other things may starve a process for longer than any sensible deadline. A test that starts, kills or
 waits for real processes may therefore be marked, one by one, with `@pytest.mark.second_try(reason="...")`; those in the
-rooms of processes, commands and browsers have a second try without it. Properties of the stream, and whatever happens inside
-this process, have no such excuse. A run names every test that needed one; `SECOND_TRIES=0` switches all second tries off.
+rooms of processes, commands, browsers, servers and threads have a second try without it. Properties of the stream, and
+whatever is computed by one thread, have no such excuse. A run names every test that needed one; `SECOND_TRIES=0` switches
+all second tries off.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ MOST = 3
 """A run in which more tests needed their second try fails: that is no longer chance."""
 
 _NEVER_IN = frozenset({"contract", "stream"})
-_PROCESSES_IN = frozenset({"cli", "faults", "integrations", "runtime", "service"})
+_PROCESSES_IN = frozenset(
+    {"caches", "cli", "faults", "fleet", "integrations", "roles", "runtime", "service", "sources", "trainer"}
+)
 
 
 class SecondTries:
