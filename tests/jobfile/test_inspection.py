@@ -283,3 +283,13 @@ def test_folders_in_a_bucket_are_recognised_too(tmp_path):
     assert found["parquet"].paths == "memory://bucket/parquet/**/*.parquet"
     with pytest.raises(ol.OverlordError, match=r"memory://none"):
         recognise("memory://none/at/all")
+
+
+def test_newlines_in_quoted_fields_of_csv_are_declared(tmp_path, capsys):
+    rows = "".join(f'{i},"first line {i}\nand a second"\n' for i in range(50))
+    (tmp_path / "a.csv").write_text(f"id,text\n{rows}")
+    found = inspect_path(str(tmp_path / "a.csv"))
+    assert "newlines_in_values: true" in found.job
+    assert (found.num_read, found.odd) == (50, ())
+    (tmp_path / "job.yaml").write_text(found.job)
+    assert main(["check", str(tmp_path / "job.yaml")]) == 0, capsys.readouterr().err

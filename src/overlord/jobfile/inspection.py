@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from overlord.jobfile.recognition import recognise
 from overlord.jobfile.values import JobPlace, PlainMapping, source_of
 from overlord.sources.files import open_reader
 from overlord.sources.prepared import Prepared
+from overlord.sources.text_tables import QuotedNewlineError
 from overlord.sources.views import compact, is_view
 
 if TYPE_CHECKING:
@@ -96,10 +97,18 @@ def inspect_path(
 ) -> Inspection:
     """Read up to `most_rows` rows of what lies at a path, and say what they are. `encoding`: count tokens with it."""
     found = recognise(path, reader)
-    source = source_of(PlainMapping({**found.declaration(), "on_bad_row": "skip"}, {}), JobPlace(path))
-    units = source.units()
-    sample = _read(source, units, most_rows)
+    try:
+        source, units, sample = _open(found, most_rows)
+    except QuotedNewlineError:
+        found = replace(found, options={**found.options, "newlines_in_values": True})
+        source, units, sample = _open(found, most_rows)
     return _inspect(path, found, source, units, sample=sample, encoding=encoding)
+
+
+def _open(found: Recognised, most_rows: int) -> tuple[Source, Sequence[Unit], _Sample]:
+    source = source_of(PlainMapping({**found.declaration(), "on_bad_row": "skip"}, {}), JobPlace(found.paths))
+    units = source.units()
+    return source, units, _read(source, units, most_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ one bad row with its place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from overlord.sources.storage import StoredFile
 
 _NEWLINE, _RETURN = 10, 13
+_LONE_RETURN = re.compile(rb"\r(?!\n)")
+
+
+class QuotedNewlineError(SourceError):
+    """A quoted field of CSV has a newline, and the source does not declare that."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ class Csv(LineSource):
     `columns` names the columns to read, with types inferred from the first lines (whole numbers, numbers, true and false,
     text), or gives the types as {"text": pa.string(), ...}. An empty field is null, or "" in a column of text. A row with
     another number of fields, or with a value that does not fit, is a bad row. A quoted field may hold delimiters; with
-    `newlines_in_values` it may hold newlines too, and then a file is read whole, as one unit.
+    `newlines_in_values` it may hold newlines too, and then a file is read whole, as one unit. Without it a newline in a
+    quoted field is an error.
     """
 
     columns: Sequence[str] | Mapping[str, pa.DataType] | None = None
@@ -237,7 +244,28 @@ def parse_fields(
     if not text.strip():
         return pa.table({name: pa.array([], pa.binary()) for name in names}), invalid
     found = _parse(path, text, header, options, names=names, invalid=invalid)
+    if not options["newlines_in_values"] and b'"' in text:
+        _check_lines(path, text, found.num_rows + len(invalid), header, options)
     return found, invalid
+
+
+def _check_lines(path: str, text: bytes, num_rows: int, header: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Refuses quoted newlines: units and buffers are cut at newlines, and would cut such a row in two."""
+
+    def count(lines: bytes) -> int:
+        invalid: list[tuple[int, str]] = []
+        return _parse(path, lines, header, options, names=header[:1], invalid=invalid).num_rows + len(invalid)
+
+    starts, stops = line_places(text)
+    if num_rows != len(starts) and _LONE_RETURN.search(text):  # these end lines too, where they are not quoted
+        num_rows = count(_LONE_RETURN.sub(b" ", text))
+    last = text[starts[-1] : stops[-1]]
+    is_open = last.count(b'"') % 2 == 1 and count(last + b"\nx\n") == 1
+    if num_rows != len(starts) or is_open:
+        raise QuotedNewlineError(
+            f"{path} has quoted fields with newlines in them ({len(starts):,} lines are {num_rows:,} rows), by which it "
+            "would be cut in the middle of rows: declare it with newlines_in_values=True, which reads a file as one unit"
+        )
 
 
 def _parse(
