@@ -293,3 +293,36 @@ def test_newlines_in_quoted_fields_of_csv_are_declared(tmp_path, capsys):
     assert (found.num_read, found.odd) == (50, ())
     (tmp_path / "job.yaml").write_text(found.job)
     assert main(["check", str(tmp_path / "job.yaml")]) == 0, capsys.readouterr().err
+
+
+def write_parts(folder: Path, names: list[str]) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text("id,text\n" + "".join(f"{i},some words\n" for i in range(20)))
+    return [str(folder / name) for name in names]
+
+
+def test_a_pattern_that_the_shell_has_replaced_is_found_again(tmp_path, capsys):
+    paths = write_parts(tmp_path / "web", ["a.csv", "b.csv", "c.csv"])
+    assert main(["inspect", *paths, "--write", str(tmp_path / "job.yaml")]) == 0
+    assert "Csv, 3 files" in capsys.readouterr().out
+    assert f"paths: {tmp_path}/web/*.csv" in (tmp_path / "job.yaml").read_text()
+    assert main(["check", str(tmp_path / "job.yaml")]) == 0
+
+
+def test_several_paths_are_listed_where_no_pattern_has_just_them(tmp_path, capsys):
+    paths = write_parts(tmp_path / "web", ["a.csv", "b.csv", "c.csv"])[:2]
+    found = inspect_path(paths)
+    assert (found.num_files, found.path) == (2, f"{paths[0]} and 1 more")
+    (tmp_path / "job.yaml").write_text(found.job)
+    assert list(ol.load_job(tmp_path / "job.yaml").sources) == ["web"]
+    assert main(["check", str(tmp_path / "job.yaml")]) == 0, capsys.readouterr().err
+
+
+def test_paths_of_several_formats_are_told(tmp_path):
+    paths = write_parts(tmp_path / "web", ["a.csv", "b.txt"])
+    with pytest.raises(ol.OverlordError, match=r"of several formats: .*a\.csv \(Csv\), .*b\.txt \(TextLines\); inspect one"):
+        inspect_path(paths)
+    prepared = write(tmp_path / "data", "prepared")
+    with pytest.raises(ol.OverlordError, match="Prepared reads one folder, and 2 were named"):
+        inspect_path([prepared, f"{prepared}/"])

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import compute
 
 from overlord.jobfile.proposal import DocumentKind, propose_job
-from overlord.jobfile.recognition import recognise
+from overlord.jobfile.recognition import recognise, recognise_all
 from overlord.jobfile.values import JobPlace, PlainMapping, source_of
 from overlord.sources.files import open_reader
 from overlord.sources.prepared import Prepared
@@ -93,20 +93,21 @@ class Inspection:
 
 
 def inspect_path(
-    path: str, *, most_rows: int = 10_000, reader: str | None = None, encoding: str | None = None
+    path: str | Sequence[str], *, most_rows: int = 10_000, reader: str | None = None, encoding: str | None = None
 ) -> Inspection:
-    """Read up to `most_rows` rows of what lies at a path, and say what they are. `encoding`: count tokens with it."""
-    found = recognise(path, reader)
+    """Read up to `most_rows` rows of what lies at a path, or at several, and say what they are. `encoding`: count tokens
+    with it."""
+    found = recognise(path, reader) if isinstance(path, str) else recognise_all(path, reader)
     try:
         source, units, sample = _open(found, most_rows)
     except QuotedNewlineError:
         found = replace(found, options={**found.options, "newlines_in_values": True})
         source, units, sample = _open(found, most_rows)
-    return _inspect(path, found, source, units, sample=sample, encoding=encoding)
+    return _inspect(found, source, units, sample=sample, encoding=encoding)
 
 
 def _open(found: Recognised, most_rows: int) -> tuple[Source, Sequence[Unit], _Sample]:
-    source = source_of(PlainMapping({**found.declaration(), "on_bad_row": "skip"}, {}), JobPlace(found.paths))
+    source = source_of(PlainMapping({**found.declaration(), "on_bad_row": "skip"}, {}), JobPlace(found.name))
     units = source.units()
     return source, units, _read(source, units, most_rows)
 
@@ -173,7 +174,7 @@ def _without_large(table: pa.Table) -> pa.Table:
 
 
 def _inspect(
-    path: str, found: Recognised, source: Source, units: Sequence[Unit], *, sample: _Sample, encoding: str | None
+    found: Recognised, source: Source, units: Sequence[Unit], *, sample: _Sample, encoding: str | None
 ) -> Inspection:
     column, kind = _document_column(sample)
     if isinstance(source, Prepared):
@@ -182,7 +183,7 @@ def _inspect(
     num_rows = None if any(u.num_rows is None for u in units) else sum(u.num_rows or 0 for u in units)
     tokens, counted = _tokens(source, units, sample, column=column, kind=kind, encoding=encoding)
     return Inspection(
-        path=path,
+        path=found.name,
         reader=type(source).__name__,
         num_files=len({unit.path for unit in units}),
         num_units=len(units),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from overlord.sources.prepared import MANIFEST
 from overlord.sources.storage import Storage, has_glob, is_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 _MOST_LISTED = 100_000
 _MAGIC = (
@@ -35,6 +36,7 @@ _FOLDERS = (
     ("Lance", "_versions/*"),
 )
 """Readers of whole folders, and the files by which these are known."""
+_SINGLE = {*(name for name, *_ in _FOLDERS), "Mds", "LitData"}
 _INDEX = "index.json"
 _ENERGON = ".nv-meta/split.yaml"
 
@@ -44,10 +46,15 @@ class Recognised:
     """How what lies at a path is read."""
 
     reader: str
-    paths: str
-    """Its files as a pattern, or the folder."""
+    paths: str | Sequence[str]
+    """Its files as a pattern, or the folder; several of these where several were named."""
     options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What a message calls it."""
+        return self.paths if isinstance(self.paths, str) else f"{self.paths[0]} and {len(self.paths) - 1:,} more"
 
     def declaration(self) -> dict[str, Any]:
         """As a job file declares it."""
@@ -79,6 +86,31 @@ def recognise(path: str, reader: str | None = None) -> Recognised:
             f"{', '.join(dict.fromkeys(READERS.values()))}"
         )
     return Recognised(name, path)
+
+
+def recognise_all(paths: Sequence[str], reader: str | None = None) -> Recognised:
+    """What lies at several paths, which is to be of one format: as where a shell replaces a pattern by its files."""
+    each = [recognise(path, reader) for path in dict.fromkeys(paths)]
+    if len(each) == 1:
+        return each[0]
+    readers = {found.reader: found for found in each}
+    if len(readers) > 1:
+        listed = ", ".join(f"{found.name} ({name})" for name, found in readers.items())
+        raise SpecError(f"these paths are of several formats: {listed}; inspect one at a time, or give --reader")
+    if (name := each[0].reader) in _SINGLE:
+        raise SpecError(f"{name} reads one folder, and {len(each)} were named: inspect one at a time")
+    named = [path for found in each for path in ([found.paths] if isinstance(found.paths, str) else found.paths)]
+    return replace(each[0], paths=_pattern_of(named) or named, notes=tuple(dict.fromkeys(n for e in each for n in e.notes)))
+
+
+def _pattern_of(paths: Sequence[str]) -> str | None:
+    """The pattern that matches these files and no others, of all files with one ending in one folder; None if none does."""
+    folders = {os.path.dirname(path) for path in paths}
+    endings = {os.path.basename(path).partition(".")[2] for path in paths}
+    if len(folders) > 1 or len(endings) > 1 or any(has_glob(path) or is_remote(path) for path in paths):
+        return None
+    pattern = os.path.join(folders.pop(), f"*.{endings.pop()}")
+    return pattern if set(glob.glob(pattern)) == set(paths) else None
 
 
 def _folder(path: str, reader: str | None) -> Recognised | None:
