@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     if options.write is not None and options.write.exists():
         raise SpecError(f"{options.write} is there already; name another file for the job")
-    found = inspect_path(options.path, most_rows=options.rows, reader=options.reader, encoding=options.encoding)
+    path = options.path[0] if len(options.path) == 1 else options.path
+    found = inspect_path(path, most_rows=options.rows, reader=options.reader, encoding=options.encoding)
     if options.write is not None:
         options.write.write_text(found.job)
     if options.json:

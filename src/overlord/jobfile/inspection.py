@@ -103,7 +103,8 @@ def inspect_path(
     except QuotedNewlineError:
         found = replace(found, options={**found.options, "newlines_in_values": True})
         source, units, sample = _open(found, most_rows)
-    return _inspect(found, source, units, sample=sample, encoding=encoding)
+    shown = path if isinstance(path, str) else found.name
+    return _inspect(shown, found, source, units, sample=sample, encoding=encoding)
 
 
 def _open(found: Recognised, most_rows: int) -> tuple[Source, Sequence[Unit], _Sample]:
@@ -174,21 +175,18 @@ def _without_large(table: pa.Table) -> pa.Table:
 
 
 def _inspect(
-    found: Recognised, source: Source, units: Sequence[Unit], *, sample: _Sample, encoding: str | None
+    path: str, found: Recognised, source: Source, units: Sequence[Unit], *, sample: _Sample, encoding: str | None
 ) -> Inspection:
     column, kind = _document_column(sample)
-    if isinstance(source, Prepared):
-        kind = "tokens"
     lengths = _lengths(sample, column, kind) if column is not None else None
-    num_rows = None if any(u.num_rows is None for u in units) else sum(u.num_rows or 0 for u in units)
     tokens, counted = _tokens(source, units, sample, column=column, kind=kind, encoding=encoding)
     return Inspection(
-        path=found.name,
+        path=path,
         reader=type(source).__name__,
         num_files=len({unit.path for unit in units}),
         num_units=len(units),
         num_bytes=sum(map(source.decoded_bytes, units)),
-        num_rows=num_rows,
+        num_rows=_num_rows(source, units, sample),
         num_read=sample.num_rows,
         is_whole=sample.is_whole,
         columns=_columns(sample),
@@ -204,6 +202,15 @@ def _inspect(
             encoding,
         ),
     )
+
+
+def _num_rows(source: Source, units: Sequence[Unit], sample: _Sample) -> int | None:
+    """The rows of all files; None where neither files nor reading all of them tell."""
+    if isinstance(source, Prepared):  # its units have the rows of the original
+        return source.manifest().num_rows
+    if all(unit.num_rows is not None for unit in units):
+        return sum(unit.num_rows or 0 for unit in units)
+    return sample.num_rows + len(sample.bad) if sample.is_whole else None
 
 
 def _document_column(sample: _Sample) -> tuple[str | None, str]:

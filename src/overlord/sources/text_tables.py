@@ -145,7 +145,10 @@ class Csv(LineSource):
                     raise missing_column(path, name, header)
                 if header.count(name) > 1:
                     times = header.count(name)
-                    raise SchemaError(f"{path} has the column {name!r} {times} times; columns need one name each")
+                    raise SchemaError(
+                        f"{path} has the column {name!r} {times} times; columns need one name each, and the first line of "
+                        f"the file names them ({', '.join(header)[:80]}): if it is a row, write a line of names above it"
+                    )
         schema = self._find_schema(files[0], heads[files[0].path])
         carried = {path: schema.with_metadata({b"header": _joined(header)}) for path, header in heads.items()}
         return [unit for file in files for unit in self.line_units([file], carried[file.path], declared=True)]
@@ -154,7 +157,7 @@ class Csv(LineSource):
         detail: LineRange | PackedPart = unit.detail
         metadata = detail.schema.metadata or {}
         header = metadata[b"header"].decode().split("\n")
-        return CsvRows(unit, detail.schema.remove_metadata(), header, self._parse_options(unit.path))
+        return CsvRows(unit, detail.schema.remove_metadata(), header, self.parse_options(unit.path))
 
     def identity(self) -> str:
         columns = self.columns
@@ -163,7 +166,8 @@ class Csv(LineSource):
         options = f"delimiter={self.delimiter!r}, newlines_in_values={self.newlines_in_values}"
         return f"Csv({list(self.patterns)!r}, columns={columns!r}, unit_bytes={self.unit_bytes}, {options})"
 
-    def _parse_options(self, path: str) -> dict[str, Any]:
+    def parse_options(self, path: str) -> dict[str, Any]:
+        """What Arrow is told of the form of a file."""
         stem = path.lower().rpartition(".")[0] if codec_of(path) else path.lower()
         delimiter = self.delimiter or ("\t" if stem.endswith((".tsv", ".tab")) else ",")
         return {"delimiter": delimiter, "newlines_in_values": self.newlines_in_values}
@@ -178,7 +182,7 @@ class Csv(LineSource):
         text = self._first_lines(file)
         starts, stops = line_places(text)
         line = text[starts[0] : stops[0]]
-        return _parse(file.path, line + b"\n", (), self._parse_options(file.path), header_of=True)
+        return _parse(file.path, line + b"\n", (), self.parse_options(file.path), header_of=True)
 
     def _find_schema(self, file: StoredFile, header: list[str]) -> pa.Schema:
         if isinstance(self.columns, Mapping):
@@ -187,7 +191,7 @@ class Csv(LineSource):
         text = self._first_lines(file)
         starts, _ = line_places(text)
         body = text[starts[1] :] if len(starts) > 1 else b""
-        found, _ = parse_fields(file.path, body, header, names, self._parse_options(file.path))
+        found, _ = parse_fields(file.path, body, header, names, self.parse_options(file.path))
         return pa.schema([(name, _infer(found.column(name))) for name in names])
 
 
