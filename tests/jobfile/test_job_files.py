@@ -1,5 +1,7 @@
 """YAML job files say what Python files say; words change both; a mistake is named with its line and the nearest name."""
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -264,6 +266,84 @@ def test_the_schema_accepts_a_job_and_names_a_wrong_key(tmp_path, texts):
         assert list(check.iter_errors(wrong)), path
 
 
+@functools.cache
+def validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(job_schema())
+
+
+def schema_errors(text: str) -> list[str]:
+    plain = json.loads(json.dumps(yaml.safe_load(text)))  # keys of JSON are text
+    return [error.message for error in validator().iter_errors(plain)]
+
+
+def evaluated_job(texts: Path) -> ol.Job:
+    """With what stands in mappings of mappings: sources of evaluations, sizes by steps, feedback."""
+    tokenize = ol.Tokenize(encoding=ol.ByteTokenizer())
+    held_out = {
+        "plain": ol.Jsonl(str(texts), transform=tokenize),
+        "csv": ol.formats.Csv("a.csv", {"text": pa.string()}, transform=tokenize, on_bad_row="skip"),
+        "mine": helpers.Numbered(rows=50, transform=helpers.Shift(3)),
+    }
+    return dataclasses.replace(
+        python_job(texts),
+        evals={"val": ol.Eval(sources=held_out, every=10, limit=3), "all": ol.Eval(sources={"x": held_out["csv"]}, every=5)},
+        batch=ol.Batch(sequence_length=512, tokens=4096, warm_up=ol.policies.WarmUp({0: 2048, 100: 4096})),
+        cache=ol.Cache("kept", 10**7),
+    )
+
+
+def described_evals(job: ol.Job) -> dict[str, Any]:
+    return {
+        name: (each.every, each.limit, {key: Describer().text(source, key) for key, source in each.sources.items()})
+        for name, each in job.evals.items()
+    }
+
+
+def test_what_is_printed_is_valid_and_loads_with_evaluations(tmp_path, texts):
+    for job in (evaluated_job(texts), python_job(texts)):
+        text = as_yaml(job)
+        assert schema_errors(text) == []
+        again = yaml_again(job, tmp_path)
+        assert same_job(again, job)
+        assert described_evals(again) == described_evals(job)
+        assert "Eval:" not in text
+
+
+@pytest.mark.parametrize(
+    ("sources", "is_valid"),
+    [
+        ("mixture.csv", True),
+        ("{table: mixture.csv}", True),
+        (
+            "{table: mixture.csv, groups: {web: 3}, transform: [{Tokenize: {encoding: ByteTokenizer}}], on_bad_row: skip}",
+            True,
+        ),
+        ("{table: mixture.csv, windw: 3}", False),
+        ("{table: {paths: x.jsonl}}", True),  # a source of that name
+        ("{}", False),
+        ("[x.jsonl]", False),
+    ],
+)
+def test_the_schema_knows_tables_of_sources(sources, is_valid):
+    text = f"sources: {sources}\nbatch: {{sequence_length: 8, tokens: 8}}\n"
+    assert (schema_errors(text) == []) == is_valid
+
+
+def test_a_source_is_written_alike_wherever_it_stands(tmp_path, texts):
+    source = f"{{paths: {texts}, transform: {{Tokenize: {{encoding: ByteTokenizer}}}}}}"
+    path = yaml_file(tmp_path, texts, "seed: 7", f"evals: {{val: {{sources: {{x: {source}}}, every: 10, limit: 3}}}}")
+    assert schema_errors(path.read_text()) == []
+    job = ol.load_job(path, [f"evals.val.sources.y={source}", f"sources.b={source}"])
+    found = job.sources["b"]
+    assert isinstance(found, ol.Jsonl)
+    texts_of = {name: Describer().text(each, "x") for name, each in job.evals["val"].sources.items()}
+    assert texts_of == dict.fromkeys(("x", "y"), Describer().text(found, "x"))
+    with pytest.raises(
+        ol.errors.SpecError, match=r"line 22: evals\.val\.sources\.x has no option 'pathes'; did you mean 'paths'"
+    ):
+        ol.load_job(yaml_file(tmp_path, texts, "seed: 7", "evals: {val: {sources: {x: {reader: Jsonl, pathes: a}}}}"))
+
+
 def test_an_option_that_is_a_plain_mapping_or_a_value_takes_both_forms(tmp_path, texts):
     plain = ol.load_job(yaml_file(tmp_path, texts)).batch
     assert plain.document_limits == {0: 256, 10: 1024}
@@ -309,6 +389,7 @@ def test_any_job_of_plain_values_survives_both_forms(tmp_path_factory, dp, lengt
     )
     folder = tmp_path_factory.mktemp("forms")
     (folder / "job.yaml").write_text(as_yaml(job))
+    assert schema_errors((folder / "job.yaml").read_text()) == []
     (folder / "plain_job.py").write_text(as_python(job))
     again = ol.load_job(folder / "job.yaml")
     space: dict[str, Any] = {}

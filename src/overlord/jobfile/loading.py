@@ -176,15 +176,19 @@ def _catalog(value: Any, place: JobPlace) -> Catalog | None:
         return read_table(value)
     if not isinstance(value, Mapping) or not isinstance(value.get("table"), str):
         return None
-    known = ("table", "groups", "transform", *options_of(overlord.Parquet))
+    known = table_options()
     options = {key: each for key, each in value.items() if key not in ("table", "transform")}
     if unknown := [key for key in options if key not in known]:
-        raise place.at(unknown[0], value).error(unknown_key(unknown[0], place.path, dict.fromkeys(known)))
+        raise place.at(unknown[0], value).error(unknown_key(unknown[0], place.path, known))
     if "transform" in value:
-        options["transform"] = convert(
-            value["transform"], options_of(overlord.Source)["transform"], place.at("transform", value)
-        )
+        options["transform"] = convert(value["transform"], known["transform"], place.at("transform", value))
     return read_table(value["table"], **options)
+
+
+def table_options() -> dict[str, Any]:
+    """Option to annotation, of what may stand beside the path of a table of sources."""
+    options = {name: hint for name, hint in options_of(overlord.Parquet).items() if name != "paths"}
+    return {"table": str, "groups": Mapping[str, float], **options}
 
 
 def _sources(value: Any, place: JobPlace) -> Mapping[str, Source]:

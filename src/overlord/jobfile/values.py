@@ -21,6 +21,7 @@ from overlord.jobfile.hints import (
     is_mapping,
     is_named,
     is_path,
+    is_source,
     options_of,
     takes_any_option,
 )
@@ -85,6 +86,8 @@ def convert(value: Any, hint: Any, place: JobPlace) -> Any:
         if type(None) in kinds or Any in kinds:
             return None
         raise place.error(f"{place.path} needs a value, it has none")
+    if any(map(is_source, kinds)):
+        return source_of(value, place)
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):
