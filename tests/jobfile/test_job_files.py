@@ -159,18 +159,98 @@ def yaml_again(job: ol.Job, folder: Path) -> ol.Job:
         ("reader: Jsonl", "reader: Json", r"line 12: there is no 'Json' in Overlord; did you mean 'Jsonl'\?"),
         ("reader: Jsonl", "reader: Tokenize", r"'Tokenize' is not a reader"),
         ("unit: tokens", "unit: tokns", r"mixture\.unit is one of samples, tokens, got 'tokns'; did you mean 'tokens'\?"),
-        ("dp: 2", "dp: two", r"line 19: mesh\.dp is a number, got 'two'"),
+        ("dp: 2", "dp: two", r"line 19: mesh\.dp is a whole number, got 'two'"),
         ("seed: 7", "seed: 7\nseed: 8", r"line 23: 'seed' stands twice, first in line 22"),
         ("mesh: {dp: 2}", "mesh: {dp: 2", r"is not YAML"),
         ("mesh: {dp: 2}", "mesh: !!python/object/apply:os.system [ls]", r"is not YAML: could not determine a constructor"),
         ("batch:", "batches:", r"the job has no option 'batches'; did you mean 'batch'\?"),
         ("sequence_length: 1k, ", "", r"Batch\(\) missing 1 required option: 'sequence_length'"),
+        (
+            "reader: Jsonl\n    paths",
+            "pathes",
+            r"line 12: sources\.code has no option 'pathes'; did you mean 'paths'\?",
+        ),
+        ("reader: Jsonl\n    paths: [", "paths: [x, ", r"sources\.code needs a reader"),
+        ("window: 2", "window: 2.5", r"line 8: sources\.web\.window is a whole number or null, got 2\.5"),
+        ("window: 2", "window: yes", r"sources\.web\.window is a whole number or null, got true"),
+        ("seed: 7", "prefetch: 2.5", r"line 22: prefetch is a whole number, got 2\.5"),
+        ("window: 2", "shuffle: 3", r"sources\.web\.shuffle is true or false, got 3"),
+        (
+            "window: 2",
+            "tokens: 3",
+            r"sources\.web\.tokens is text or null, got 3; text that looks like that is quoted, as '3'",
+        ),
+        ("paths: [", "paths: [3, ", r"sources\.code\.paths\.0 is text, got 3"),
+        ("text: string", "text: 3", r"sources\.code\.columns\.text is an Arrow type, got 3"),
+        ("unit: tokens", "unit: 3", r"mixture\.unit is one of samples, tokens, got 3"),
+        ("tokens: 8k", "tokens: 4096.0", r"line 17: batch\.tokens is a whole number or null, got 4096\.0"),
+        ("tokens: 8k", "tokens: 8k, drop_last: 3", r"batch\.drop_last is true or false, got 3"),
+        ("seed: 7", "seed: 1.5", r"line 22: seed is a whole number, got 1\.5"),
+        ("seed: 7", "num_workers: 1.5", r"num_workers is a whole number or null, got 1\.5"),
+        ("web: 1, code: 2", "web: 1, code: yes", r"mixture\.weights\.0\.code is a number, got true"),
+        ("10: 1k", "ten: 1k", r"batch\.document_limits has whole numbers as keys, such as 1000 or 50k, got 'ten'"),
+        ("{0: 256, 10: 1k}", "{0: 256, 1k: 8, 1024: 1k}", r"batch\.document_limits has 1024 twice, the second time as 1024"),
+        ("code:\n", "no:\n", r"line 11: a key is text or a number, the key no is read as False; quote it if it is a name"),
+        ("code:\n", "~:\n", r"line 11: a key is text or a number, the key ~ is read as None; quote it"),
         ("tokens: 8k", "tokens: 7", r"tokens per step must be a multiple of sequence_length"),
     ],
 )
 def test_a_mistake_in_a_yaml_file_is_named_with_its_line(tmp_path, texts, old, new, said):
     with pytest.raises(ol.errors.SpecError, match=said):
         ol.load_job(yaml_file(tmp_path, texts, old, new))
+
+
+def test_own_keys_replace_what_is_merged_and_stand_once(tmp_path, texts):
+    text = (
+        f"sources:\n"
+        f"  a: &a\n    paths: {texts}\n    transform: &t {{Tokenize: {{encoding: ByteTokenizer}}}}\n    window: 2\n"
+        f"  b: &b\n    <<: *a\n    window: 3\n"
+        f"  c:\n    <<: [*b, *a]\n    repeat: 2\n"
+        f"batch: {{sequence_length: 64, tokens: 512}}\n"
+    )
+    path = tmp_path / "merged.yaml"
+    path.write_text(text)
+    sources = ol.load_job(path).sources
+    assert [source.window for source in sources.values()] == [2, 3, 3]
+    assert [source.repeat for source in sources.values()] == [True, True, 2]
+    path.write_text(text.replace("    window: 3\n", "    window: 3\n    window: 4\n"))
+    with pytest.raises(ol.errors.SpecError, match=r"merged\.yaml, line 9: 'window' stands twice, first in line 8"):
+        ol.load_job(path)
+    path.write_text(text.replace("    window: 3\n", "    windw: 3\n"))
+    with pytest.raises(ol.errors.SpecError, match=r"line 8: sources\.b has no option 'windw'"):
+        ol.load_job(path)
+
+
+def test_steps_are_counted_in_k_wherever_they_are_keys(tmp_path, texts):
+    path = yaml_file(tmp_path, texts, "100: {web: 1}", "50k: {web: 1}")
+    assert ol.load_job(path).mix.weights == {0: {"web": 1, "code": 2}, 50 << 10: {"web": 1}}
+    path.write_text(path.read_text().replace("{0: 256, 10: 1k}", "{0: 256, 2k: 1k}"))
+    job = ol.load_job(path, ["mixture.weights.50k.code=3", "batch.document_limits.3k=512"])
+    assert job.batch.document_limits == {0: 256, 2048: 1024, 3072: 512}
+    assert job.mix.at(50 << 10)["code"] == 0.75
+
+
+def test_a_source_whose_name_is_a_number_or_a_word_of_yaml_is_quoted(tmp_path, texts):
+    source = f"{{paths: {texts}, transform: {{Tokenize: {{encoding: ByteTokenizer}}}}}}"
+    (tmp_path / "names.yaml").write_text(
+        f"sources: {{'no': {source}, 1: {source}}}\nbatch: {{sequence_length: 64, tokens: 512}}\n"
+        "mixture: {weights: {'no': 3, 1: 1}}\n"
+    )
+    job = ol.load_job(tmp_path / "names.yaml")
+    assert set(job.sources) == {"no", "1"}
+    assert job.mix.at(0) == {"no": 0.75, "1": 0.25}
+
+
+def test_options_of_your_own_functions_take_what_their_hints_say(tmp_path):
+    path = tmp_path / "own.yaml"
+    source = f'{{reader: "{HELPERS}:Numbered", rows: 50, transform: [{{"{HELPERS}:odd_hints": OPTIONS}}]}}'
+    job = f"sources: {{mine: {source}}}\nbatch: {{sequence_length: 16, tokens: 64}}\n"
+    path.write_text(job.replace("OPTIONS", "{limit: 2.5, table: {1: a}, kind: 4, anything: yes}"))
+    (transform,) = ol.load_job(path).sources["mine"].transforms
+    assert vars(transform)["given"] == (2.5, {1: "a"}, 4, True)
+    path.write_text(job.replace("OPTIONS", "{limit: yes, table: {}, kind: 4, anything: yes}"))
+    with pytest.raises(ol.errors.SpecError, match=r"odd_hints\.limit is a number, got true"):
+        ol.load_job(path)
 
 
 def test_an_empty_file_and_another_ending_are_told(tmp_path):
@@ -223,8 +303,14 @@ def test_an_open_dp_stays_open(texts):
         ("mesh.dq=3", r"mesh\.dq=3: mesh has no option 'dq'; did you mean 'dp'\?"),
         ("sources.wb.window=3", r"sources has no 'wb'; did you mean 'web'\?"),
         ("seed.x=3", r"seed is 7, which has no option 'x'"),
-        ("mesh.dp=x", r"mesh\.dp is a number, got 'x'"),
+        ("mesh.dp=x", r"mesh\.dp is a whole number, got 'x'"),
         ("mesh.dp=[1", r"is not YAML"),
+        (
+            "sources.web.paths=3",
+            r"sources\.web\.paths is text or a list, got 3; text that looks like that is quoted, as '3'",
+        ),
+        ("seed=1.5", r"seed=1\.5: seed is a whole number, got 1\.5"),
+        ("sources={no: a.jsonl}", r"the key no is read as False; quote it if it is a name"),
         ("mesh..dp=3", r"an override is field=value"),
         ("batch.tokens=7", r"tokens per step must be a multiple of sequence_length"),
     ],
