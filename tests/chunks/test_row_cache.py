@@ -1,4 +1,4 @@
-"""A cache of transformed rows: the same stream with it and without, never stale, and fewer rows made."""
+"""A cache of transformed rows: the same stream with it and without, no older rows, and fewer rows made."""
 
 import json
 import os

@@ -122,6 +122,12 @@ def test_every_verb_that_has_a_job_takes_words_for_it():
             "overlord serve --help)",
         ),
         ("run job.py --zzz", "overlord run: error: unrecognized arguments: --zzz (options: overlord run --help)"),
+        ("plan HOST 7 8 9", "overlord plan: error: unrecognized arguments: 7 8 9 (options: overlord plan --help)"),
+        (
+            "schema / /dev",
+            "overlord schema: error: unrecognized arguments: / /dev; quote a pattern, so that the shell does not "
+            "replace it by its files (options: overlord schema --help)",
+        ),
         ("serve", "overlord serve: error: the following arguments are required: job (options: overlord serve --help)"),
         (
             "simulate --ranks many",

@@ -283,3 +283,146 @@ def test_folders_in_a_bucket_are_recognised_too(tmp_path):
     assert found["parquet"].paths == "memory://bucket/parquet/**/*.parquet"
     with pytest.raises(ol.OverlordError, match=r"memory://none"):
         recognise("memory://none/at/all")
+
+
+def test_newlines_in_quoted_fields_of_csv_are_declared(tmp_path, capsys):
+    rows = "".join(f'{i},"first line {i}\nand a second"\n' for i in range(50))
+    (tmp_path / "a.csv").write_text(f"id,text\n{rows}")
+    found = inspect_path(str(tmp_path / "a.csv"))
+    assert "newlines_in_values: true" in found.job
+    assert (found.num_read, found.odd) == (50, ())
+    (tmp_path / "job.yaml").write_text(found.job)
+    assert main(["check", str(tmp_path / "job.yaml")]) == 0, capsys.readouterr().err
+
+
+def write_parts(folder: Path, names: list[str]) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text("id,text\n" + "".join(f"{i},some words\n" for i in range(20)))
+    return [str(folder / name) for name in names]
+
+
+def test_a_pattern_that_the_shell_has_replaced_is_found_again(tmp_path, capsys):
+    paths = write_parts(tmp_path / "web", ["a.csv", "b.csv", "c.csv"])
+    assert main(["inspect", *paths, "--write", str(tmp_path / "job.yaml")]) == 0
+    assert "Csv, 3 files" in capsys.readouterr().out
+    assert f"paths: {tmp_path}/web/*.csv" in (tmp_path / "job.yaml").read_text()
+    assert main(["check", str(tmp_path / "job.yaml")]) == 0
+
+
+def test_several_paths_are_listed_where_no_pattern_has_just_them(tmp_path, capsys):
+    paths = write_parts(tmp_path / "web", ["a.csv", "b.csv", "c.csv"])[:2]
+    found = inspect_path(paths)
+    assert (found.num_files, found.path) == (2, f"{paths[0]} and 1 more")
+    (tmp_path / "job.yaml").write_text(found.job)
+    assert list(ol.load_job(tmp_path / "job.yaml").sources) == ["web"]
+    assert main(["check", str(tmp_path / "job.yaml")]) == 0, capsys.readouterr().err
+
+
+def test_paths_of_several_formats_are_told(tmp_path):
+    paths = write_parts(tmp_path / "web", ["a.csv", "b.txt"])
+    with pytest.raises(ol.OverlordError, match=r"of several formats: .*a\.csv \(Csv\), .*b\.txt \(TextLines\); inspect one"):
+        inspect_path(paths)
+    prepared = write(tmp_path / "data", "prepared")
+    with pytest.raises(ol.OverlordError, match="Prepared reads one folder, and 2 were named"):
+        inspect_path([prepared, f"{prepared}/"])
+
+
+def prepare_texts(folder: Path, **sources: ol.Source) -> ol.Job:
+    (folder / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    made = {name: ol.Jsonl(f"{folder}/x.jsonl", transform=ol.Tokenize(encoding=ol.ByteTokenizer())) for name in "ab"}
+    job = ol.Job(sources=sources or made, batch=ol.Batch(sequence_length=64, tokens=512), num_workers=0)
+    return ol.prepare(job, folder / "out", num_processes=1)
+
+
+def checks(job: str, place: Path) -> bool:
+    place.write_text(job)
+    return main(["check", str(place)]) == 0
+
+
+def test_the_folder_that_prepare_wrote_is_recognised(tmp_path, capsys):
+    prepare_texts(tmp_path)
+    found = inspect_path(str(tmp_path / "out"))
+    assert (found.reader, found.num_rows, found.num_read) == ("Prepared", 100, 100)
+    assert f"holds 2 prepared sources, and only {tmp_path}/out/a is read; inspect also {tmp_path}/out/b" in found.job
+    assert checks(found.job, tmp_path / "job.yaml"), capsys.readouterr().err
+
+
+def test_rows_of_a_prepared_source_are_those_of_its_manifest(tmp_path):
+    text = tmp_path / "x.jsonl"
+    prepare_texts(tmp_path, only=ol.Jsonl(str(text), transform=[ol.per_row(_every_other), _tokenize()]))
+    found = inspect_path(str(tmp_path / "out"), most_rows=10)
+    assert (found.num_rows, found.tokens_are_counted, found.is_whole) == (50, True, False)
+
+
+def _every_other(row: dict[str, Any]) -> dict[str, Any] | None:
+    return row if row["id"] % 2 else None
+
+
+def _tokenize() -> ol.Tokenize:
+    return ol.Tokenize(encoding=ol.ByteTokenizer())
+
+
+def test_a_prepared_source_of_texts_and_one_of_prompts_get_jobs_that_run(tmp_path, capsys):
+    prepare_texts(tmp_path, texts=ol.Jsonl(str(tmp_path / "x.jsonl"), transform=ol.per_row(_every_other)))
+    found = inspect_path(str(tmp_path / "out"))
+    assert found.lengths is not None
+    assert found.lengths.of == "characters"
+    assert checks(found.job, tmp_path / "job.yaml"), capsys.readouterr().err
+    (tmp_path / "y.jsonl").write_text('{"prompt": "How many?", "completion": "Seven."}\n' * 40)
+    prompts = ol.Jsonl(str(tmp_path / "y.jsonl"), transform=ol.PromptCompletion(encoding=ol.ByteTokenizer()))
+    job = ol.Job(sources={"sft": prompts}, batch=ol.Batch(sequence_length=64, tokens=512), num_workers=0)
+    ol.prepare(job, tmp_path / "sft", num_processes=1)
+    found = inspect_path(str(tmp_path / "sft"))
+    assert "loss_mask: loss_mask" in found.job
+    assert checks(found.job, tmp_path / "sft.yaml"), capsys.readouterr().err
+
+
+def test_packed_rows_are_read_as_parquet(tmp_path, capsys):
+    write(tmp_path, "jsonl")
+    source = ol.Jsonl(f"{tmp_path}/x.jsonl", transform=_tokenize())
+    job = ol.Job(sources={"web": source}, batch=ol.Batch(sequence_length=64, tokens=512))
+    ol.prepare(job, tmp_path / "out", num_processes=1, pack=256)
+    for path in (tmp_path / "out", tmp_path / "out" / "web"):
+        found = inspect_path(str(path))
+        assert (found.reader, found.num_rows) == ("Parquet", found.num_read)
+        assert "has packed rows of up to 256 tokens" in found.job
+    assert checks(found.job, tmp_path / "job.yaml"), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "lines"])
+def test_files_that_were_read_whole_have_a_number_of_rows(tmp_path, form):
+    path = write(tmp_path / "data", form)
+    found = inspect_path(path)
+    assert found.num_rows == found.num_read == 100
+    assert inspect_path(path, most_rows=10).num_rows is None
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "|", "\t"])
+def test_the_delimiter_of_csv_is_found(tmp_path, delimiter, capsys):
+    lines = [delimiter.join(("id", "text", "score")), *(delimiter.join((str(i), f'"a, b; {i}"', "1,5")) for i in range(50))]
+    content = lines if delimiter != "," else [line.replace("1,5", "1.5") for line in lines]
+    (tmp_path / "a.csv").write_text("\n".join(content) + "\n")
+    found = inspect_path(str(tmp_path / "a.csv"))
+    assert (found.num_rows, [column.name for column in found.columns]) == (50, ["id", "text", "score"])
+    assert ("delimiter:" in found.job) == (delimiter != ",")
+    assert checks(found.job, tmp_path / "job.yaml"), capsys.readouterr().err
+
+
+def test_a_csv_file_of_one_column_or_with_long_fields_has_the_usual_delimiter(tmp_path):
+    (tmp_path / "one.csv").write_text("text\n" + "a; b; c\n" * 20)
+    (tmp_path / "long.csv").write_text("text,n\n" + f"{'x' * 200_000},1\n")
+    assert recognise(str(tmp_path / "one.csv")).options == {}
+    assert recognise(str(tmp_path / "long.csv")).options == {}
+
+
+def test_csv_without_a_line_of_names_is_told(tmp_path):
+    (tmp_path / "a.csv").write_text("".join(f"{i},hello {i},{2 * i}\n" for i in range(3, 50)))
+    assert "the first line of" in inspect_path(str(tmp_path / "a.csv")).job
+    (tmp_path / "b.csv").write_text("".join(f"{i},hello {i},{2 * i}\n" for i in range(50)))
+    with pytest.raises(
+        ol.OverlordError, match=r"the column '0' 2 times; .* \(0, hello 0, 0\): if it is a row, write a line"
+    ):
+        inspect_path(str(tmp_path / "b.csv"))
+    (tmp_path / "c.csv").write_text("0,1,2\n" + "".join(f"{i},hello {i},{2 * i}\n" for i in range(50)))
+    assert recognise(str(tmp_path / "c.csv")).notes == ()

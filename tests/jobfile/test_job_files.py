@@ -1,5 +1,7 @@
 """YAML job files say what Python files say; words change both; a mistake is named with its line and the nearest name."""
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -157,18 +159,98 @@ def yaml_again(job: ol.Job, folder: Path) -> ol.Job:
         ("reader: Jsonl", "reader: Json", r"line 12: there is no 'Json' in Overlord; did you mean 'Jsonl'\?"),
         ("reader: Jsonl", "reader: Tokenize", r"'Tokenize' is not a reader"),
         ("unit: tokens", "unit: tokns", r"mixture\.unit is one of samples, tokens, got 'tokns'; did you mean 'tokens'\?"),
-        ("dp: 2", "dp: two", r"line 19: mesh\.dp is a number, got 'two'"),
+        ("dp: 2", "dp: two", r"line 19: mesh\.dp is a whole number, got 'two'"),
         ("seed: 7", "seed: 7\nseed: 8", r"line 23: 'seed' stands twice, first in line 22"),
         ("mesh: {dp: 2}", "mesh: {dp: 2", r"is not YAML"),
         ("mesh: {dp: 2}", "mesh: !!python/object/apply:os.system [ls]", r"is not YAML: could not determine a constructor"),
         ("batch:", "batches:", r"the job has no option 'batches'; did you mean 'batch'\?"),
         ("sequence_length: 1k, ", "", r"Batch\(\) missing 1 required option: 'sequence_length'"),
+        (
+            "reader: Jsonl\n    paths",
+            "pathes",
+            r"line 12: sources\.code has no option 'pathes'; did you mean 'paths'\?",
+        ),
+        ("reader: Jsonl\n    paths: [", "paths: [x, ", r"sources\.code needs a reader"),
+        ("window: 2", "window: 2.5", r"line 8: sources\.web\.window is a whole number or null, got 2\.5"),
+        ("window: 2", "window: yes", r"sources\.web\.window is a whole number or null, got true"),
+        ("seed: 7", "prefetch: 2.5", r"line 22: prefetch is a whole number, got 2\.5"),
+        ("window: 2", "shuffle: 3", r"sources\.web\.shuffle is true or false, got 3"),
+        (
+            "window: 2",
+            "tokens: 3",
+            r"sources\.web\.tokens is text or null, got 3; text that looks like that is quoted, as '3'",
+        ),
+        ("paths: [", "paths: [3, ", r"sources\.code\.paths\.0 is text, got 3"),
+        ("text: string", "text: 3", r"sources\.code\.columns\.text is an Arrow type, got 3"),
+        ("unit: tokens", "unit: 3", r"mixture\.unit is one of samples, tokens, got 3"),
+        ("tokens: 8k", "tokens: 4096.0", r"line 17: batch\.tokens is a whole number or null, got 4096\.0"),
+        ("tokens: 8k", "tokens: 8k, drop_last: 3", r"batch\.drop_last is true or false, got 3"),
+        ("seed: 7", "seed: 1.5", r"line 22: seed is a whole number, got 1\.5"),
+        ("seed: 7", "num_workers: 1.5", r"num_workers is a whole number or null, got 1\.5"),
+        ("web: 1, code: 2", "web: 1, code: yes", r"mixture\.weights\.0\.code is a number, got true"),
+        ("10: 1k", "ten: 1k", r"batch\.document_limits has whole numbers as keys, such as 1000 or 50k, got 'ten'"),
+        ("{0: 256, 10: 1k}", "{0: 256, 1k: 8, 1024: 1k}", r"batch\.document_limits has 1024 twice, the second time as 1024"),
+        ("code:\n", "no:\n", r"line 11: a key is text or a number, the key no is read as False; quote it if it is a name"),
+        ("code:\n", "~:\n", r"line 11: a key is text or a number, the key ~ is read as None; quote it"),
         ("tokens: 8k", "tokens: 7", r"tokens per step must be a multiple of sequence_length"),
     ],
 )
 def test_a_mistake_in_a_yaml_file_is_named_with_its_line(tmp_path, texts, old, new, said):
     with pytest.raises(ol.errors.SpecError, match=said):
         ol.load_job(yaml_file(tmp_path, texts, old, new))
+
+
+def test_own_keys_replace_what_is_merged_and_stand_once(tmp_path, texts):
+    text = (
+        f"sources:\n"
+        f"  a: &a\n    paths: {texts}\n    transform: &t {{Tokenize: {{encoding: ByteTokenizer}}}}\n    window: 2\n"
+        f"  b: &b\n    <<: *a\n    window: 3\n"
+        f"  c:\n    <<: [*b, *a]\n    repeat: 2\n"
+        f"batch: {{sequence_length: 64, tokens: 512}}\n"
+    )
+    path = tmp_path / "merged.yaml"
+    path.write_text(text)
+    sources = ol.load_job(path).sources
+    assert [source.window for source in sources.values()] == [2, 3, 3]
+    assert [source.repeat for source in sources.values()] == [True, True, 2]
+    path.write_text(text.replace("    window: 3\n", "    window: 3\n    window: 4\n"))
+    with pytest.raises(ol.errors.SpecError, match=r"merged\.yaml, line 9: 'window' stands twice, first in line 8"):
+        ol.load_job(path)
+    path.write_text(text.replace("    window: 3\n", "    windw: 3\n"))
+    with pytest.raises(ol.errors.SpecError, match=r"line 8: sources\.b has no option 'windw'"):
+        ol.load_job(path)
+
+
+def test_steps_are_counted_in_k_wherever_they_are_keys(tmp_path, texts):
+    path = yaml_file(tmp_path, texts, "100: {web: 1}", "50k: {web: 1}")
+    assert ol.load_job(path).mix.weights == {0: {"web": 1, "code": 2}, 50 << 10: {"web": 1}}
+    path.write_text(path.read_text().replace("{0: 256, 10: 1k}", "{0: 256, 2k: 1k}"))
+    job = ol.load_job(path, ["mixture.weights.50k.code=3", "batch.document_limits.3k=512"])
+    assert job.batch.document_limits == {0: 256, 2048: 1024, 3072: 512}
+    assert job.mix.at(50 << 10)["code"] == 0.75
+
+
+def test_a_source_whose_name_is_a_number_or_a_word_of_yaml_is_quoted(tmp_path, texts):
+    source = f"{{paths: {texts}, transform: {{Tokenize: {{encoding: ByteTokenizer}}}}}}"
+    (tmp_path / "names.yaml").write_text(
+        f"sources: {{'no': {source}, 1: {source}}}\nbatch: {{sequence_length: 64, tokens: 512}}\n"
+        "mixture: {weights: {'no': 3, 1: 1}}\n"
+    )
+    job = ol.load_job(tmp_path / "names.yaml")
+    assert set(job.sources) == {"no", "1"}
+    assert job.mix.at(0) == {"no": 0.75, "1": 0.25}
+
+
+def test_options_of_your_own_functions_take_what_their_hints_say(tmp_path):
+    path = tmp_path / "own.yaml"
+    source = f'{{reader: "{HELPERS}:Numbered", rows: 50, transform: [{{"{HELPERS}:odd_hints": OPTIONS}}]}}'
+    job = f"sources: {{mine: {source}}}\nbatch: {{sequence_length: 16, tokens: 64}}\n"
+    path.write_text(job.replace("OPTIONS", "{limit: 2.5, table: {1: a}, kind: 4, anything: yes}"))
+    (transform,) = ol.load_job(path).sources["mine"].transforms
+    assert vars(transform)["given"] == (2.5, {1: "a"}, 4, True)
+    path.write_text(job.replace("OPTIONS", "{limit: yes, table: {}, kind: 4, anything: yes}"))
+    with pytest.raises(ol.errors.SpecError, match=r"odd_hints\.limit is a number, got true"):
+        ol.load_job(path)
 
 
 def test_an_empty_file_and_another_ending_are_told(tmp_path):
@@ -221,8 +303,14 @@ def test_an_open_dp_stays_open(texts):
         ("mesh.dq=3", r"mesh\.dq=3: mesh has no option 'dq'; did you mean 'dp'\?"),
         ("sources.wb.window=3", r"sources has no 'wb'; did you mean 'web'\?"),
         ("seed.x=3", r"seed is 7, which has no option 'x'"),
-        ("mesh.dp=x", r"mesh\.dp is a number, got 'x'"),
+        ("mesh.dp=x", r"mesh\.dp is a whole number, got 'x'"),
         ("mesh.dp=[1", r"is not YAML"),
+        (
+            "sources.web.paths=3",
+            r"sources\.web\.paths is text or a list, got 3; text that looks like that is quoted, as '3'",
+        ),
+        ("seed=1.5", r"seed=1\.5: seed is a whole number, got 1\.5"),
+        ("sources={no: a.jsonl}", r"the key no is read as False; quote it if it is a name"),
         ("mesh..dp=3", r"an override is field=value"),
         ("batch.tokens=7", r"tokens per step must be a multiple of sequence_length"),
     ],
@@ -262,6 +350,84 @@ def test_the_schema_accepts_a_job_and_names_a_wrong_key(tmp_path, texts):
             inner = inner[key]
         inner[path[-1]] = value
         assert list(check.iter_errors(wrong)), path
+
+
+@functools.cache
+def validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(job_schema())
+
+
+def schema_errors(text: str) -> list[str]:
+    plain = json.loads(json.dumps(yaml.safe_load(text)))  # keys of JSON are text
+    return [error.message for error in validator().iter_errors(plain)]
+
+
+def evaluated_job(texts: Path) -> ol.Job:
+    """With what stands in mappings of mappings: sources of evaluations, sizes by steps, feedback."""
+    tokenize = ol.Tokenize(encoding=ol.ByteTokenizer())
+    held_out = {
+        "plain": ol.Jsonl(str(texts), transform=tokenize),
+        "csv": ol.formats.Csv("a.csv", {"text": pa.string()}, transform=tokenize, on_bad_row="skip"),
+        "mine": helpers.Numbered(rows=50, transform=helpers.Shift(3)),
+    }
+    return dataclasses.replace(
+        python_job(texts),
+        evals={"val": ol.Eval(sources=held_out, every=10, limit=3), "all": ol.Eval(sources={"x": held_out["csv"]}, every=5)},
+        batch=ol.Batch(sequence_length=512, tokens=4096, warm_up=ol.policies.WarmUp({0: 2048, 100: 4096})),
+        cache=ol.Cache("kept", 10**7),
+    )
+
+
+def described_evals(job: ol.Job) -> dict[str, Any]:
+    return {
+        name: (each.every, each.limit, {key: Describer().text(source, key) for key, source in each.sources.items()})
+        for name, each in job.evals.items()
+    }
+
+
+def test_what_is_printed_is_valid_and_loads_with_evaluations(tmp_path, texts):
+    for job in (evaluated_job(texts), python_job(texts)):
+        text = as_yaml(job)
+        assert schema_errors(text) == []
+        again = yaml_again(job, tmp_path)
+        assert same_job(again, job)
+        assert described_evals(again) == described_evals(job)
+        assert "Eval:" not in text
+
+
+@pytest.mark.parametrize(
+    ("sources", "is_valid"),
+    [
+        ("mixture.csv", True),
+        ("{table: mixture.csv}", True),
+        (
+            "{table: mixture.csv, groups: {web: 3}, transform: [{Tokenize: {encoding: ByteTokenizer}}], on_bad_row: skip}",
+            True,
+        ),
+        ("{table: mixture.csv, windw: 3}", False),
+        ("{table: {paths: x.jsonl}}", True),  # a source of that name
+        ("{}", False),
+        ("[x.jsonl]", False),
+    ],
+)
+def test_the_schema_knows_tables_of_sources(sources, is_valid):
+    text = f"sources: {sources}\nbatch: {{sequence_length: 8, tokens: 8}}\n"
+    assert (schema_errors(text) == []) == is_valid
+
+
+def test_a_source_is_written_alike_wherever_it_stands(tmp_path, texts):
+    source = f"{{paths: {texts}, transform: {{Tokenize: {{encoding: ByteTokenizer}}}}}}"
+    path = yaml_file(tmp_path, texts, "seed: 7", f"evals: {{val: {{sources: {{x: {source}}}, every: 10, limit: 3}}}}")
+    assert schema_errors(path.read_text()) == []
+    job = ol.load_job(path, [f"evals.val.sources.y={source}", f"sources.b={source}"])
+    found = job.sources["b"]
+    assert isinstance(found, ol.Jsonl)
+    texts_of = {name: Describer().text(each, "x") for name, each in job.evals["val"].sources.items()}
+    assert texts_of == dict.fromkeys(("x", "y"), Describer().text(found, "x"))
+    with pytest.raises(
+        ol.errors.SpecError, match=r"line 22: evals\.val\.sources\.x has no option 'pathes'; did you mean 'paths'"
+    ):
+        ol.load_job(yaml_file(tmp_path, texts, "seed: 7", "evals: {val: {sources: {x: {reader: Jsonl, pathes: a}}}}"))
 
 
 def test_an_option_that_is_a_plain_mapping_or_a_value_takes_both_forms(tmp_path, texts):
@@ -309,6 +475,7 @@ def test_any_job_of_plain_values_survives_both_forms(tmp_path_factory, dp, lengt
     )
     folder = tmp_path_factory.mktemp("forms")
     (folder / "job.yaml").write_text(as_yaml(job))
+    assert schema_errors((folder / "job.yaml").read_text()) == []
     (folder / "plain_job.py").write_text(as_python(job))
     again = ol.load_job(folder / "job.yaml")
     space: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import overlord as ol
+from overlord.cli import main
 from overlord.preparing import corpus
 from tests.sources.recording import NUM_SAMPLES, RECORDED, prepared_rows
 
@@ -322,6 +323,44 @@ def test_wrong_places_are_refused(tmp_path):
     prepared = ol.prepare(job, tmp_path / "out", num_processes=1)
     with pytest.raises(ol.errors.SpecError, match=r"source 'web' is prepared already"):
         ol.prepare(prepared, tmp_path / "again")
+
+
+def test_the_command_refuses_urls_and_writes_the_job_of_what_it_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = write_texts(tmp_path / "texts")
+    Path("job.yaml").write_text(
+        f"sources: {{web: {{paths: {texts}, window: 2, transform: [{{Tokenize: {{encoding: ByteTokenizer}}}}]}}}}\n"
+        "batch: {sequence_length: 128, tokens: 1024}\nseed: 5\n"
+    )
+    command = ["prepare", "job.yaml", "--processes", "1"]
+    assert main([*command, "--to", "s3://bucket/x"]) == 1
+    assert "'s3://bucket/x' is a URL: prepare to a folder, and copy it" in capsys.readouterr().err
+    assert not Path("s3:").exists()
+    for name in ("made.yaml", "made_job.py"):
+        assert main([*command, "--to", "out", "--write", name]) == 0
+        assert f"the job that reads it is in {name}" in capsys.readouterr().out
+        made = ol.load_job(tmp_path / name)
+        assert (made.sources["web"], made.seed) == (ol.Prepared("out/web", window=2), 5)
+        assert read(made, 3) == read(ol.load_job("job.yaml"), 3)
+    assert main([*command, "--to", "out", "--write", "made.yaml"]) == 1
+    assert "made.yaml is there already" in capsys.readouterr().err
+    assert main([*command, "--to", "out", "--write", "made.txt"]) == 1
+    assert "made.txt does not end in .py, .yaml or .yml" in capsys.readouterr().err
+
+
+def test_rows_are_kept_where_the_job_cannot_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = write_texts(tmp_path / "texts")
+    Path("own_job.py").write_text(
+        "import overlord as ol\n"
+        "more = lambda row, rng: row\n"
+        f"web = ol.Jsonl({texts!r}, transform=[ol.Tokenize(encoding=ol.ByteTokenizer()), ol.per_row(more)])\n"
+        "job = ol.Job(sources={'web': web}, batch=ol.Batch(sequence_length=128, tokens=1024))\n"
+    )
+    assert main(["prepare", "own_job.py", "--processes", "1", "--to", "out", "--write", "made.yaml"]) == 1
+    assert "which a job file cannot say" in (told := capsys.readouterr().err)
+    assert "the rows are prepared, and only the job was not written to made.yaml" in told
+    assert ol.Prepared("out/web").manifest().num_rows > 0
 
 
 def forgetful(table: pa.Table) -> pa.Table:

@@ -159,3 +159,35 @@ def test_files_may_have_their_columns_in_any_order_and_must_have_those_that_are_
         Csv(tmp_path / "e.csv").units()
     with pytest.raises(SpecError, match="delimiter is one character"):
         Csv("a.csv", delimiter="||")
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("unit_bytes", [20, 100, 500, 1 << 20])
+def test_newlines_in_quotes_are_refused_wherever_units_are_cut(tmp_path: Path, unit_bytes: int, ending: str) -> None:
+    values = [f"first {i}{ending}second {i}" for i in range(40)]
+    (tmp_path / "a.csv").write_bytes(f"text{ending}".encode() + b"".join(f'"{v}"{ending}'.encode() for v in values))
+    with pytest.raises(SourceError, match=r"a\.csv has quoted fields with newlines in them .* newlines_in_values=True"):
+        read_all(Csv(tmp_path / "a.csv", unit_bytes=unit_bytes))
+    assert read_all(Csv(tmp_path / "a.csv", newlines_in_values=True))["text"].to_pylist() == values
+
+
+@given(
+    rows=st.lists(st.tuples(st.text("ab,\" '"), st.text('a\n"b')), min_size=1, max_size=30), unit_bytes=st.integers(10, 200)
+)
+def test_csv_is_read_whole_or_refused_and_never_cut(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], unit_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows([("one", "two"), *rows])
+    source = Csv(path, {"one": pa.string(), "two": pa.string()}, unit_bytes=unit_bytes)
+    if any("\n" in two for _, two in rows):
+        with pytest.raises(SourceError, match="newlines_in_values=True"):
+            read_all(source)
+    else:
+        assert [tuple(row.values()) for row in read_all(source).to_pylist()] == rows
+
+
+def test_quotes_and_returns_that_are_no_newlines_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'id,size\n1,5" wide\n\n2,"a ""quoted"" word"\r\n3,"one\rtwo"\n4,ends "open\n')
+    assert read_all(Csv(tmp_path / "a.csv"))["size"].to_pylist() == ['5" wide', 'a "quoted" word', "one\rtwo", 'ends "open']

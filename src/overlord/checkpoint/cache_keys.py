@@ -1,7 +1,8 @@
 """What transformed rows depend on, for keeping them in a cache: the reader, the transforms, and the packages that they use.
 
-A key has more than the fingerprint of a state: the full versions of packages, and whatever a unit says of its place. It has
-less, too: neither the name of the source nor its other files, so that jobs share what they have in common.
+A key has more than the fingerprint of a state: the full versions of packages, the files that code names, and whatever a unit
+says of its place. It has less, too: neither the name of the source nor its other files, so that jobs share what they have in
+common.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from overlord.caches.folder import digest_key
-from overlord.checkpoint.description import Describer
+from overlord.checkpoint.code_reads import ReadsDescriber
 from overlord.checkpoint.fingerprint import reader_text
 from overlord.sources.files import FileSource
 
@@ -41,7 +42,7 @@ def row_keys(job: Job) -> dict[str, str]:
     for name, source in job.sources.items():
         if source.cache is None:
             continue
-        describer = Describer()
+        describer = ReadsDescriber()
         at = f"sources.{name}"
         parts = [FORMAT, platform.python_version(), reader_text(_anywhere(source), at, describer)]
         parts += [describer.text(each, f"{at}.transform[{i}]") for i, each in enumerate(source.transforms)]
@@ -53,6 +54,7 @@ def row_keys(job: Job) -> dict[str, str]:
                 describer.unseen[0],
             )
             continue
+        parts += describer.reads_text
         parts += [f"{each}={_version(each, versions)}" for each in sorted({*_ALWAYS, *describer.packages})]
         keys[name] = digest_key(KIND, *parts)
     return keys

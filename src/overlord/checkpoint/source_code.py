@@ -67,6 +67,11 @@ class CodeTexts:
         found = self._file(path)
         return "unreadable" if found is None else digest_of(_tree_text(found.tree))
 
+    def codes(self, path: str) -> frozenset[CodeType]:
+        """The code objects of a file; none if it cannot be read."""
+        found = self._file(path)
+        return frozenset() if found is None else found.codes
+
     def names(self, code: CodeType) -> set[tuple[str, tuple[str, ...]]]:
         """The globals that code refers to, each with the attributes taken from it: ("np", ("where",))."""
         if code not in self._names:
@@ -176,7 +181,7 @@ class CodeTexts:
             lines = linecache.getlines(path)
             try:
                 tree = ast.parse("".join(lines))
-                codes = frozenset(_all_codes(compile(tree, path, "exec", dont_inherit=True)))
+                codes = frozenset(all_codes(compile(tree, path, "exec", dont_inherit=True)))
                 self._files[path] = _File(tree, codes) if lines else None
             except (SyntaxError, ValueError):
                 self._files[path] = None
@@ -268,7 +273,7 @@ def _code_text(code: CodeType) -> str:
 
 def _names(code: CodeType) -> set[tuple[str, tuple[str, ...]]]:
     found: set[tuple[str, tuple[str, ...]]] = set()
-    for each in _all_codes(code):
+    for each in all_codes(code):
         name: str | None = None
         attributes: tuple[str, ...] = ()
         for instruction in dis.get_instructions(each):
@@ -286,7 +291,7 @@ def _names(code: CodeType) -> set[tuple[str, tuple[str, ...]]]:
 def _parts(code: CodeType) -> dict[str, frozenset[str]]:
     taken: dict[str, set[str]] = {}
     whole: set[str] = set()
-    for each in _all_codes(code):
+    for each in all_codes(code):
         for first, then in itertools.pairwise(dis.get_instructions(each)):
             if first.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"):
                 continue
@@ -300,17 +305,17 @@ def _parts(code: CodeType) -> dict[str, frozenset[str]]:
 def _arguments_of(code: CodeType, opname: str) -> set[str]:
     return {
         str(instruction.argval)
-        for each in _all_codes(code)
+        for each in all_codes(code)
         for instruction in dis.get_instructions(each)
         if instruction.opname == opname and instruction.argval
     }
 
 
-def _all_codes(code: CodeType) -> Iterator[CodeType]:
+def all_codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _all_codes(constant)
+            yield from all_codes(constant)
 
 
 def _changed_names(node: ast.AST) -> set[str]:

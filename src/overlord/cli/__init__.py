@@ -132,9 +132,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _nearest_option(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """The flag that is nearest to the first of these words that is no flag."""
+    """The flag that is nearest to the first of these words that looks like one; nothing where none does."""
     known = parser._option_string_actions  # noqa: SLF001 - argparse has no other way to list them
-    unknown = next(word.partition("=")[0] for word in words if word.startswith("-"))
+    unknown = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+    if unknown is None:
+        return "; quote a pattern, so that the shell does not replace it by its files" if os.path.exists(words[0]) else ""
     return _nearest(unknown.lstrip("-"), {flag.lstrip("-"): flag for flag in known})
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Lists the files of a path, reads some of their rows, and prints their format, rows, columns, lengths, token "
         "counts, duplicates and odd rows, and a job file that reads them."
     )
-    parser.add_argument("path", help="a file, a folder, a pattern (quote it) or a URL")
+    parser.add_argument("path", nargs="+", help="a file, a folder, a pattern or a URL; or several, of one format")
     parser.add_argument("--rows", type=at_least(1), default=10_000, metavar="N", help="read up to N rows (default: 10,000)")
     parser.add_argument(
         "--reader", metavar="NAME", help="the reader, as Parquet or Jsonl (default: by ending or first bytes)"
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     if options.write is not None and options.write.exists():
         raise SpecError(f"{options.write} is there already; name another file for the job")
-    found = inspect_path(options.path, most_rows=options.rows, reader=options.reader, encoding=options.encoding)
+    path = options.path[0] if len(options.path) == 1 else options.path
+    found = inspect_path(path, most_rows=options.rows, reader=options.reader, encoding=options.encoding)
     if options.write is not None:
         options.write.write_text(found.job)
     if options.json:

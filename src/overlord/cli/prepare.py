@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from overlord.cli.options import add_job_argument, add_option, at_least
 from overlord.cli.output import console, printable, short, size, table, write_json
 from overlord.errors import SpecError
-from overlord.jobfile.loading import load_job
+from overlord.jobfile.loading import YAML, load_job
+from overlord.jobfile.printing import as_python, as_yaml
 from overlord.preparing.corpus import PrepareProgress, folder_name, prepare
 from overlord.sources.prepared import Prepared
 
@@ -33,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "not made again, so a command that was stopped or killed continues where it was."
     )
     add_job_argument(parser)
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="write to this folder")
+    parser.add_argument("--to", required=True, metavar="DIR", help="write to this folder")
+    add_option(
+        parser, "--write", help="write the job that reads what was made to FILE (.yaml or .py), which must not be there"
+    )
     add_option(parser, "--source", action="append", help="prepare this source only; may be repeated (default: every source)")
     add_option(parser, "--processes", type=at_least(1), help="make rows in N worker processes (default: one per core)")
     add_option(
@@ -53,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
+    if options.write is not None:
+        _check_job_file(options.write)
     job = only_sources(load_job(options.job), options.source)
     with _Bar(console(stderr=True)) as bar:
         done = prepare(
@@ -64,13 +70,32 @@ def execute(options: argparse.Namespace) -> int:
             pack=options.pack,
             on_progress=bar.show,
         )
+    if options.write is not None:
+        _write_job(done, options.write)
+    folder = Path(options.to).expanduser()
     left = {name: len(source.transforms) for name, source in done.sources.items()}
-    found = {name: _summary(options.to / folder_name(name), left[name]) for name in done.sources}
+    found = {name: _summary(folder / folder_name(name), left[name]) for name in done.sources}
     if options.json:
-        write_json({"ok": True, "sources": found})
+        write_json({"ok": True, "sources": found, "job": None if options.write is None else str(options.write)})
     else:
-        _print(found)
+        _print(found, options.write)
     return 0
+
+
+def _check_job_file(path: Path) -> None:
+    if path.exists():
+        raise SpecError(f"{path} is there already; name another file for the job")
+    if path.suffix.lower() not in (*YAML, ".py"):
+        raise SpecError(f"a job is a Python file or a YAML file, and {path} does not end in .py, .yaml or .yml")
+
+
+def _write_job(job: Job, path: Path) -> None:
+    try:
+        text = as_python(job) if path.suffix.lower() == ".py" else as_yaml(job)
+    except SpecError as error:
+        error.add_note(f"the rows are prepared, and only the job was not written to {path}")
+        raise
+    path.write_text(text)
 
 
 class _Bar:
@@ -137,7 +162,7 @@ def _summary(folder: Path, transforms_left: int) -> dict[str, Any]:
     }
 
 
-def _print(found: Mapping[str, Mapping[str, Any]]) -> None:
+def _print(found: Mapping[str, Mapping[str, Any]], written: Path | None) -> None:
     out = console()
     rows = [
         (
@@ -156,7 +181,13 @@ def _print(found: Mapping[str, Mapping[str, Any]]) -> None:
         if entry["transforms_left"]:
             text = f"source {name!r}: keep its last {entry['transforms_left']} transforms, which depend on the epoch"
             out.print(text, soft_wrap=True, markup=False)
-    if any(entry["packed"] for entry in found.values()):
+    if written is not None:
+        out.print(f"the job that reads it is in {written}", markup=False, soft_wrap=True)
+    elif any(entry["packed"] for entry in found.values()):
         out.print("read packed rows with ol.Parquet('FOLDER/part-*.parquet')", markup=False)
     else:
-        out.print("read a source with ol.Prepared(FOLDER, ...): its other options stay as they are", markup=False)
+        out.print(
+            "read a source with ol.Prepared(FOLDER, ...): its other options stay as they are; --write FILE writes the job",
+            markup=False,
+            soft_wrap=True,
+        )

@@ -19,10 +19,10 @@ class Cache:
     """Keeps what was read and transformed, for `Job(cache=...)` or one source's `cache=`. Later epochs, a run that resumes,
     shadows, and other jobs with the same sources take it from there. It changes the time that a step takes, never the step.
 
-    An entry is found by everything that it depends on: the version of its file, the reader and its options, the code and the
-    options of transforms, and the versions of the packages that they use. So an entry is never stale: after a change it is
-    not found. Processes, hosts and jobs may share a cache. One that is full, damaged or cannot be written makes a run
-    slower, and never stops it.
+    An entry is found by what it depends on: the version of its file, the reader and its options, the code and the options of
+    transforms, the files that these name, and the versions of the packages that they use. After a change it is not found.
+    docs/caches.md lists what code may read unseen: the network, say, or files that rows name. Processes, hosts and jobs may
+    share a cache. One that is full, damaged or cannot be written makes a run slower, and never stops it.
     """
 
     location: str | os.PathLike[str]

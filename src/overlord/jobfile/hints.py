@@ -111,6 +111,11 @@ def is_named(hint: Any) -> bool:
     return not is_dataclass(hint) or getattr(hint, "_is_protocol", False)
 
 
+def is_source(hint: Any) -> bool:
+    """Whether values are sources, which are written as in `sources`."""
+    return inspect.isclass(hint) and issubclass(hint, overlord.Source)
+
+
 def is_path(hint: Any) -> bool:
     """Whether values are paths, as text."""
     return get_origin(hint) is os.PathLike or (inspect.isclass(hint) and hasattr(hint, "__fspath__"))

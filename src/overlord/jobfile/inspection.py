@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +11,11 @@ import pyarrow as pa
 from pyarrow import compute
 
 from overlord.jobfile.proposal import DocumentKind, propose_job
-from overlord.jobfile.recognition import recognise
+from overlord.jobfile.recognition import recognise, recognise_all
 from overlord.jobfile.values import JobPlace, PlainMapping, source_of
 from overlord.sources.files import open_reader
 from overlord.sources.prepared import Prepared
+from overlord.sources.text_tables import QuotedNewlineError
 from overlord.sources.views import compact, is_view
 
 if TYPE_CHECKING:
@@ -92,14 +93,24 @@ class Inspection:
 
 
 def inspect_path(
-    path: str, *, most_rows: int = 10_000, reader: str | None = None, encoding: str | None = None
+    path: str | Sequence[str], *, most_rows: int = 10_000, reader: str | None = None, encoding: str | None = None
 ) -> Inspection:
-    """Read up to `most_rows` rows of what lies at a path, and say what they are. `encoding`: count tokens with it."""
-    found = recognise(path, reader)
-    source = source_of(PlainMapping({**found.declaration(), "on_bad_row": "skip"}, {}), JobPlace(path))
+    """Read up to `most_rows` rows of what lies at a path, or at several, and say what they are. `encoding`: count tokens
+    with it."""
+    found = recognise(path, reader) if isinstance(path, str) else recognise_all(path, reader)
+    try:
+        source, units, sample = _open(found, most_rows)
+    except QuotedNewlineError:
+        found = replace(found, options={**found.options, "newlines_in_values": True})
+        source, units, sample = _open(found, most_rows)
+    shown = path if isinstance(path, str) else found.name
+    return _inspect(shown, found, source, units, sample=sample, encoding=encoding)
+
+
+def _open(found: Recognised, most_rows: int) -> tuple[Source, Sequence[Unit], _Sample]:
+    source = source_of(PlainMapping({**found.declaration(), "on_bad_row": "skip"}, {}), JobPlace(found.name))
     units = source.units()
-    sample = _read(source, units, most_rows)
-    return _inspect(path, found, source, units, sample=sample, encoding=encoding)
+    return source, units, _read(source, units, most_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +178,7 @@ def _inspect(
     path: str, found: Recognised, source: Source, units: Sequence[Unit], *, sample: _Sample, encoding: str | None
 ) -> Inspection:
     column, kind = _document_column(sample)
-    if isinstance(source, Prepared):
-        kind = "tokens"
     lengths = _lengths(sample, column, kind) if column is not None else None
-    num_rows = None if any(u.num_rows is None for u in units) else sum(u.num_rows or 0 for u in units)
     tokens, counted = _tokens(source, units, sample, column=column, kind=kind, encoding=encoding)
     return Inspection(
         path=path,
@@ -178,7 +186,7 @@ def _inspect(
         num_files=len({unit.path for unit in units}),
         num_units=len(units),
         num_bytes=sum(map(source.decoded_bytes, units)),
-        num_rows=num_rows,
+        num_rows=_num_rows(source, units, sample),
         num_read=sample.num_rows,
         is_whole=sample.is_whole,
         columns=_columns(sample),
@@ -194,6 +202,15 @@ def _inspect(
             encoding,
         ),
     )
+
+
+def _num_rows(source: Source, units: Sequence[Unit], sample: _Sample) -> int | None:
+    """The rows of all files; None where neither files nor reading all of them tell."""
+    if isinstance(source, Prepared):  # its units have the rows of the original
+        return source.manifest().num_rows
+    if all(unit.num_rows is not None for unit in units):
+        return sum(unit.num_rows or 0 for unit in units)
+    return sample.num_rows + len(sample.bad) if sample.is_whole else None
 
 
 def _document_column(sample: _Sample) -> tuple[str | None, str]:

@@ -22,7 +22,7 @@ from overlord.errors import OverlordError, SpecError
 from overlord.jobfile.hints import alternatives, entry_hints, is_mapping, options_of
 from overlord.jobfile.names import nearest
 from overlord.jobfile.table import read_table
-from overlord.jobfile.values import JobPlace, convert, parse_yaml, source_of, unknown_key
+from overlord.jobfile.values import JobPlace, convert, count_of, parse_yaml, source_of, unknown_key
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -176,15 +176,19 @@ def _catalog(value: Any, place: JobPlace) -> Catalog | None:
         return read_table(value)
     if not isinstance(value, Mapping) or not isinstance(value.get("table"), str):
         return None
-    known = ("table", "groups", "transform", *options_of(overlord.Parquet))
+    known = table_options()
     options = {key: each for key, each in value.items() if key not in ("table", "transform")}
     if unknown := [key for key in options if key not in known]:
-        raise place.at(unknown[0], value).error(unknown_key(unknown[0], place.path, dict.fromkeys(known)))
+        raise place.at(unknown[0], value).error(unknown_key(unknown[0], place.path, known))
     if "transform" in value:
-        options["transform"] = convert(
-            value["transform"], options_of(overlord.Source)["transform"], place.at("transform", value)
-        )
+        options["transform"] = convert(value["transform"], known["transform"], place.at("transform", value))
     return read_table(value["table"], **options)
+
+
+def table_options() -> dict[str, Any]:
+    """Option to annotation, of what may stand beside the path of a table of sources."""
+    options = {name: hint for name, hint in options_of(overlord.Parquet).items() if name != "paths"}
+    return {"table": str, "groups": Mapping[str, float], **options}
 
 
 def _sources(value: Any, place: JobPlace) -> Mapping[str, Source]:
@@ -230,10 +234,12 @@ def _changed(value: Any, keys: Sequence[str], hint: Any, plain: Any, place: JobP
     if isinstance(value, Mapping):
         hints = [entry_hints(each)[1] for each in alternatives(hint) if is_mapping(each)]
         known = {str(each): each for each in value}
+        has_steps = any(isinstance(each, int) for each in value)
+        step = count_of(key) if has_steps or (not known and key.isdigit()) else None
+        key = key if step is None else str(step)
         if rest and key not in known:
             raise place.error(f"{place.path} has no {key!r}{nearest(key, known) or '.'} It has {', '.join(known)}")
-        number = int(key) if key.isdigit() and (not known or any(isinstance(each, int) for each in value)) else key
-        actual = known.get(key, number)
+        actual = known.get(key, key if step is None else step)
         found = _changed(value.get(actual), rest, hints[0] if len(hints) == 1 else Any, plain, here)
         return {**value, actual: found}
     if isinstance(value, (list, tuple)) and key.isdigit() and int(key) < len(value):

@@ -18,7 +18,7 @@ from overlord.chunks.transforms.per_row import PerRow, per_row
 from overlord.declare.mixture import Mixture
 from overlord.declare.source import BadRows, Source
 from overlord.errors import SpecError
-from overlord.jobfile.hints import alternatives, entry_hints, is_listing, is_named, options_of
+from overlord.jobfile.hints import alternatives, entry_hints, is_listing, is_mapping, is_named, options_of
 from overlord.jobfile.names import is_imported, name_for
 from overlord.jobfile.values import reader_of
 from overlord.sources.files import type_text
@@ -114,10 +114,13 @@ def _described(value: Any, hint: Any, path: str) -> Any:
     if isinstance(value, PerRow):
         return _per_row(value, path)
     if isinstance(value, Mapping):
-        return {_plain(key, path): _described(each, Any, f"{path}.{key}") for key, each in value.items()}
+        inner = next((entry_hints(kind)[1] for kind in alternatives(hint) if is_mapping(kind)), Any)
+        return {_plain(key, path): _described(each, inner, f"{path}.{key}") for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         inner = next((entry_hints(kind)[0] for kind in alternatives(hint) if is_listing(kind)), Any)
         return type(value)(_described(each, inner, f"{path}[{i}]") for i, each in enumerate(value))
+    if isinstance(value, Source):
+        return _source(value, path)
     if is_dataclass(value) and not isinstance(value, type):
         name = name_for(type(value))
         if name is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import pyarrow as pa
 from overlord.sources.storage import has_glob
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from overlord.jobfile.recognition import Recognised
 
 _SEQUENCE_LENGTHS = (128, 8192)
@@ -137,6 +140,7 @@ def _sequence_length(characters: int) -> int:
     return min(max(1 << max(characters - 1, 0).bit_length(), _SEQUENCE_LENGTHS[0]), _SEQUENCE_LENGTHS[1])
 
 
-def _source_name(pattern: str) -> str:
+def _source_name(paths: str | Sequence[str]) -> str:
+    pattern = paths if isinstance(paths, str) else os.path.dirname(paths[0])
     parts = [part for part in pattern.split("://")[-1].split("/") if part and not has_glob(part)]
     return (parts[-1].split(".")[0] if parts else "") or "data"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from overlord.errors import SourceError, SpecError, StorageError
+from overlord.jobfile.csv_form import csv_form
 from overlord.jobfile.values import READERS, reader_of
 from overlord.sources.prepared import MANIFEST
 from overlord.sources.storage import Storage, has_glob, is_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 _MOST_LISTED = 100_000
 _MAGIC = (
@@ -27,7 +29,6 @@ _MAGIC = (
     (b"ustar", 257, "WebDataset"),
 )
 _FOLDERS = (
-    ("Prepared", MANIFEST),
     ("HuggingFaceFiles", "dataset_dict.json"),
     ("HuggingFaceFiles", "state.json", "dataset_info.json"),
     ("Delta", "_delta_log/*.json"),
@@ -35,6 +36,7 @@ _FOLDERS = (
     ("Lance", "_versions/*"),
 )
 """Readers of whole folders, and the files by which these are known."""
+_SINGLE = {"Prepared", *(name for name, *_ in _FOLDERS), "Mds", "LitData"}
 _INDEX = "index.json"
 _ENERGON = ".nv-meta/split.yaml"
 
@@ -44,10 +46,15 @@ class Recognised:
     """How what lies at a path is read."""
 
     reader: str
-    paths: str
-    """Its files as a pattern, or the folder."""
+    paths: str | Sequence[str]
+    """Its files as a pattern, or the folder; several of these where several were named."""
     options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What a message calls it."""
+        return self.paths if isinstance(self.paths, str) else f"{self.paths[0]} and {len(self.paths) - 1:,} more"
 
     def declaration(self) -> dict[str, Any]:
         """As a job file declares it."""
@@ -71,6 +78,8 @@ def recognise(path: str, reader: str | None = None) -> Recognised:
         name = _by_content(Path(local))
     if name is None and has_glob(path):
         name = _by_matches(path)
+    if name == "Csv":
+        return _csv(path)
     if name is None:
         if not is_remote(path) and not has_glob(path) and not os.path.exists(local):
             raise SourceError(f"there is nothing at {path}")
@@ -81,18 +90,84 @@ def recognise(path: str, reader: str | None = None) -> Recognised:
     return Recognised(name, path)
 
 
+def recognise_all(paths: Sequence[str], reader: str | None = None) -> Recognised:
+    """What lies at several paths, which is to be of one format: as where a shell replaces a pattern by its files."""
+    each = [recognise(path, reader) for path in dict.fromkeys(paths)]
+    if len(each) == 1:
+        return each[0]
+    readers = {found.reader: found for found in each}
+    if len(readers) > 1:
+        listed = ", ".join(f"{found.name} ({name})" for name, found in readers.items())
+        raise SpecError(f"these paths are of several formats: {listed}; inspect one at a time, or give --reader")
+    if (name := each[0].reader) in _SINGLE:
+        raise SpecError(f"{name} reads one folder, and {len(each)} were named: inspect one at a time")
+    named = [path for found in each for path in ([found.paths] if isinstance(found.paths, str) else found.paths)]
+    if any(found.options != each[0].options for found in each):
+        raise SpecError(f"these {name} files need different options: inspect one at a time")
+    return replace(each[0], paths=_pattern_of(named) or named, notes=tuple(dict.fromkeys(n for e in each for n in e.notes)))
+
+
+def _pattern_of(paths: Sequence[str]) -> str | None:
+    """The pattern that matches these files and no others, of all files with one ending in one folder; None if none does."""
+    folders = {os.path.dirname(path) for path in paths}
+    endings = {os.path.basename(path).partition(".")[2] for path in paths}
+    if len(folders) > 1 or len(endings) > 1 or any(has_glob(path) or is_remote(path) for path in paths):
+        return None
+    pattern = os.path.join(folders.pop(), f"*.{endings.pop()}")
+    return pattern if set(glob.glob(pattern)) == set(paths) else None
+
+
 def _folder(path: str, reader: str | None) -> Recognised | None:
     """A folder that one reader reads as a whole."""
+    found = _prepared(path) if reader in (None, "Prepared", "Parquet") else None
+    if found is not None and reader in (None, found.reader):
+        return found
     for name, *files in _FOLDERS:
         if reader in (None, name) and all(_has(path, file) for file in files):
             return Recognised(name, path, _split_of(path) if files == ["dataset_dict.json"] else {})
-    found = _indexed(path)
-    if found is not None and reader in (None, found):
-        return Recognised(found, path)
+    indexed = _indexed(path)
+    if indexed is not None and reader in (None, indexed):
+        return Recognised(indexed, path)
     if reader in (None, "WebDataset") and _has(path, _ENERGON):
         note = f"an Energon dataset, with all of its splits: ol.formats.energon({path!r}) in a Python job reads one"
         return Recognised("WebDataset", f"{path}/**/*.tar", notes=(note,))
     return None
+
+
+def _prepared(path: str) -> Recognised | None:
+    """A prepared source: the folder itself, or the first of those in a folder that `overlord prepare --to` wrote."""
+    manifest = _manifest(path)
+    if manifest is not None:
+        return _prepared_source(path, manifest)
+    try:
+        listed = [file.path.rpartition("/")[0] for file in Storage().list_files([f"{path}/*/{MANIFEST}"])]
+    except StorageError:
+        raise
+    except SourceError:
+        return None
+    found = [(folder, manifest) for folder in listed if (manifest := _manifest(folder)) is not None]
+    if not found:
+        return None
+    first = _prepared_source(*found[0])
+    if len(found) == 1:
+        return first
+    others = ", ".join(folder for folder, _ in found[1:])
+    note = f"{path} holds {len(found)} prepared sources, and only {found[0][0]} is read; inspect also {others}"
+    return replace(first, notes=(note, *first.notes))
+
+
+def _manifest(folder: str) -> dict[str, Any] | None:
+    found = _read_json(f"{folder}/{MANIFEST}")
+    return found if isinstance(found, dict) and {"fingerprint", "parts", "num_units"} <= found.keys() else None
+
+
+def _prepared_source(folder: str, manifest: Mapping[str, Any]) -> Recognised:
+    """How a prepared source is read; its manifest says which columns the loss needs."""
+    options = {name: manifest[name] for name in ("loss_mask", "loss_weights", "pairs") if manifest.get(name)}
+    if manifest.get("packed") is not None:
+        note = f"{folder} has packed rows of up to {manifest['packed']:,} tokens: another corpus, not the stream of the job"
+        return Recognised("Parquet", f"{folder}/part-*.parquet", options, (note,))
+    return Recognised("Prepared", folder, {**options, **({"whole": True} if manifest.get("whole") else {})})
 
 
 def _has(folder: str, pattern: str) -> bool:
@@ -145,7 +220,13 @@ def _by_endings(path: str, reader: str | None) -> Recognised:
     ((ending, found), _), *others = endings.most_common()
     listed = ", ".join(f"{count:,} {name}" for (name, _), count in others)
     notes = (f"only the files *{ending} are read; under {path} are also {listed}",) if others else ()
-    return Recognised(found, f"{path.rstrip('/')}/**/*{ending}", notes=notes)
+    pattern = f"{path.rstrip('/')}/**/*{ending}"
+    return _csv(pattern, notes) if found == "Csv" else Recognised(found, pattern, notes=notes)
+
+
+def _csv(paths: str, notes: tuple[str, ...] = ()) -> Recognised:
+    options, further = csv_form(paths)
+    return Recognised("Csv", paths, options, (*notes, *further))
 
 
 def _names_under(path: str) -> Iterator[str]:

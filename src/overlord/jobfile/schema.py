@@ -20,9 +20,11 @@ from overlord.jobfile.hints import (
     is_mapping,
     is_named,
     is_path,
+    is_source,
     needed_options,
     options_of,
 )
+from overlord.jobfile.loading import table_options
 from overlord.jobfile.names import is_value, public_values
 
 _COUNT = {"type": ["integer", "string"], "pattern": r"^-?\d+(\.\d+)? ?([kKmMgGtT]i?[bB]?)?$"}
@@ -35,9 +37,16 @@ def job_schema() -> dict[str, Any]:
     schema = _fields(Job, definitions)
     schema["properties"]["sources"] = {
         "description": schema["properties"]["sources"].get("description", ""),
-        "type": "object",
-        "minProperties": 1,
-        "additionalProperties": _source(definitions),
+        "anyOf": [
+            {"type": "string", "description": "A table of sources: a CSV or Parquet file"},
+            _table(definitions),
+            {
+                "type": "object",
+                "minProperties": 1,
+                "not": _IS_TABLE,
+                "additionalProperties": _hint(Source, definitions),
+            },
+        ],
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -45,6 +54,15 @@ def job_schema() -> dict[str, Any]:
         **schema,
         "$defs": dict(sorted(definitions.items())),
     }
+
+
+_IS_TABLE = {"properties": {"table": {"type": "string"}}, "required": ["table"]}
+
+
+def _table(definitions: dict[str, Any]) -> dict[str, Any]:
+    """Sources that a table lists, and options of all of them."""
+    options = {name: _hint(hint, definitions, is_size=name.endswith("_bytes")) for name, hint in table_options().items()}
+    return {"type": "object", "properties": options, "required": ["table"], "additionalProperties": False}
 
 
 def _source(definitions: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +117,11 @@ def _kind(kind: Any, definitions: dict[str, Any], is_size: bool) -> dict[str, An
         return {"type": "array", "items": _hint(entries[0], definitions)}
     if is_mapping(kind):
         return {"type": "object", "additionalProperties": _hint(entry_hints(kind)[1], definitions, is_size=is_size)}
+    if is_source(kind):
+        if "source" not in definitions:
+            definitions["source"] = {}  # a blend has sources
+            definitions["source"] = _source(definitions)
+        return {"$ref": "#/$defs/source"}
     if is_value(kind) and not is_named(kind):
         if kind.__name__ not in definitions:
             definitions[kind.__name__] = {}  # it may contain itself

@@ -6,7 +6,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, get_args
 
 import pyarrow as pa
 
@@ -21,6 +22,7 @@ from overlord.jobfile.hints import (
     is_mapping,
     is_named,
     is_path,
+    is_source,
     options_of,
     takes_any_option,
 )
@@ -85,10 +87,10 @@ def convert(value: Any, hint: Any, place: JobPlace) -> Any:
         if type(None) in kinds or Any in kinds:
             return None
         raise place.error(f"{place.path} needs a value, it has none")
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, (int, float)):
-        return float(value) if isinstance(value, int) and float in kinds and int not in kinds else value
+    if any(map(is_source, kinds)):
+        return source_of(value, place)
+    if isinstance(value, (bool, int, float)):
+        return _from_scalar(value, kinds, place)
     if isinstance(value, str):
         return _from_text(value, kinds, place)
     if isinstance(value, Mapping):
@@ -96,6 +98,49 @@ def convert(value: Any, hint: Any, place: JobPlace) -> Any:
     if isinstance(value, Sequence):
         return _from_list(value, kinds, place)
     raise place.error(f"{place.path} cannot be a {type(value).__name__} ({value!r})")
+
+
+def _from_scalar(value: bool | float, kinds: Sequence[Any], place: JobPlace) -> Any:
+    """Checks a number, or true or false. What a hint of the user's own means is not known here."""
+    if type(value) in kinds or not all(map(_is_understood, kinds)):
+        return value
+    if any(type(value) is type(choice) and value == choice for kind in kinds for choice in choices(kind)):
+        return value
+    if type(value) is int and float in kinds:
+        return float(value)
+    is_text = str in kinds or any(map(is_path, kinds)) or any(map(choices, kinds))
+    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    way_out = f"; text that looks like that is quoted, as {shown!r}" if is_text else ""
+    raise place.error(f"{place.path} is {_wanted(kinds)}, got {shown}{way_out}")
+
+
+def _is_understood(kind: Any) -> bool:
+    plain = (bool, int, float, str, type(None), pa.DataType)
+    return kind is not Any and (
+        kind in plain
+        or any(is_it(kind) for is_it in (choices, is_listing, is_mapping, is_path, is_value))
+        or (is_named(kind) and not inspect.isclass(kind))
+        or getattr(kind, "_is_protocol", False)
+    )
+
+
+def _wanted(kinds: Sequence[Any]) -> str:
+    """What values of these kinds are, in words."""
+    offered = [str(choice) for kind in kinds for choice in choices(kind)]
+    is_text = str in kinds or any(map(is_path, kinds))
+    words = {
+        f"one of {', '.join(offered)}": bool(offered) and not is_text,
+        "true or false": bool in kinds,
+        "a number": float in kinds,
+        "a whole number": int in kinds and float not in kinds,
+        "text": is_text,
+        "an Arrow type": pa.DataType in kinds,
+        "a list": any(map(is_listing, kinds)),
+        "a mapping": any(is_mapping(kind) or (is_value(kind) and not is_named(kind)) for kind in kinds),
+        "a name": any(is_named(kind) and kind is not Any for kind in kinds),
+        "null": type(None) in kinds,
+    }
+    return " or ".join(word for word, is_so in words.items() if is_so)
 
 
 def _from_text(text: str, kinds: Sequence[Any], place: JobPlace) -> Any:
@@ -119,8 +164,7 @@ def _from_text(text: str, kinds: Sequence[Any], place: JobPlace) -> Any:
         return (text,)
     if any(map(is_named, kinds)):
         return build(text, None, place)
-    wanted = "a number" if int in kinds or float in kinds else "true or false" if bool in kinds else "a mapping"
-    raise place.error(f"{place.path} is {wanted}, got {text!r}")
+    raise place.error(f"{place.path} is {_wanted(kinds)}, got {text!r}")
 
 
 def _from_mapping(value: Mapping[Any, Any], kinds: Sequence[Any], place: JobPlace) -> Any:
@@ -128,16 +172,12 @@ def _from_mapping(value: Mapping[Any, Any], kinds: Sequence[Any], place: JobPlac
     if isinstance(name, str) and any(is_named(k) or is_value(k) for k in kinds) and (is_imported(name) or is_public(name)):
         return build(name, value[name], place.at(name, value))
     # Options have names. Where a field takes a mapping too, numbers are keys of that: of steps, say.
-    has_numbers = any(map(is_mapping, kinds)) and all(str(key).isdigit() for key in value)
+    has_numbers = any(map(is_mapping, kinds)) and (not value or any(count_of(str(key)) is not None for key in value))
     for kind in kinds:
         if is_value(kind) and not has_numbers:
             return construct(kind, value, place)
-    for kind in kinds:
-        if is_mapping(kind):
-            key_hint, value_hint = entry_hints(kind)
-            values = [hint for each in kinds if is_mapping(each) for hint in alternatives(entry_hints(each)[1])]
-            hint = value_hint if len(values) == 1 else _either(values)
-            return {_key(key, key_hint): convert(each, hint, place.at(key, value)) for key, each in value.items()}
+    if mappings := [entry_hints(kind) if get_args(kind) else (Any, Any) for kind in kinds if is_mapping(kind)]:
+        return _mapping(value, mappings, place)
     if Any in kinds:
         return dict(value)
     if any(map(is_named, kinds)):
@@ -147,6 +187,32 @@ def _from_mapping(value: Mapping[Any, Any], kinds: Sequence[Any], place: JobPlac
             f"{nearest(str(next(iter(value), '')), public_values())}"
         )
     raise place.error(f"{place.path} has no options of its own, got {dict(value)!r}")
+
+
+def _mapping(value: Mapping[Any, Any], hints: Sequence[tuple[Any, ...]], place: JobPlace) -> dict[Any, Any]:
+    """A mapping of which these are what keys and values may be. Numbers of steps may be written as 50k."""
+    by_number = [pair for pair in hints if int in alternatives(pair[0])]
+    others = [pair for pair in hints if pair not in by_number]
+    if by_number and (not others or all(isinstance(each, Mapping) for each in value.values())):
+        hints = by_number
+    elif others:
+        hints = others
+    hint = _either([each for pair in hints for each in alternatives(pair[1])])
+    found: dict[Any, Any] = {}
+    for key, each in value.items():
+        here = place.at(key, value)
+        known = _number_of_step(key, here) if hints is by_number else str(key) if hints[0][0] is str else key
+        if known in found:
+            raise here.error(f"{place.path} has {known!r} twice, the second time as {key!r}")
+        found[known] = convert(each, hint, here)
+    return found
+
+
+def _number_of_step(key: Any, place: JobPlace) -> int:
+    number = count_of(key) if isinstance(key, str) else key
+    if type(number) is not int:
+        raise place.error(f"{'.'.join(place.keys[:-1])} has whole numbers as keys, such as 1000 or 50k, got {key!r}")
+    return number
 
 
 def _either(hints: Sequence[Any]) -> Any:
@@ -229,6 +295,9 @@ def source_of(value: Any, place: JobPlace) -> Source:
     lines = value.lines if isinstance(value, PlainMapping) else {}
     name = value.get("reader") or reader_of(options.get("paths"))
     if not isinstance(name, str):
+        known = _options_of_readers()
+        if wrong := next((key for key in options if key not in known), None):
+            raise place.at(wrong, value).error(f"{place.path} has no option {wrong!r}{nearest(str(wrong), known)}")
         raise place.error(f"{place.path} needs a reader (Parquet, Jsonl, ...): the ending of its paths does not tell it")
     kind = _checked(lambda: value_named(name), place.at("reader", value))
     if not inspect.isclass(kind) or not issubclass(kind, Source):
@@ -236,6 +305,12 @@ def source_of(value: Any, place: JobPlace) -> Source:
             f"{place.path}: {name!r} is not a reader; Parquet, Jsonl and WebDataset are some"
         )
     return construct(kind, PlainMapping(options, lines), place)
+
+
+@cache
+def _options_of_readers() -> dict[str, Any]:
+    readers = (value for value in public_values().values() if inspect.isclass(value) and issubclass(value, Source))
+    return {name: hint for kind in readers for name, hint in options_of(kind).items()}
 
 
 def reader_of(paths: Any) -> str | None:
@@ -267,12 +342,6 @@ def _float(text: str) -> float | None:
         return None
 
 
-def _key(key: Any, hint: Any) -> Any:
-    if isinstance(key, str) and int in alternatives(hint) and re.fullmatch(r"\d+", key):
-        return int(key)
-    return key
-
-
 def _checked(make: Callable[[], Any], place: JobPlace) -> Any:
     try:
         return make()
@@ -288,17 +357,23 @@ def parse_yaml(text: str, name: str) -> Any:
         pass
 
     def mapping(loader: Any, node: Any) -> PlainMapping:
+        own = {id(key_node) for key_node, _ in node.value}  # beside what << merges, which own keys replace
         loader.flatten_mapping(node)
         found: dict[Any, Any] = {}
         lines: dict[Any, int] = {}
+        written: set[Any] = set()
         for key_node, value_node in node.value:
             key = loader.construct_object(key_node, deep=True)
-            if isinstance(key, (list, dict)):
-                raise SpecError(f"{name}, line {key_node.start_mark.line + 1}: a key is text or a number, got {key!r}")
-            if key in found:
-                raise SpecError(
-                    f"{name}, line {key_node.start_mark.line + 1}: {key!r} stands twice, first in line {lines[key]}"
+            where = f"{name}, line {key_node.start_mark.line + 1}"
+            if type(key) not in (str, int, float):
+                as_read = (
+                    f"the key {key_node.value} is read as {key!r}" if isinstance(key_node.value, str) else f"got {key!r}"
                 )
+                raise SpecError(f"{where}: a key is text or a number, {as_read}; quote it if it is a name")
+            if key in written:
+                raise SpecError(f"{where}: {key!r} stands twice, first in line {lines[key]}")
+            if id(key_node) in own:
+                written.add(key)
             found[key] = loader.construct_object(value_node, deep=True)
             lines[key] = key_node.start_mark.line + 1
         return PlainMapping(found, lines)

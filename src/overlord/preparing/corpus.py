@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from urllib.parse import quote
 import cloudpickle
 import pyarrow as pa
 
-from overlord.checkpoint.description import Describer
+from overlord.checkpoint.code_reads import ReadsDescriber
 from overlord.checkpoint.fingerprint import reader_text, transform_digests, units_digest
 from overlord.chunks.transforms.apply import is_keyed_by_chunk, name_of
 from overlord.declare.source import MIB, Source
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 PART_BYTES = 64 * MIB
 """Decoded, of the units of one part: what a worker process has in memory, and what is made again after a kill."""
 _MOST_UNITS = 512
+_log = logging.getLogger("overlord.prepare")
 _LONGEST_RUN = 8  # parts: units that are read quickly only one after the other are kept together up to this
 
 RunTasks = Callable[[Sequence[PartTask]], Iterator[tuple[PartTask, PartRecord]]]
@@ -135,16 +137,23 @@ def folder_name(source: str) -> str:
 def _plan(name: str, source: Source, units: Sequence[Unit], folder: Path, pack: int | None) -> _SourcePlan:
     if isinstance(source, Prepared):
         raise SpecError(f"source {name!r} is prepared already: it reads {source.folder}")
-    describer = Describer()
+    describer = ReadsDescriber()
     reader = reader_text(source, f"sources.{name}", describer)
     stages = _num_stages(source)
     if pack is not None:
         _check_packing(name, source, stages, pack)
     transforms = tuple(transform_digests(name, source, describer)[:stages])
     packages = dict(sorted(describer.packages.items()))
+    for line in describer.unseen:
+        _log.warning(
+            "%s: rows that are prepared already are taken as they are though it may have changed; prepare to another folder "
+            "after a change, or give it an identity() method that names all that it depends on",
+            line,
+        )
     pickled = cloudpickle.dumps(source)
     base = repr((FORMAT, name, reader, transforms, sorted(packages.items()), source.bad_rows.policy == "fail"))
     base += "" if pack is None else f" packed {pack} {source.tokens} {source.loss_mask} {source.loss_weights}"
+    base += repr(describer.reads_text) if describer.reads else ""
     tasks = []
     for number, part in enumerate(_parts(source, units)):
         digest = _digest(base, units_digest(part), *(unit.version for unit in part))
@@ -225,10 +234,10 @@ def _check_folder(plan: _SourcePlan, overwrite: bool) -> None:
         )
         if is_changed
     ]
+    named = " and ".join(changed) or "its files, or files that its transforms read,"
     raise SpecError(
-        f"{plan.folder} holds source {found.source!r} as it was prepared from another declaration: "
-        f"{' and '.join(changed) or 'its files'} changed since; name another folder, or replace it with overwrite "
-        "(--overwrite)"
+        f"{plan.folder} holds source {found.source!r} as it was prepared from another declaration: {named} changed "
+        "since; name another folder, or replace it with overwrite (--overwrite)"
     )
 
 

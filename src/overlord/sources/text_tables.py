@@ -6,6 +6,7 @@ one bad row with its place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from overlord.sources.storage import StoredFile
 
 _NEWLINE, _RETURN = 10, 13
+_LONE_RETURN = re.compile(rb"\r(?!\n)")
+
+
+class QuotedNewlineError(SourceError):
+    """A quoted field of CSV has a newline, and the source does not declare that."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ class Csv(LineSource):
     `columns` names the columns to read, with types inferred from the first lines (whole numbers, numbers, true and false,
     text), or gives the types as {"text": pa.string(), ...}. An empty field is null, or "" in a column of text. A row with
     another number of fields, or with a value that does not fit, is a bad row. A quoted field may hold delimiters; with
-    `newlines_in_values` it may hold newlines too, and then a file is read whole, as one unit.
+    `newlines_in_values` it may hold newlines too, and then a file is read whole, as one unit. Without it a newline in a
+    quoted field is an error.
     """
 
     columns: Sequence[str] | Mapping[str, pa.DataType] | None = None
@@ -138,7 +145,10 @@ class Csv(LineSource):
                     raise missing_column(path, name, header)
                 if header.count(name) > 1:
                     times = header.count(name)
-                    raise SchemaError(f"{path} has the column {name!r} {times} times; columns need one name each")
+                    raise SchemaError(
+                        f"{path} has the column {name!r} {times} times; columns need one name each, and the first line of "
+                        f"the file names them ({', '.join(header)[:80]}): if it is a row, write a line of names above it"
+                    )
         schema = self._find_schema(files[0], heads[files[0].path])
         carried = {path: schema.with_metadata({b"header": _joined(header)}) for path, header in heads.items()}
         return [unit for file in files for unit in self.line_units([file], carried[file.path], declared=True)]
@@ -147,7 +157,7 @@ class Csv(LineSource):
         detail: LineRange | PackedPart = unit.detail
         metadata = detail.schema.metadata or {}
         header = metadata[b"header"].decode().split("\n")
-        return CsvRows(unit, detail.schema.remove_metadata(), header, self._parse_options(unit.path))
+        return CsvRows(unit, detail.schema.remove_metadata(), header, self.parse_options(unit.path))
 
     def identity(self) -> str:
         columns = self.columns
@@ -156,7 +166,8 @@ class Csv(LineSource):
         options = f"delimiter={self.delimiter!r}, newlines_in_values={self.newlines_in_values}"
         return f"Csv({list(self.patterns)!r}, columns={columns!r}, unit_bytes={self.unit_bytes}, {options})"
 
-    def _parse_options(self, path: str) -> dict[str, Any]:
+    def parse_options(self, path: str) -> dict[str, Any]:
+        """What Arrow is told of the form of a file."""
         stem = path.lower().rpartition(".")[0] if codec_of(path) else path.lower()
         delimiter = self.delimiter or ("\t" if stem.endswith((".tsv", ".tab")) else ",")
         return {"delimiter": delimiter, "newlines_in_values": self.newlines_in_values}
@@ -171,7 +182,7 @@ class Csv(LineSource):
         text = self._first_lines(file)
         starts, stops = line_places(text)
         line = text[starts[0] : stops[0]]
-        return _parse(file.path, line + b"\n", (), self._parse_options(file.path), header_of=True)
+        return _parse(file.path, line + b"\n", (), self.parse_options(file.path), header_of=True)
 
     def _find_schema(self, file: StoredFile, header: list[str]) -> pa.Schema:
         if isinstance(self.columns, Mapping):
@@ -180,7 +191,7 @@ class Csv(LineSource):
         text = self._first_lines(file)
         starts, _ = line_places(text)
         body = text[starts[1] :] if len(starts) > 1 else b""
-        found, _ = parse_fields(file.path, body, header, names, self._parse_options(file.path))
+        found, _ = parse_fields(file.path, body, header, names, self.parse_options(file.path))
         return pa.schema([(name, _infer(found.column(name))) for name in names])
 
 
@@ -237,7 +248,28 @@ def parse_fields(
     if not text.strip():
         return pa.table({name: pa.array([], pa.binary()) for name in names}), invalid
     found = _parse(path, text, header, options, names=names, invalid=invalid)
+    if not options["newlines_in_values"] and b'"' in text:
+        _check_lines(path, text, found.num_rows + len(invalid), header, options)
     return found, invalid
+
+
+def _check_lines(path: str, text: bytes, num_rows: int, header: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Refuses quoted newlines: units and buffers are cut at newlines, and would cut such a row in two."""
+
+    def count(lines: bytes) -> int:
+        invalid: list[tuple[int, str]] = []
+        return _parse(path, lines, header, options, names=header[:1], invalid=invalid).num_rows + len(invalid)
+
+    starts, stops = line_places(text)
+    if num_rows != len(starts) and _LONE_RETURN.search(text):  # these end lines too, where they are not quoted
+        num_rows = count(_LONE_RETURN.sub(b" ", text))
+    last = text[starts[-1] : stops[-1]]
+    is_open = last.count(b'"') % 2 == 1 and count(last + b"\nx\n") == 1
+    if num_rows != len(starts) or is_open:
+        raise QuotedNewlineError(
+            f"{path} has quoted fields with newlines in them ({len(starts):,} lines are {num_rows:,} rows), by which it "
+            "would be cut in the middle of rows: declare it with newlines_in_values=True, which reads a file as one unit"
+        )
 
 
 def _parse(
