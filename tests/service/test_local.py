@@ -329,24 +329,28 @@ import logging, resource, sys
 import overlord as ol
 from tests.service.served import content, two_sources, undisturbed
 
-logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
-job = two_sources(batch=ol.Batch(samples=3000, sequence_length=64))
-expected = undisturbed(job, 5)[0]
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-with ol.start(job) as loader:
-    client = ol.connect(loader.serve(), rank=0, timeout_s=20)
-    assert [content(next(client)) for _ in range(5)] == expected
-    assert loader.report().store is None
-    print(type(client._channel._steps).__name__)
+def main():
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+    job = two_sources(batch=ol.Batch(samples=3000, sequence_length=64))
+    expected = undisturbed(job, 5)[0]
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+    with ol.start(job, engine={engine}) as loader:
+        client = ol.connect(loader.serve(), rank=0, timeout_s=60)
+        assert [content(next(client)) for _ in range(5)] == expected
+        assert loader.report().store is None
+        print(type(client._channel._steps).__name__)
+
+main()
 """
 
 
-@pytest.mark.parametrize("limit", [0, 4096])
-def test_where_shared_memory_is_refused_flight_is_used_and_the_log_says_so_once(limit):
-    said = python("-c", REFUSED.replace("{limit}", str(limit))).stdout
+@pytest.mark.parametrize(("limit", "engine"), [(0, "None"), (4096, "None"), (1 << 16, "ol.Processes(2)")])
+def test_where_shared_memory_is_refused_flight_is_used_and_the_log_says_so_once(limit, engine):
+    said = python("-c", REFUSED.replace("{limit}", str(limit)).replace("{engine}", engine)).stdout
     assert "Link" in said.splitlines()  # a fetch ahead may say afterwards that the service is gone
     assert said.count("batches are built in private memory") == 1
     assert "File too large" in said
+    assert said.count("long messages between processes are sent in packets") == (engine != "None")
 
 
 def test_a_forked_child_of_a_trainer_can_neither_read_nor_hide_the_trainers_death(caplog):
