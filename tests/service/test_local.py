@@ -353,6 +353,34 @@ def test_where_shared_memory_is_refused_flight_is_used_and_the_log_says_so_once(
     assert said.count("long messages between processes are sent in packets") == (engine != "None")
 
 
+FEW_FILES = """
+import logging, resource, sys
+import overlord as ol
+from tests.service.served import streams, undisturbed
+from tests.small_sources import Numbered, job_of
+
+def main():
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+    sources = {f"source-{number}": Numbered(rows=40, unit_rows=8, first=100 * number) for number in range(120)}
+    job = job_of(sources, ol.Batch(samples=1200, sequence_length=64), mesh=ol.Mesh(dp=2))
+    expected = undisturbed(job, 3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    with ol.start(job, engine=ol.Processes(2)) as loader:
+        address = loader.serve()
+        clients = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)]
+        assert streams(clients, 3) == expected
+        print("done")
+
+main()
+"""
+
+
+def test_a_run_whose_processes_may_open_few_files_copies_what_it_cannot_share():
+    said = python("-c", FEW_FILES).stdout
+    assert "done" in said.splitlines()
+    assert "a process may have 256 open files here (hard limit 256)" in said
+
+
 def test_a_forked_child_of_a_trainer_can_neither_read_nor_hide_the_trainers_death(caplog):
     with served(two_sources(batch=WIDE)) as (_, address), trainer(address) as reader:
         reader.tell("fork")

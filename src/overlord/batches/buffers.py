@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.runtime.shared_memory import SharedSegment, why_unavailable
+from overlord.runtime.shared_memory import SharedSegment, may_share_more, why_unavailable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,8 +34,11 @@ class Arenas:
     """A pool that keeps at most `most` idle buffers: those that were used last.
 
     Buffers of a shared pool can be mapped by other processes. Where the system has no such memory, a warning says so once,
-    and buffers are private from then on.
+    and buffers are private from then on. They are so, too, while the process has few descriptors left.
     """
+
+    most_descriptors = 0.75
+    """The part of the descriptors of this process that may be in use when another buffer is shared."""
 
     def __init__(self, most: int = 0, *, shared: bool = False) -> None:
         self.most = most
@@ -112,7 +115,7 @@ class Arenas:
         return found
 
     def _allocate(self, size: int) -> _Arena:
-        if self.is_shared:
+        if self.is_shared and may_share_more(self.most_descriptors):
             try:
                 segment = SharedSegment.create(size)
                 # Reserved at once: a lack of memory would otherwise show as SIGBUS when the buffer is written.

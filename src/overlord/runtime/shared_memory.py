@@ -85,6 +85,9 @@ class SharedSegment:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, access)
+        except OSError as error:
+            os.close(descriptor)
+            raise with_file_limit(error) from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -122,6 +125,46 @@ def address_of(array: NDArray[Any]) -> int:
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type] - an array is a buffer
     except (TypeError, ValueError):  # it is read-only, or empty
         return array.__array_interface__["data"][0]
+
+
+def describe_file_limit() -> str:
+    """The limit on open files of this process, and how to raise it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"a process may have {soft:,} open files here (hard limit {hard:,}), and memory that it shares takes one or two for "
+        "each chunk and batch. Raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile= of a "
+        "container), or let a run have fewer sources"
+    )
+
+
+def with_file_limit(error: OSError) -> OSError:
+    """The error; one that says that too many files are open says also how many may be, and the way out."""
+    if error.errno != errno.EMFILE:
+        return error
+    return OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {describe_file_limit()}")
+
+
+def may_share_more(part: float) -> bool:
+    """False while this part of the descriptors that this process may have is in use, which is logged once: files and
+    connections need the others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return True
+    try:
+        lowest = os.eventfd(0, os.EFD_CLOEXEC)  # the system gives the lowest number that is free
+    except OSError:
+        lowest = soft
+    else:
+        os.close(lowest)
+    if lowest < soft * part:
+        return True
+    _warn_of_file_limit()
+    return False
+
+
+@functools.cache  # once
+def _warn_of_file_limit() -> None:
+    _log.warning("chunks and batches are copied between processes, because many files are open: %s", describe_file_limit())
 
 
 def why_unsupported() -> str | None:
@@ -325,7 +368,7 @@ class Connection:
         if flags & _IS_CUT:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise OSError("a message between processes was cut: this process may have too many open files (ulimit -n)")
+            raise OSError(errno.EMFILE, f"a message between processes was cut: {describe_file_limit()}")
         if length == 0:
             raise EOFError("the other side of the connection is gone")
         return memoryview(self._room)[:length], descriptors.tolist()
