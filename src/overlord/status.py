@@ -56,6 +56,11 @@ class StoreUse:
     num_bytes: int
     limit_bytes: int | None
     """None for shared memory, which is as large as the steps that are kept ready and those that trainers hold."""
+    lent_bytes: int = 0
+    """The shared memory that trainers hold, counted for each rank."""
+    lent_limit_bytes: int | None = None
+    """How much the connected trainers may hold; beyond that they get copies in memory of their own. A few steps may always
+    be held, however large they are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 import gc
 import resource
+import tempfile
 
 import numpy as np
 
 from overlord.batches.buffers import Arenas, segment_of
+from overlord.runtime import shared_memory
 
 
 def test_memory_that_nobody_looks_into_is_used_again():
@@ -83,6 +85,27 @@ def test_where_the_system_refuses_shared_memory_buffers_are_private_and_the_log_
     (line,) = caplog.messages
     assert "private memory" in line
     assert "2,097,152 bytes of shared memory: [Errno 27] File too large" in line
+
+
+def test_while_a_process_has_few_descriptors_left_buffers_are_private_and_the_log_says_the_limit_once(caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    arenas = Arenas(most=2, shared=True)
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shared_memory._warn_of_file_limit.cache_clear()
+    with tempfile.TemporaryFile() as lowest:
+        most = lowest.fileno() + 2
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        try:
+            leases = [arenas.lease(1000) for _ in range(2)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+    after = arenas.lease(1000)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [segment_of(lease) for lease in leases] == [None, None]
+    assert segment_of(after) is not None
+    (line,) = caplog.messages
+    assert f"a process may have {most:,} open files here (hard limit {hard:,})" in line
+    assert "Raise the hard limit" in line
 
 
 def test_those_who_share_arenas_come_and_go():

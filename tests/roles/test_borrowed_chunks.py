@@ -2,6 +2,7 @@
 
 import gc
 import io
+import itertools
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.chunks.shared_rows import ChunkArenas, RowsInMemory
 from overlord.errors import ClosedError
+from overlord.roles import borrowed_chunks
 from overlord.roles.assembly import make_loader_host
 from overlord.roles.chunk_loans import ChunkLoans, LoanRequest
 from overlord.roles.loader_host import LoaderHost
@@ -165,6 +167,12 @@ def test_without_shared_memory_chunks_are_read_through_their_host(tmp_path, monk
     monkeypatch.setattr(ChunkArenas, "share", lambda self: False)
     engine = assert_equal_streams(text_job(tmp_path, mesh=ol.Mesh(dp=2)))
     assert engine.arenas.shared_bytes == 0
+
+
+def test_while_a_process_has_few_descriptors_left_chunks_are_read_through_their_host(tmp_path, monkeypatch):
+    answers = itertools.cycle([True, False, False, True, False])
+    monkeypatch.setattr(borrowed_chunks, "may_share_more", lambda part: next(answers))
+    assert_equal_streams(text_job(tmp_path, mesh=ol.Mesh(dp=2)))
 
 
 @dataclass(frozen=True)

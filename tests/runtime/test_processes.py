@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ import overlord as ol
 from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
 from overlord.runtime.processes.engine import choose_process
+from overlord.runtime.shared_memory import SharedObject
 from tests.faults.disturbance import send
 from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
 from tests.small_sources import Numbered, job_of
@@ -230,6 +232,32 @@ def test_an_answer_that_does_not_pickle_is_an_error_and_the_next_call_works(engi
     with pytest.raises(TypeError, match="pickle"):
         counter.call(Unpicklable.lock).result()
     assert counter.call(Unpicklable.add, 1).result() == 4
+
+
+class Unsendable(Counter):
+    def shared(self) -> list[SharedObject]:
+        return [SharedObject.of(number) for number in range(65)]
+
+    def refused(self) -> "Unsendable":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise OSError("the system refuses it")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [(Unsendable.shared, "65 objects in shared memory; at most 64 fit"), (Unsendable.refused, "the system refuses it")],
+)
+def test_an_answer_that_the_system_cannot_send_is_an_error_and_not_the_death_of_its_role(
+    engine: ol.Processes, method: Any, message: str, caplog: pytest.LogCaptureFixture
+):
+    counter: Handle[Unsendable] = engine.spawn(f"unsendable/{method.__name__}", lambda workplace: Unsendable(3))
+    with pytest.raises((ol.errors.OverlordError, OSError), match=message):
+        counter.call(method).result(30)
+    assert counter.call(Unsendable.add, 1).result() == 4
+    (line,) = [line for line in caplog.messages if "cannot be sent" in line]
+    assert f"the answer of 'unsendable/{method.__name__}' to {method.__name__} cannot be sent" in line
 
 
 def test_an_error_in_making_a_role_is_raised_when_roles_have_started(engine: ol.Processes):

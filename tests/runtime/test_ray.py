@@ -194,7 +194,7 @@ def test_memory_that_roles_share_stays_bounded_however_long_a_run_is(ray_cluster
         client = loader.client(0, timeout_s=60)
         step_bytes = sum(field.nbytes for micro in next(client) for field in micro.values() if isinstance(field, np.ndarray))
         assert step_bytes > 1 << 20
-        builder, _ = loader._roles.constructors[0].call(ServingConstructor.shared_bytes).result()
+        builder, _ = loader._roles.constructors[0].call(ServingConstructor.store_use).result()
         here, there, stored = [], [], []
         for _ in range(40):
             step = next(client)  # held while it is looked at

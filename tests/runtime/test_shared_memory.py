@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from overlord.runtime import shared_memory
 from overlord.runtime.shared_memory import Connection, Listener, SharedObject, SharedSegment, connect_to, why_unavailable
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason="needs Linux's memfd")
@@ -181,6 +182,53 @@ def test_a_system_without_shared_memory_says_so(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert "not permitted" in (why_unavailable() or "")
+
+
+def _refuse(_):
+    raise OSError(27, "File too large")
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """A system that has no shared memory left."""
+    monkeypatch.setattr(SharedSegment, "create", _refuse)
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 16, (1 << 16) + 1, 3 << 20])
+def test_without_shared_memory_a_long_message_travels_in_packets(ends, refused, num_bytes):
+    ours, theirs = ends
+    value = {"text": "x" * num_bytes, "arrays": [np.arange(num_bytes), np.arange(0), np.arange(20_001)], "name": "y"}
+    got: list[dict] = []
+    thread = threading.Thread(target=lambda: got.extend([theirs.receive(60), theirs.receive(60)]))
+    thread.start()
+    ours.send(value)
+    ours.send("the next", waits=False)
+    thread.join()
+    assert got[1] == "the next"
+    assert got[0]["text"] == value["text"]
+    for found, array in zip(got[0]["arrays"], value["arrays"], strict=True):
+        np.testing.assert_array_equal(found, array)
+
+
+def test_descriptors_of_a_message_in_packets_arrive_too(ends, monkeypatch):
+    ours, theirs = ends
+    shared = SharedObject.of(np.arange(50_000))
+    monkeypatch.setattr(SharedSegment, "create", _refuse)
+    ours.send((shared, np.arange(10_000)))
+    got, array = theirs.receive(60)
+    np.testing.assert_array_equal(got.open(), np.arange(50_000))
+    np.testing.assert_array_equal(array, np.arange(10_000))
+
+
+def test_a_receiver_that_takes_nothing_ends_the_connection_of_a_sender_that_does_not_wait(ends, refused, monkeypatch):
+    monkeypatch.setattr(shared_memory, "_PACKET_S", 0)
+    ours, theirs = ends
+    with pytest.raises(ConnectionAbortedError, match="in the middle of a message the other process took nothing"):
+        ours.send(bytes(3 << 20), waits=False)
+    with pytest.raises(OSError, match="Broken pipe"):
+        ours.send(1)
+    with pytest.raises(EOFError):
+        theirs.receive(60)
 
 
 def test_segments_are_freed_with_their_last_view():

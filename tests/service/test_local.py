@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import overlord as ol
-from overlord.batches.buffers import Arenas
+from overlord.batches.buffers import Arenas, LendLimit
 from overlord.runtime import serving_threads
 from overlord.runtime.shared_memory import Connection, Listener, connect_to
-from overlord.service import serving, wire
+from overlord.service import constructor, serving, wire
 from overlord.service.auth import Address, Listen
 from overlord.service.channel import FlightChannel
 from overlord.service.client import Client
 from overlord.service.local_link import LocalLink, NotOnThisHostError
-from overlord.service.local_steps import MOST_LENT, Act, Greeting
+from overlord.service.local_steps import Act, Greeting
 from overlord.service.serving import ServedGroups, ServerPerGroup
 from tests.commands import environment, python
 from tests.faults.trainers import wait_until
@@ -207,16 +207,31 @@ def test_a_client_that_closes_with_steps_requested_ahead_is_not_taken_for_dead(c
 
 
 def test_a_trainer_that_keeps_every_batch_is_named_and_the_service_does_not_grow(caplog):
-    job = two_sources(batch=WIDE)
+    job, most = two_sources(batch=WIDE), LendLimit().most_steps
     with served(job) as (loader, address):
         client = ol.connect(address, rank=0, timeout_s=20)
-        kept = [next(client) for _ in range(MOST_LENT + 4)]
+        kept = [next(client) for _ in range(most + 4)]
         full = shared_bytes(loader)
-        kept += [next(client) for _ in range(MOST_LENT)]
+        kept += [next(client) for _ in range(most)]
         assert shared_bytes(loader) <= full + full // 4
         (line,) = [line for line in caplog.messages if "further steps are copied" in line]
-        assert line.startswith(f"rank 0 holds {MOST_LENT} steps")
+        assert line.startswith(f"rank 0 holds {most} steps (")
         assert [content(step) for step in kept] == undisturbed(job, len(kept))[0]
+
+
+def test_a_trainer_may_hold_a_few_large_steps_and_further_ones_are_copied(monkeypatch, caplog):
+    monkeypatch.setattr(constructor, "LendLimit", lambda least_steps: LendLimit(16, 100_000, least_steps))
+    job, held = two_sources(batch=WIDE, prefetch=1), 3 * 8 << 16  # three steps of eight microbatches
+    with served(job) as (loader, address):
+        client = ol.connect(address, rank=0, timeout_s=20, fetch_ahead=0)
+        kept = [next(client) for _ in range(12)]
+        store = loader.report().store
+        assert store is not None
+        assert (store.lent_bytes, store.lent_limit_bytes) == (held, 100_000)
+        (line,) = [line for line in caplog.messages if "further steps are copied" in line]
+        assert line.startswith(f"rank 0 holds 3 steps ({held:,} bytes)")
+        assert [content(step) for step in kept] == undisturbed(job, len(kept))[0]
+        client.close()
 
 
 def test_of_two_trainers_with_one_rank_the_newest_reads_and_the_other_is_told():
@@ -329,24 +344,56 @@ import logging, resource, sys
 import overlord as ol
 from tests.service.served import content, two_sources, undisturbed
 
-logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
-job = two_sources(batch=ol.Batch(samples=3000, sequence_length=64))
-expected = undisturbed(job, 5)[0]
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-with ol.start(job) as loader:
-    client = ol.connect(loader.serve(), rank=0, timeout_s=20)
-    assert [content(next(client)) for _ in range(5)] == expected
-    assert loader.report().store is None
-    print(type(client._channel._steps).__name__)
+def main():
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+    job = two_sources(batch=ol.Batch(samples=3000, sequence_length=64))
+    expected = undisturbed(job, 5)[0]
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+    with ol.start(job, engine={engine}) as loader:
+        client = ol.connect(loader.serve(), rank=0, timeout_s=60)
+        assert [content(next(client)) for _ in range(5)] == expected
+        assert loader.report().store is None
+        print(type(client._channel._steps).__name__)
+
+main()
 """
 
 
-@pytest.mark.parametrize("limit", [0, 4096])
-def test_where_shared_memory_is_refused_flight_is_used_and_the_log_says_so_once(limit):
-    said = python("-c", REFUSED.replace("{limit}", str(limit))).stdout
+@pytest.mark.parametrize(("limit", "engine"), [(0, "None"), (4096, "None"), (1 << 16, "ol.Processes(2)")])
+def test_where_shared_memory_is_refused_flight_is_used_and_the_log_says_so_once(limit, engine):
+    said = python("-c", REFUSED.replace("{limit}", str(limit)).replace("{engine}", engine)).stdout
     assert "Link" in said.splitlines()  # a fetch ahead may say afterwards that the service is gone
     assert said.count("batches are built in private memory") == 1
     assert "File too large" in said
+    assert said.count("long messages between processes are sent in packets") == (engine != "None")
+
+
+FEW_FILES = """
+import logging, resource, sys
+import overlord as ol
+from tests.service.served import streams, undisturbed
+from tests.small_sources import Numbered, job_of
+
+def main():
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+    sources = {f"source-{number}": Numbered(rows=40, unit_rows=8, first=100 * number) for number in range(120)}
+    job = job_of(sources, ol.Batch(samples=1200, sequence_length=64), mesh=ol.Mesh(dp=2))
+    expected = undisturbed(job, 3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    with ol.start(job, engine=ol.Processes(2)) as loader:
+        address = loader.serve()
+        clients = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)]
+        assert streams(clients, 3) == expected
+        print("done")
+
+main()
+"""
+
+
+def test_a_run_whose_processes_may_open_few_files_copies_what_it_cannot_share():
+    said = python("-c", FEW_FILES).stdout
+    assert "done" in said.splitlines()
+    assert "a process may have 256 open files here (hard limit 256)" in said
 
 
 def test_a_forked_child_of_a_trainer_can_neither_read_nor_hide_the_trainers_death(caplog):
@@ -412,7 +459,7 @@ def test_a_constructor_that_is_killed_while_it_builds_leaves_no_half_batch():
 def _process_of(loader: ol.Loader, group: int) -> int:
     from overlord.service.constructor import ServingConstructor
 
-    return loader._roles.constructors[group].call(ServingConstructor.shared_bytes).result()[0]
+    return loader._roles.constructors[group].call(ServingConstructor.store_use).result()[0]
 
 
 # The door: calls on the run through a unix socket that is named after the service's address

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.batches.buffers import Arenas
+from overlord.batches.buffers import Arenas, LendLimit
 from overlord.messages import Delivery, Fields
 from overlord.runtime.shared_memory import Connection, SharedSegment
 from overlord.service import wire
@@ -34,7 +34,8 @@ class Pair:
 
     def __init__(self, arenas: Arenas | None = None, most_lent: int = 4) -> None:
         self.arenas = arenas or Arenas(8, shared=True)
-        self.lender, self.borrower = StepLender(self.arenas, most_lent), StepBorrower()
+        self.arenas.lend_limit = LendLimit(most_lent)
+        self.lender, self.borrower = StepLender(self.arenas), StepBorrower()
         self._ends = [Connection(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
 
     def lend(self, delivery: Delivery) -> Delivery:
@@ -145,6 +146,19 @@ def test_a_trainer_that_keeps_every_step_gets_copies_that_the_service_does_not_k
     gc.collect()
     pair.lend(step_of(pair, 1))
     assert pair.lender.num_copied == 16, "it is served without copies again"
+
+
+@pytest.mark.parametrize(("most_bytes", "num_lent"), [(0, 2), (3 << 18, 3), (4 << 18, 4), (1 << 30, 6)])
+def test_steps_beyond_so_many_bytes_are_copied_but_for_the_first_few(most_bytes, num_lent):
+    pair = Pair()
+    pair.arenas.lend_limit = LendLimit(6, most_bytes, least_steps=2)
+    kept = [pair.lend(step_of(pair, i)) for i in range(10)]  # each in a buffer of 256 KiB
+    assert pair.lender.num_lent == num_lent
+    assert pair.lender.lent_bytes == num_lent << 18
+    assert [lent() for lent in pair.arenas.lenders.values()] == [num_lent << 18]
+    assert [step.microbatches[0]["f0"][-1] for step in kept] == list(range(10))
+    pair.lender.close()
+    assert not pair.arenas.lenders
 
 
 def test_what_a_trainer_held_when_it_disconnected_is_never_written_to_again():

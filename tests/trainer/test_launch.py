@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlord as ol
+from overlord.runtime.cores import num_usable_cores
+from overlord.runtime.processes.engine import default_engine
 from overlord.trainer import attach
 from tests.service.served import served
 from tests.small_sources import Numbered, job_of, tokens_of
@@ -35,7 +40,8 @@ def _rank(rank: int, size: int, folder: Path, store: int, address: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store), TORCHELASTIC_USE_AGENT_STORE="True")
     # As under torchrun, before there is a process group.
-    _read(folder, "environment", rank, job_of(FINITE, mesh=ol.Mesh(cp=2)))  # dp is what the world leaves
+    with (folder / f"said-{rank}").open("w") as said, redirect_stderr(said):
+        _read(folder, "environment", rank, job_of(FINITE, mesh=ol.Mesh(cp=2)))  # dp is what the world leaves
     _read(folder, "turned-environment", rank, job_of(FINITE, mesh=ol.Mesh(cp=2)), rank=size - 1 - rank)
     # And with one.
     join_world(rank, size, folder)
@@ -134,6 +140,35 @@ def test_when_rank_0_cannot_start_every_rank_is_told_why(world):
     assert found[0][0] == "SourceError"
     assert all(kind == "ServiceError" for kind, _ in found[1:])
     assert all("source 'a' has no data" in text for _, text in found)
+
+
+def test_rank_0_says_what_loads_and_where_and_the_others_say_nothing(world):
+    (line,) = (world / "said-0").read_text().splitlines()
+    assert line.startswith("overlord: rank 0 loads for 4 ranks at grpc://127.0.0.1:")
+    engine, reason = default_engine(None)
+    own = f"in its own process on {num_usable_cores()} cores ({reason})"
+    assert (own if engine is None else "worker processes on") in line
+    assert [(world / f"said-{rank}").read_text() for rank in (1, 2, 3)] == ["", "", ""]
+
+
+@pytest.mark.usefixtures("no_world")
+@pytest.mark.parametrize("processes", [None, 1])
+def test_the_line_of_a_process_that_reads_alone_names_what_encodes_its_texts(tmp_path, capsys, processes):
+    pq.write_table(pa.table({"text": ["some text " * 20] * 8}), tmp_path / "texts.parquet")
+    tokenize = ol.Tokenize("text", encoding=ol.ByteTokenizer())
+    texts = ol.Parquet(tmp_path / "texts.parquet", transform=tokenize)
+    called = ol.Parquet(tmp_path / "texts.parquet", transform=ol.InProcesses(ol.Tokenize("text", encoding=_length)))
+    engine = None if processes is None else ol.Processes(processes)
+    with attach(job_of({"a": texts, "b": called, "c": texts}), engine=engine) as client:
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("overlord: this process reads alone: ")
+        assert ("in its own process" if engine is None else "1 worker processes on") in line
+        assert line.endswith("; texts are encoded by bytes, function")
+        assert next(client).number == 0
+
+
+def _length(text: str) -> list[int]:
+    return [len(text)] * 8
 
 
 def test_one_process_needs_no_service(monkeypatch):

@@ -13,13 +13,16 @@ import os
 import weakref
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.runtime.shared_memory import SharedSegment, why_unavailable
+from overlord.runtime.shared_memory import SharedSegment, may_share_more, why_unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 _STEP = 1 << 16
@@ -30,18 +33,40 @@ _MOST_OPEN_FILES = 1 << 16
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class LendLimit:
+    """How many steps of a pool a trainer may hold, fetched ahead or in use, before further ones are copied."""
+
+    most_steps: int = 16
+    most_bytes: int = 1 << 30
+    """Of the buffers that they lie in."""
+    least_steps: int = 4
+    """However large they are: it could not fetch ahead otherwise."""
+
+    def allows(self, num_steps: int, num_bytes: int) -> bool:
+        """True if a trainer may hold so many steps, which take so many bytes."""
+        return num_steps <= self.most_steps and (num_bytes <= self.most_bytes or num_steps <= self.least_steps)
+
+
 class Arenas:
     """A pool that keeps at most `most` idle buffers: those that were used last.
 
     Buffers of a shared pool can be mapped by other processes. Where the system has no such memory, a warning says so once,
-    and buffers are private from then on.
+    and buffers are private from then on. They are so, too, while the process has few descriptors left.
     """
+
+    most_descriptors = 0.75
+    """The part of the descriptors of this process that may be in use when another buffer is shared."""
 
     def __init__(self, most: int = 0, *, shared: bool = False) -> None:
         self.most = most
         self.is_shared = False
         self.why_private = ""
         """Why buffers are private although they were to be shared."""
+        self.lend_limit = LendLimit()
+        """Of each trainer."""
+        self.lenders: dict[Any, Callable[[], int]] = {}
+        """Who lends buffers of this pool, and the bytes that each has lent."""
         self._segments: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
         # No lock: a buffer returns from a finalizer, which may run inside any other call. Operations of a deque are atomic.
         self._idle: deque[_Arena] = deque()
@@ -112,7 +137,7 @@ class Arenas:
         return found
 
     def _allocate(self, size: int) -> _Arena:
-        if self.is_shared:
+        if self.is_shared and may_share_more(self.most_descriptors):
             try:
                 segment = SharedSegment.create(size)
                 # Reserved at once: a lack of memory would otherwise show as SIGBUS when the buffer is written.

@@ -164,6 +164,8 @@ class ChunkArenas(Arenas):
     buffers are at most a part of those in use, and as many as were always left over while the last chunks were made are
     given back."""
 
+    most_descriptors = 0.5  # less than batches need: rows of a chunk that is not shared are copied, those of all others not
+
     def __init__(self) -> None:
         super().__init__(shared=True)
         self._num_looked, self._fewest_idle = 0, sys.maxsize

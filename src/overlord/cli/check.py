@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from overlord.chunks.transforms.apply import InProcesses
-from overlord.chunks.transforms.tokenize import Tokenize
+from overlord.chunks.transforms.apply import engines_used
 from overlord.cli import FAILED, describe_error
 from overlord.cli.live import WaitNotes
 from overlord.cli.options import add_job_argument
@@ -167,12 +166,8 @@ def _listing(job: Job, name: str, units: Sequence[Unit], weights: Mapping[str, f
         units=len(units),
         rows=None if None in rows else sum(row for row in rows if row is not None),
         num_bytes=sum(unit.num_bytes for unit in units),
-        engines=tuple(fn.engine_used for fn in map(_inner, job.sources[name].transforms) if isinstance(fn, Tokenize)),
+        engines=engines_used(job.sources[name].transforms),
     )
-
-
-def _inner(transform: object) -> object:
-    return transform.fn if isinstance(transform, InProcesses) else transform
 
 
 def _build_first_step(job: Job, rows: Mapping[str, int | None]) -> tuple[FirstStep, RunLength]:

@@ -22,12 +22,13 @@ import numpy as np
 
 from overlord.batches.lending import Borrower
 from overlord.batches.payload import Payload
-from overlord.chunks.shared_rows import RowsInMemory
+from overlord.chunks.shared_rows import ChunkArenas, RowsInMemory
 from overlord.errors import ClosedError, WaitTimeoutError
 from overlord.roles.chunk_loans import MOST_TOGETHER, LentChunk, LoanAnswer, LoanRequest
 from overlord.roles.chunk_rows import RowTaker
 from overlord.roles.loader_host import LoaderHost
 from overlord.roles.routes import group_parts, names_of_sources
+from overlord.runtime.shared_memory import may_share_more
 from overlord.stream.facts import Samples
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class BorrowedChunks:
     def expect(self, samples: Iterable[Samples]) -> None:
         """Request the chunks of samples that will be needed soon. Waits for nothing, and raises nothing."""
         missing = self._missing(key for part in samples for key in _keys_of(part))
-        if not missing:
+        if not missing or not may_share_more(ChunkArenas.most_descriptors):
             return
         try:
             by_host = self._routes.hosts_of(missing)
@@ -136,10 +137,13 @@ class BorrowedChunks:
 
     def require(self, keys: Collection[Key]) -> set[Key]:
         """Wait until these chunks are borrowed. Returns those that cannot be: they are not in shared memory, or their host
-        is on another machine, gone, or silent while its shadow can answer."""
+        is on another machine, gone, or silent while its shadow can answer, or this process has many files open."""
         absent = {key for key in keys if key in self._unshared}
         missing = self._missing(keys)
         while missing:
+            if not may_share_more(ChunkArenas.most_descriptors):
+                absent.update(missing)
+                break
             by_host = self._routes.hosts_of(missing)
             near = {host: keys for host, keys in by_host.items() if self._routes.is_near(host)}
             absent.update(key for host, keys in by_host.items() if host not in near for key in keys)

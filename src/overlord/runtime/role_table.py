@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from overlord.errors import ClosedError
+from overlord.errors import ClosedError, OverlordError
 from overlord.runtime.serving_threads import ServingThreads
 from overlord.runtime.transport import ErrorEnvelope
 
@@ -143,17 +143,21 @@ def _answer_next(connection: Connection, table: RoleTable) -> bool:
     try:
         try:
             is_wanted, number, method, args, kwargs = connection.receive()
-        except (OSError, EOFError):
+        except (ConnectionError, EOFError):
             raise
         except Exception as error:  # noqa: BLE001 - unpickling imports the caller's own modules
+            _log.warning("a call of another process could not be received: %s: %s", type(error).__name__, error)
             connection.send((RAISED, ErrorEnvelope.pickling(error, _RAISED_IN)))
             return True
         kind, value = run_call(table, number, method, args, kwargs)
         if is_wanted:
-            _send(connection, kind, value, table.name_of(number))
+            _send(connection, kind, value, table.name_of(number), method)
         elif kind == RAISED:
             _log.debug("%s of %r failed, and nobody waited for it: %s", method, table.name_of(number), value)
-    except (OSError, EOFError):
+    except (ConnectionError, EOFError):
+        return False
+    except OSError as error:  # not even the error could be sent
+        _log.warning("the connection of a caller ends, and its call is repeated: %s", error)
         return False
     return True
 
@@ -168,10 +172,12 @@ def run_call(table: RoleTable, number: int, method: str, args: Sequence[Any], kw
         return RAISED, ErrorEnvelope.pickling(error, _RAISED_IN, table.name_of(number))
 
 
-def _send(connection: Connection, kind: int, value: Any, name: str) -> None:
+def _send(connection: Connection, kind: int, value: Any, name: str, method: str) -> None:
+    """Send an answer, or the error why it cannot be sent: a caller takes a closed connection for the role's death."""
     try:
         connection.send((kind, value))
-    except (OSError, EOFError):
-        raise
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (ConnectionError, EOFError):
+        raise  # the caller is gone
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, OSError, OverlordError) as error:
+        _log.warning("the answer of %r to %s cannot be sent: %s: %s", name, method, type(error).__name__, error)
         connection.send((RAISED, ErrorEnvelope.pickling(error, _RAISED_IN, name)))

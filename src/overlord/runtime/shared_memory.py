@@ -5,6 +5,8 @@ size does not limit it, and it is freed when the last process that maps it ends,
 with a message over a unix socket. A `SharedObject` is a pickled object whose arrays lie in a segment: sending it costs the
 same however large it is, and every receiver's arrays are views of the same memory.
 
+Where the system refuses a segment, a message that is too long for one packet travels in several.
+
 Sockets are of the abstract namespace, which leaves no files, and admit only processes of the same user. They carry pickles:
 only processes of one run talk this way.
 """
@@ -12,12 +14,16 @@ only processes of one run talk this way.
 from __future__ import annotations
 
 import array
+import errno
+import functools
 import itertools
 import logging
 import mmap
 import os
 import pickle
+import resource
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -32,7 +38,7 @@ import numpy as np
 from overlord.errors import OverlordError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,7 +47,12 @@ _IN_BAND_BYTES = 1 << 14
 """Buffers up to this size travel inside the message: a segment costs several system calls."""
 _MESSAGE_BYTES = 1 << 16
 """Longer messages travel in a segment, because a packet must fit into the socket's buffer."""
-_INLINE, _IN_SEGMENT = b"\0", b"\1"
+_PROBED_BYTES = 1 << 20
+"""What a buffer of a batch may take: a limit on the size of files (RLIMIT_FSIZE) refuses more than a byte."""
+_PACKET_S = 30.0
+"""How long the next packet of a message may be in coming, or may wait where the sender does not: then the other process
+hangs, and the connection is of no use, because the rest would be taken for the next message."""
+_INLINE, _IN_SEGMENT, _IN_PACKETS = b"\0", b"\1", b"\2"
 _MOST_DESCRIPTORS = 64
 _RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 # As plain integers: flags of an enum cost microseconds.
@@ -74,6 +85,9 @@ class SharedSegment:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, access)
+        except OSError as error:
+            os.close(descriptor)
+            raise with_file_limit(error) from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -113,12 +127,60 @@ def address_of(array: NDArray[Any]) -> int:
         return array.__array_interface__["data"][0]
 
 
-def why_unavailable() -> str | None:
-    """Why processes of this machine cannot share memory; None where they can."""
+def describe_file_limit() -> str:
+    """The limit on open files of this process, and how to raise it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"a process may have {soft:,} open files here (hard limit {hard:,}), and memory that it shares takes one or two for "
+        "each chunk and batch. Raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile= of a "
+        "container), or let a run have fewer sources"
+    )
+
+
+def with_file_limit(error: OSError) -> OSError:
+    """The error; one that says that too many files are open says also how many may be, and the way out."""
+    if error.errno != errno.EMFILE:
+        return error
+    return OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {describe_file_limit()}")
+
+
+def may_share_more(part: float) -> bool:
+    """False while this part of the descriptors that this process may have is in use, which is logged once: files and
+    connections need the others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return True
+    try:
+        lowest = os.eventfd(0, os.EFD_CLOEXEC)  # the system gives the lowest number that is free
+    except OSError:
+        lowest = soft
+    else:
+        os.close(lowest)
+    if lowest < soft * part:
+        return True
+    _warn_of_file_limit()
+    return False
+
+
+@functools.cache  # once
+def _warn_of_file_limit() -> None:
+    _log.warning("chunks and batches are copied between processes, because many files are open: %s", describe_file_limit())
+
+
+def why_unsupported() -> str | None:
+    """Why processes of this machine cannot talk to each other this way; None where they can."""
     if sys.platform != "linux":
         return f"shared memory between processes needs Linux, and this is {sys.platform}"
+    return None
+
+
+def why_unavailable() -> str | None:
+    """Why processes of this machine cannot share memory; None where they can."""
+    reason = why_unsupported()
+    if reason is not None:
+        return reason
     try:
-        SharedSegment.create(1)
+        SharedSegment.create(_PROBED_BYTES)
     except (OSError, AttributeError) as error:
         return f"the system refuses shared memory (memfd_create): {error}"
     return None
@@ -142,7 +204,9 @@ class SharedObject:
     def of(value: Any) -> SharedObject:
         """Copy an object into shared memory. Raises OSError where the system has none left."""
         head, buffers = _pickle(value, in_band_bytes=0)
-        return SharedObject(*_copy_together([head, *buffers]))
+        parts = [head, *buffers]
+        places = _places_of(parts)
+        return SharedObject(_copy_together(parts, places), places)
 
     @property
     def num_bytes(self) -> int:
@@ -217,14 +281,21 @@ class Connection:
             body, buffers = _pickle(value, _IN_BAND_BYTES)
         finally:
             _message.outgoing = None
-        kind = _INLINE
+        kind, parts = _INLINE, [body, *buffers]
         if buffers or len(body) > _MESSAGE_BYTES:
-            segment, places = _copy_together([body, *buffers])
-            segments.append(segment)
-            kind, body = _IN_SEGMENT, pickle.dumps(places)
+            places = _places_of(parts)
+            try:
+                segments.append(_copy_together(parts, places))
+                kind = _IN_SEGMENT
+            except OSError as error:
+                _warn_of_packets(f"the system refuses shared memory: {error}")
+                kind = _IN_PACKETS
+            body = pickle.dumps(places)
         if len(segments) > _MOST_DESCRIPTORS:
             raise OverlordError(f"a message has {len(segments)} objects in shared memory; at most {_MOST_DESCRIPTORS} fit")
         self.send_raw(kind, body, segments=segments, waits=waits)
+        if kind == _IN_PACKETS:
+            self._send_packets(parts, waits)
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Wait for a message. Raises EOFError when the other side is gone, TimeoutError after `timeout_s`."""
@@ -233,6 +304,8 @@ class Connection:
         try:
             if packet[:1] == _INLINE:
                 return pickle.loads(packet[1:])
+            if packet[:1] == _IN_PACKETS:
+                return self._receive_packets(pickle.loads(packet[1:])).open()
             descriptor, descriptors[-1] = descriptors[-1], -1
             return SharedObject(SharedSegment(descriptor, writable=False), pickle.loads(packet[1:])).open()
         finally:
@@ -240,6 +313,37 @@ class Connection:
             for descriptor in descriptors:
                 if descriptor >= 0:
                     os.close(descriptor)
+
+    def _send_packets(self, parts: Sequence[bytes | memoryview], waits: bool) -> None:
+        """Send the parts of a message that lie in no segment. Each begins with a packet of its own."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        for packet in _packets_of(parts):
+            while True:
+                try:
+                    self._socket.sendmsg([packet], (), _WITHOUT_WAITING)
+                    break
+                except (BlockingIOError, TimeoutError):
+                    if not poll.poll(None if waits else _PACKET_S * 1000):
+                        raise self._broken("took") from None
+
+    def _receive_packets(self, places: tuple[ByteRange, ...]) -> ReceivedObject:
+        memory = memoryview(bytearray(places[-1][1]))
+        for begin, end in places:
+            done = begin
+            while done < end:
+                try:
+                    packet, _ = self.receive_raw(_PACKET_S)
+                except TimeoutError:
+                    raise self._broken("sent") from None
+                memory[done : done + len(packet)] = packet
+                done += len(packet)
+        return ReceivedObject(memory.toreadonly(), places)
+
+    def _broken(self, did: str) -> ConnectionAbortedError:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        return ConnectionAbortedError(f"in the middle of a message the other process {did} nothing for {_PACKET_S:.0f} s")
 
     def send_raw(self, *parts: bytes, segments: Sequence[SharedSegment] = (), waits: bool = True) -> None:
         """Send bytes as one message, up to 64 KiB, with the descriptors of segments."""
@@ -264,7 +368,7 @@ class Connection:
         if flags & _IS_CUT:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise OSError("a message between processes was cut: this process may have too many open files (ulimit -n)")
+            raise OSError(errno.EMFILE, f"a message between processes was cut: {describe_file_limit()}")
         if length == 0:
             raise EOFError("the other side of the connection is gone")
         return memoryview(self._room)[:length], descriptors.tolist()
@@ -371,15 +475,32 @@ def _pickle(value: Any, in_band_bytes: int) -> tuple[bytes, list[memoryview]]:
     return cloudpickle.dumps(value, protocol=5, buffer_callback=keep_in_band), buffers
 
 
-def _copy_together(parts: Sequence[bytes | memoryview]) -> tuple[SharedSegment, tuple[ByteRange, ...]]:
-    """Copy buffers into a new segment, aligned; returns their places in it."""
+def _places_of(parts: Sequence[bytes | memoryview]) -> tuple[ByteRange, ...]:
+    """The places of buffers that lie together, aligned."""
     places: list[ByteRange] = []
     end = 0
     for part in parts:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = begin + len(part)
         places.append((begin, end))
-    segment = SharedSegment.create(end)
-    for part, (begin, stop) in zip(parts, places, strict=True):
-        segment.memory[begin:stop] = np.frombuffer(part, np.uint8)
-    return segment, tuple(places)
+    return tuple(places)
+
+
+def _copy_together(parts: Sequence[bytes | memoryview], places: Sequence[ByteRange]) -> SharedSegment:
+    """Copy buffers to their places in a new segment."""
+    segment = SharedSegment.create(places[-1][1])
+    for part, (begin, end) in zip(parts, places, strict=True):
+        segment.memory[begin:end] = np.frombuffer(part, np.uint8)
+    return segment
+
+
+def _packets_of(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        whole = memoryview(part).cast("B")
+        for begin in range(0, len(whole), _MESSAGE_BYTES):
+            yield whole[begin : begin + _MESSAGE_BYTES]
+
+
+@functools.cache  # once for each reason
+def _warn_of_packets(reason: str) -> None:
+    _log.warning("long messages between processes are sent in packets, which takes longer: %s", reason)

@@ -7,7 +7,9 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.batches.buffers import LendLimit
 from overlord.roles.assembly import make_constructor
+from overlord.status import StoreUse
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -25,12 +27,17 @@ if TYPE_CHECKING:
     from overlord.status import ConstructorCounters
 
 
+_LEAST_BEYOND = 2
+"""How many steps a trainer may hold, beside as many as are built ahead, however large they are."""
+
+
 def make_serving_constructor(
     job: Job, group: int, planner: Handle[Planner], routes: Routes, workplace: Workplace, *, generation: int
 ) -> ServingConstructor:
     tree = ClientPlaceTree(job.mesh, job.stage_fields, tuple(job.cut))
     constructor = make_constructor(job, group, tree, workplace, planner=planner, routes=routes)
     constructor.generation = generation
+    workplace.arenas.lend_limit = LendLimit(least_steps=job.prefetch + _LEAST_BEYOND)
     return ServingConstructor(constructor, tree, group, workplace)
 
 
@@ -100,9 +107,11 @@ class ServingConstructor:
         """Where its batches are built; for a server in the same process."""
         return self._arenas
 
-    def shared_bytes(self) -> tuple[int, int]:
-        """The number of this process, and the bytes of its batches' shared memory: ready, and held by trainers."""
-        return os.getpid(), self._arenas.shared_bytes
+    def store_use(self) -> tuple[int, StoreUse]:
+        """The number of this process, and the use of its batches' shared memory: ready, and held by trainers."""
+        lent = [lent_bytes() for lent_bytes in list(self._arenas.lenders.values())]
+        limit = len(lent) * self._arenas.lend_limit.most_bytes
+        return os.getpid(), StoreUse(self._arenas.shared_bytes, None, sum(lent), limit)
 
     def reading(self) -> dict[int, int]:
         """The ranks that read from here, with the next step of each."""

@@ -238,10 +238,11 @@ class _TrainerSession:
         if lender.num_copied and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s holds %d steps and returned none of them: further steps are copied for it, which costs time and its own "
-                "memory. Batches are returned when their last array is collected; copy what has to be kept",
+                "%s holds %d steps (%s bytes) and returned none of them: further steps are copied for it, which costs time "
+                "and its own memory. Batches are returned when their last array is collected; copy what has to be kept",
                 self.name,
                 lender.num_lent,
+                f"{lender.lent_bytes:,}",
             )
         return messages
 

@@ -5,8 +5,8 @@ A message is MessagePack, never pickle. With it travel the descriptors of segmen
 Region 0 of a step lies in the message and holds the small arrays; the others are segments that are lent to the trainer until
 its last array over them is collected. A large array that was not built in shared memory is copied there.
 
-A trainer may hold `MOST_LENT` steps. While it holds that many, each further step is copied into memory of its own, which the
-service does not keep: whoever keeps batches pays for them, and the service's memory stays bounded.
+How many steps a trainer may hold, and how large, the pool's `LendLimit` says. Beyond that each step is copied into memory of
+its own, which the service does not keep: whoever keeps batches pays for them, and the service's memory stays bounded.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from overlord.batches.buffers import Arenas
     from overlord.messages import Delivery
     from overlord.runtime.shared_memory import Connection
-
-MOST_LENT = 16
-"""How many steps a trainer may hold, fetched ahead or in use, before further ones are copied."""
 
 MOST_BYTES = 1 << 16
 """Of one message."""
@@ -182,18 +179,17 @@ class LocalMessage:
 class StepLender:
     """Lends steps to one connection of a trainer. One thread at a time may use it."""
 
-    def __init__(self, arenas: Arenas, most_lent: int = MOST_LENT) -> None:
+    def __init__(self, arenas: Arenas) -> None:
         self._arenas = arenas
-        self._most_lent = most_lent
         self._lender = Lender()
         self._open: dict[int, set[int]] = {}  # the loans of each step that the trainer holds, by the first of them
         self._first: dict[int, int] = {}  # the loans that are open, with the first of their step
         self.num_copied = 0
-        """How many steps were copied because the trainer held so many."""
+        """How many steps were copied because the trainer held so much."""
 
     def pack(self, delivery: Delivery) -> list[LocalMessage]:
         """The messages for a step; one, unless it has very many segments."""
-        is_copied = len(self._open) >= self._most_lent
+        is_copied = not self._arenas.lend_limit.allows(len(self._open) + 1, self.lent_bytes + _num_bytes(delivery))
         self.num_copied += is_copied
         regions = _SharedRegions(is_copied)
         microbatches = [pack_fields(regions, fields, {}) for fields in delivery.microbatches]
@@ -209,6 +205,7 @@ class StepLender:
         lent = self._lender.lend(regions.held)
         numbers = [loan.number for loan in lent.loans]
         if numbers:
+            self._arenas.lenders[self] = lambda: self.lent_bytes
             self._open[numbers[0]] = set(numbers)
             self._first |= dict.fromkeys(numbers, numbers[0])
         *bulks, new = _in_bulks(lent.unmapped)
@@ -232,14 +229,27 @@ class StepLender:
         """How many steps the trainer holds."""
         return len(self._open)
 
+    @property
+    def lent_bytes(self) -> int:
+        """The bytes of the buffers that the trainer holds."""
+        return self._lender.lent_bytes
+
     def close(self) -> None:
         """Retire every loan: the trainer cannot be reached, and may still hold arrays."""
+        self._arenas.lenders.pop(self, None)
         self._lender.close()
 
 
 def pack_answer(answer: Answer | NotLocal) -> LocalMessage:
     """The message for an answer that is no step."""
     return LocalMessage(pack(_Envelope(body=pack(_Body(answer)))))
+
+
+def _num_bytes(delivery: Delivery) -> int:
+    """The bytes of the arrays of a step, those in lists not counted: they are few."""
+    return sum(
+        value.nbytes for fields in delivery.microbatches for value in fields.values() if isinstance(value, np.ndarray)
+    )
 
 
 def _in_bulks(segments: list[SharedSegment]) -> list[list[SharedSegment]]:

@@ -225,6 +225,18 @@ FAMILIES: tuple[Family, ...] = (
         "Bytes that Ray's object store has; absent on other engines.",
         lambda m: None if m.store is None else m.store.limit_bytes,
     ),
+    _run(
+        "store_lent_bytes",
+        "gauge",
+        "Bytes of shared memory that trainers of the service's host hold.",
+        lambda m: None if m.store is None or m.store.lent_limit_bytes is None else m.store.lent_bytes,
+    ),
+    _run(
+        "store_lent_limit_bytes",
+        "gauge",
+        "Bytes of shared memory that connected trainers may hold; beyond that they get copies.",
+        lambda m: None if m.store is None else m.store.lent_limit_bytes,
+    ),
     # Scaling, faults
     _run("shadows", "gauge", "Loader hosts that have a shadow.", lambda m: len(m.shadows)),
     Family(

@@ -282,9 +282,16 @@ class RunRoles:
         return self.engine.store_use() or self._shared_memory()
 
     def _shared_memory(self) -> StoreUse | None:
-        found: dict[int, int] = {}  # by process: constructors of one process share its memory
-        for answer in [constructor.call(ServingConstructor.shared_bytes) for constructor in self.constructors]:
+        found: dict[int, StoreUse] = {}  # by process: constructors of one process share its memory
+        for answer in [constructor.call(ServingConstructor.store_use) for constructor in self.constructors]:
             with suppress(WaitTimeoutError, WorkerDiedError):
-                process, num_bytes = answer.result(STATUS_WAIT_S)
-                found[process] = num_bytes
-        return StoreUse(sum(found.values()), None) if any(found.values()) else None
+                process, use = answer.result(STATUS_WAIT_S)
+                found[process] = use
+        if not any(use.num_bytes for use in found.values()):
+            return None
+        return StoreUse(
+            sum(use.num_bytes for use in found.values()),
+            None,
+            sum(use.lent_bytes for use in found.values()),
+            sum(use.lent_limit_bytes or 0 for use in found.values()),
+        )

@@ -12,6 +12,7 @@ import atexit
 import logging
 import os
 import secrets
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
@@ -22,8 +23,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from overlord.arrange.mesh_tree import ClientPlaceTree
+from overlord.chunks.transforms.apply import engines_used
 from overlord.declare.arguments import whole
 from overlord.errors import ServiceError, SpecError
+from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.processes.engine import default_engine
 from overlord.runtime.whereabouts import node_names
 from overlord.service.auth import Address
@@ -131,8 +134,9 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     """Return the batch iterator of this process's rank in a torch training run.
 
     Every rank must make the same calls in the same order. Rank 0 starts the job and serves it to the others; nothing else
-    has to be started. With `address`, no job is started: every rank connects to the service there. A process that is in no
-    training run of torch is a world of one.
+    has to be started. A line on its standard error says which processes load, and what encodes texts. With `address`, no
+    job is started: every rank connects to the service there. A process that is in no training run of torch is a world of
+    one.
 
     Every rank has to read: while one has read nothing yet, the others get only the first few steps, and after `timeout_s`
     an error that names it. Close the client of a rank that is not to read.
@@ -172,30 +176,33 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     meeting_place = None if place.size == 1 else _Rendezvous(place)
     find_nodes = _share_nodes(job, place, meeting_place)
 
-    def start_job() -> Loader:
+    def start_job() -> tuple[Loader, str]:
         where, reason = (engine, "") if engine is not None or place.size == 1 else default_engine(job.num_workers)
         if meeting_place is not None and place.is_told:
             _check_readers(meeting_place.readers(), place.size)
         if where is not None and not where.is_one_machine and not run.near:
             where.expect_trainers(find_nodes())
+        engines = _tokenizer_engines(job) if where is None or where.is_one_machine else []
         loader = start(job, engine=where, resume=resume, accept_changes=accept_changes, **run.to_arguments())
-        if place.size > 1:
-            _log.info("rank 0 loads for %d ranks: %s", place.size, where or f"in its own process ({reason})")
-        return loader
+        own = f"in its own process on {num_usable_cores()} cores{f' ({reason})' if reason else ''}"
+        encoded = f"; texts are encoded by {', '.join(engines)}" if engines else ""
+        return loader, f"{where or own}{encoded}"
 
     return _close_at_exit(_meet(start_job, place, meeting_place, linger_s, options))
 
 
 def _meet(
-    start_job: Callable[[], Loader],
+    start_job: Callable[[], tuple[Loader, str]],
     world: World,
     meeting_place: _Rendezvous | None,
     linger_s: float,
     options: Mapping[str, Any],
 ) -> Client:
-    """Start the run if this is rank 0, else connect to that of rank 0."""
+    """Start the run if this is rank 0, else connect to that of rank 0. `start_job` returns also what loads, in words."""
     if meeting_place is None:
-        return _make_host_client(start_job(), world, 0.0, options)
+        loader, loads = start_job()
+        sys.stderr.write(f"overlord: this process reads alone: {loads}\n")
+        return _make_host_client(loader, world, 0.0, options)
     if world.rank == 0:
         return _make_host_client(_serve(start_job, world, meeting_place.send), world, linger_s, options)
     meeting = meeting_place.receive()
@@ -227,11 +234,11 @@ def _check_readers(readers: Sequence[int], size: int) -> None:
         )
 
 
-def _serve(make: Callable[[], Loader], world: World, send: Callable[[Meeting], None]) -> Loader:
+def _serve(make: Callable[[], tuple[Loader, str]], world: World, send: Callable[[Meeting], None]) -> Loader:
     """Start the job, serve it, and send its address to the other ranks, or the error: otherwise they would wait forever."""
     token = secrets.token_urlsafe(32)
     try:
-        loader = make()
+        loader, loads = make()
         try:
             if world.is_one_node:
                 address = loader.serve("127.0.0.1:0", token=token, wait_for_all=True)
@@ -244,7 +251,13 @@ def _serve(make: Callable[[], Loader], world: World, send: Callable[[Meeting], N
         send(Meeting(error=f"{type(error).__name__}: {error}"))
         raise
     send(Meeting(address, token))
+    sys.stderr.write(f"overlord: rank {world.reader} loads for {world.size} ranks at {address}: {loads}\n")
     return loader
+
+
+def _tokenizer_engines(job: Job) -> list[str]:
+    """What encodes texts, each engine once: one that is several times slower than another is seen at the start."""
+    return list(dict.fromkeys(engine for source in job.sources.values() for engine in engines_used(source.transforms)))
 
 
 def _make_host_client(loader: Loader, world: World, linger_s: float, options: Mapping[str, Any]) -> Client:

@@ -46,6 +46,12 @@ def _is_tokenize(fn: Callable[..., Any]) -> TypeGuard[Tokenize]:
     return isinstance(fn, Tokenize)
 
 
+def engines_used(transforms: Sequence[Callable[..., Any]]) -> tuple[str, ...]:
+    """What encodes the texts of each `Tokenize` of these transforms, by `Tokenize.engine_used`. Loads the encodings."""
+    inner = [fn.fn if isinstance(fn, InProcesses) else fn for fn in transforms]
+    return tuple(fn.engine_used for fn in inner if _is_tokenize(fn))
+
+
 class TransformCall:
     """A transform with its calling convention resolved."""
 

@@ -24,7 +24,7 @@ from overlord.runtime.processes.node import DIRECTORY, Location, Node
 from overlord.runtime.processes.template import Template
 from overlord.runtime.recorder import Recorder
 from overlord.runtime.role_table import RoleTable, accept_calls
-from overlord.runtime.shared_memory import Listener, why_unavailable
+from overlord.runtime.shared_memory import Listener, why_unavailable, why_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -118,7 +118,7 @@ class Processes:
         return self._node.__reduce__()
 
     def open(self, size: WorkplaceSize) -> None:
-        reason = why_unavailable()
+        reason = why_unsupported()
         if reason is not None:
             raise SpecError(f"the engine of processes cannot be used: {reason}; leave engine=Processes() out")
         with self._lock:

@@ -51,7 +51,7 @@ def main(control_number: int, listener_number: int, index: int, parent: int) -> 
 class _Worker:
     def __init__(self, control: Connection, setup: Setup, listener: Listener) -> None:
         self._control = control
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # the first message that is sent in packets logs so, which is a message too
         self._listener = listener
         self._table = RoleTable()
         self._workplace = Workplace(setup.size)
