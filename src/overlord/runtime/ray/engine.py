@@ -273,7 +273,7 @@ class Ray:
         each = self._options["loaders"].num_cpus or 1
         return max(int(ray.available_resources().get("CPU", 1) / each), 1)
 
-    def spawn(self, name: str, make: Callable[[Workplace], R], *, apart_from: str = "") -> Handle[R]:  # noqa: ARG002
+    def spawn(self, name: str, make: Callable[[Workplace], R], *, apart_from: str = "") -> Handle[R]:
         from overlord.runtime.ray.names import Binding, HostedRole
 
         # Every loader host has an actor of its own: none is lost together with another, unless a node is.
@@ -284,10 +284,18 @@ class Ray:
                 raise OverlordError(f"a role named {name!r} is already running")
             self._num_spawned += 1
             role = HostedRole(self._num_spawned, name, self._calls.store(make))
-            host, self._starting[name] = self._start_role(role, self._placement.node_of(name, self._options_of(name)))
+            node = self._node_apart(name, apart_from) or self._placement.node_of(name, self._options_of(name))
+            host, self._starting[name] = self._start_role(role, node)
             self._roles[name] = host
             self._names.bind(name, Binding(host.name, role.number))
         return Handle(self, name)
+
+    def _node_apart(self, name: str, other: str) -> str | None:
+        """A node with room for a role that should not be lost together with another one; None where there is no choice."""
+        from overlord.runtime.ray.placement import find_apart
+
+        avoided = self._names.node_of(self._roles[other].name) if other in self._roles else None
+        return None if avoided is None else find_apart(self._options_of(name), avoided)
 
     def expect_groups(self, num_groups: int) -> None:
         self._placement.expect_groups(num_groups)

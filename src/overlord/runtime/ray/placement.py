@@ -84,13 +84,12 @@ class RolePlacement:
     def _nodes_for(self, options: ActorOptions) -> list[str]:
         """The nodes to spread constructors over: this one first, if it has CPUs. Only this one if none has."""
         here = ray.get_runtime_context().get_node_id()
-        wanted = {"CPU": options.num_cpus, "memory": options.memory_bytes or 0, **options.resources}
         fitting = [
             node["NodeID"]
             for node in self._alive_nodes()
             if node["Resources"].get("CPU", 0) > 0
             and _has_labels(node.get("Labels", {}), options)
-            and all(node["Resources"].get(name, 0) >= amount for name, amount in wanted.items())
+            and all(node["Resources"].get(name, 0) >= amount for name, amount in _wanted(options).items())
         ]
         return sorted(fitting, key=lambda node: (node != here, node)) or [here]
 
@@ -131,10 +130,29 @@ def strategy_for(node: str | None, is_spread: bool) -> Any:
 
 def has_room(options: ActorOptions) -> bool:
     """True if some node has free what an actor with these options requests."""
-    wanted = {"CPU": options.num_cpus, "memory": options.memory_bytes or 0, **options.resources}
+    return bool(_free_cpus(options))
+
+
+def find_apart(options: ActorOptions, avoided: str) -> str | None:
+    """The node with the most free CPUs, apart from one, that has room for an actor with these options; None if none has."""
+    free = {node: cpus for node, cpus in _free_cpus(options).items() if node != avoided}
+    return max(free, key=lambda node: (free[node], node), default=None)
+
+
+def _free_cpus(options: ActorOptions) -> dict[str, float]:
+    """The free CPUs of each node that has free what an actor with these options requests."""
     free: Any = available_resources_per_node()
-    fitting = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _has_labels(node.get("Labels", {}), options)]
-    return any(all(free.get(node, {}).get(name, 0) >= amount for name, amount in wanted.items()) for node in fitting)
+    found: dict[str, float] = {}
+    for node in ray.nodes():
+        left = free.get(node["NodeID"], {})
+        has_all = all(left.get(name, 0) >= amount for name, amount in _wanted(options).items())
+        if node["Alive"] and has_all and _has_labels(node.get("Labels", {}), options):
+            found[node["NodeID"]] = left.get("CPU", 0)
+    return found
+
+
+def _wanted(options: ActorOptions) -> dict[str, float]:
+    return {"CPU": options.num_cpus, "memory": options.memory_bytes or 0, **options.resources}
 
 
 def is_restarting(actor: Any) -> bool:
