@@ -43,7 +43,7 @@ class Nodes:
     def first_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    def add(self, num_cpus: int = _NUM_CPUS, **labels: str) -> Any:
+    def add(self, num_cpus: int = _NUM_CPUS, /, **labels: str) -> Any:
         """A node with these labels, beside the one that all others have."""
         node = self._cluster.add_node(num_cpus=num_cpus, object_store_memory=_STORE_BYTES, labels={**OTHERS, **labels})
         self.others.append(node)

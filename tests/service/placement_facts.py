@@ -139,7 +139,7 @@ for client in clients:
 
 def outside(nodes: Nodes, _names: dict[str, str]) -> dict[str, Any]:
     """The driver's node has no CPUs, and the trainers' machine is not in the cluster."""
-    names = {nodes.first_id: "first", nodes.others[0].node_id: "small", nodes.add(num_cpus=3).node_id: "large"}
+    names = {nodes.first_id: "first", nodes.others[0].node_id: "small", nodes.add(3).node_id: "large"}
     engine = ol.Ray("auto", loader_hosts=2)
     job = replace(JOB, mesh=ol.Mesh(dp=4))
 
