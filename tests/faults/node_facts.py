@@ -1,5 +1,8 @@
 """A run on three nodes, one of which is lost: where its roles were before and after, and whether ranks got what they should.
-Then a run that fills two nodes, of which one is lost, so that no node has room for its loaders.
+Then a run that fills two nodes, of which one is lost, so that no node has room for its loaders. With `apart`: on which nodes
+shadows are.
+
+    python -m tests.faults.node_facts [apart]
 
 A program of its own, since a process can be connected to one cluster only. Says what it found as JSON.
 """
@@ -12,6 +15,10 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import overlord as ol
 from tests.faults.comparison import undisturbed
@@ -89,7 +96,37 @@ def _full(nodes: Nodes) -> dict:
         return {"before": before, "told": told, "is_back": is_back, "is_same": [[each] for each in got] == expected}
 
 
+def apart() -> dict:
+    """The nodes of a loader and its shadow, while another node has room and while none has."""
+    nodes = Nodes(1)
+    there = nodes.others[0].node_id
+    job = job_of({"a": Numbered(rows=300, first=1)}, num_workers=1)
+
+    def places() -> dict[str, str]:
+        engine = ol.Ray("auto", loader_hosts=1, loaders=ol.scaling.ActorOptions(num_cpus=1, placement="here"))
+        with ol.start(job, engine=engine) as loader:
+            loader._roles.fleet.add_shadow("loaders/0")
+            reports = health_reports(engine)
+            return {name: "there" if reports[name].node == there else "here" for name in ("loaders/0", "loaders/1")}
+
+    try:
+        with_room = places()
+        remote: Any = ray.remote(num_cpus=2)(_Guest)
+        guest = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(there, soft=False)).remote()
+        ray.get(guest.is_there.remote(), timeout=60)
+        return {"with_room": with_room, "without": places()}
+    finally:
+        nodes.close()
+
+
+class _Guest:
+    """Another program's actor."""
+
+    def is_there(self) -> bool:
+        return True
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made, redirect_stdout(sys.stderr):
-        found = facts(Path(made))
+        found = apart() if sys.argv[1:] == ["apart"] else facts(Path(made))
     print(json.dumps(found))

@@ -28,9 +28,11 @@ _STORE_BYTES = 100 << 20
 class Nodes:
     """The first node is this process's own; `others` are the rest."""
 
-    def __init__(self, num_others: int, health_checks: Mapping[str, int] = QUICK_HEALTH_CHECKS) -> None:
+    def __init__(
+        self, num_others: int, health_checks: Mapping[str, int] = QUICK_HEALTH_CHECKS, *, first_cpus: int = _NUM_CPUS
+    ) -> None:
         config = {**SYSTEM_CONFIG, **health_checks}
-        settings = {"num_cpus": _NUM_CPUS, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        settings = {"num_cpus": first_cpus, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args={**settings, "_system_config": config})
         self.others: list[Any] = []
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -41,9 +43,9 @@ class Nodes:
     def first_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    def add(self, **labels: str) -> Any:
+    def add(self, num_cpus: int = _NUM_CPUS, /, **labels: str) -> Any:
         """A node with these labels, beside the one that all others have."""
-        node = self._cluster.add_node(num_cpus=_NUM_CPUS, object_store_memory=_STORE_BYTES, labels={**OTHERS, **labels})
+        node = self._cluster.add_node(num_cpus=num_cpus, object_store_memory=_STORE_BYTES, labels={**OTHERS, **labels})
         self.others.append(node)
         return node
 

@@ -31,3 +31,11 @@ def test_roles_go_where_they_are_asked_to_and_a_lost_node_is_not_seen_in_the_str
         assert "no node has room for another one, which needs num_cpus=1: it runs in the process of 'loaders/" in told
     assert full["is_same"]
     assert full["is_back"], "each has a process of its own again"
+
+
+@pytest.mark.second_try(reason="two Ray nodes and their roles must start within 100 s")
+def test_a_shadow_is_on_another_node_than_its_loader_where_one_has_room():
+    pytest.importorskip("ray")
+    facts = json.loads(python("-m", "tests.faults.node_facts", "apart").stdout.splitlines()[-1])
+    assert facts["with_room"] == {"loaders/0": "here", "loaders/1": "there"}
+    assert facts["without"] == {"loaders/0": "here", "loaders/1": "here"}

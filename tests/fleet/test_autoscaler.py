@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import pyarrow as pa
@@ -85,6 +85,11 @@ def test_what_cannot_be_is_refused():
         ol.start(curriculum(), shadows=BUDGET)
     with pytest.raises(ol.errors.SpecError, match=r"num_workers=0 .* need threads"):
         ol.start(curriculum(num_workers=0), autoscale=BUDGET)
+    limited = replace(BUDGET, host_bytes_per_s=1e9)
+    with pytest.raises(ol.errors.SpecError, match=r"host_bytes_per_s \(host-bandwidth=\) .* in one process: leave it out"):
+        ol.start(curriculum(), autoscale=limited)
+    with pytest.raises(ol.errors.SpecError, match=r"leave host_bytes_per_s \(host-bandwidth=\) out of their budget"):
+        ol.start(curriculum(), engine=ol.Processes(2), shadows=limited)
     with pytest.raises(ol.errors.SpecError, match="every_s is a positive number"):
         ol.scaling.Autoscale(budget=BUDGET, every_s=0)
 
@@ -116,6 +121,7 @@ def test_a_host_that_was_made_anew_is_measured_from_the_beginning():
     assert seen is not None
     assert seen.step_s == 0.5
     assert seen.profiles["far"].chunk_s == pytest.approx(0.5)
+    assert seen.profiles["far"].sent_bytes == 1000
     assert seen.profiles["near"].num_chunks == 0
     assert seen.waited == {"far": pytest.approx(1 / 6)}
     less = Work(num_chunks=1, cpu_s=0.1, wait_s=0.4, rows=5, tokens=25, num_bytes=1000)

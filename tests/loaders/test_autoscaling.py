@@ -293,3 +293,41 @@ def test_hundreds_of_sources_get_hosts_with_room_for_their_work():
 def test_wrong_values_are_refused(make, message):
     with pytest.raises(SpecError, match=message):
         make()
+
+
+def test_a_source_that_is_cheap_but_large_gets_the_loaders_that_its_transfer_needs():
+    budget = replace(ROOMY, workers_per_host=4)
+    costs = {
+        "images": replace(profile("images", 0.01), sent_bytes=8e8),
+        "text": replace(profile("text", 1.0), sent_bytes=1e6),
+    }
+    unlimited = Run(Mixture({"images": 1, "text": 1}), costs, budget)
+    assert unlimited.looks(1) == [{"images": 1, "text": 1}]
+    run = Run(Mixture({"images": 1, "text": 1}), costs, replace(budget, host_bytes_per_s=1e8))
+    assert run.looks(1) == [{"images": 4, "text": 1}]  # half a chunk a second of 800 MB
+    (_, decision) = run.log[0]
+    assert (
+        "0.5 chunks/s of 800,000,000 bytes are as much as 4 hosts can send with headroom, at 100,000,000" in decision.reason
+    )
+    few = Run(Mixture({"images": 1, "text": 1}), costs, replace(budget, host_bytes_per_s=1e8, num_hosts=2))
+    assert few.looks(1) == [{"images": 2, "text": 1}]
+    reasons = " ".join(decision.reason for _, decision in few.log)
+    assert "it needs 4 to send its chunks, but from step 0 on the sources send as much as 4" in reasons
+    assert "hosts can at 100,000,000 bytes/s, and there are 2" in reasons
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.001, 4), st.floats(0, 5e8)), min_size=1, max_size=8),
+    st.floats(1e7, 1e9),
+    st.integers(1, 4),
+)
+def test_no_host_has_to_send_more_than_it_can_or_to_make_more(sources, per_s, workers_per_host):
+    costs = {f"s{i}": replace(profile(f"s{i}", seconds), sent_bytes=sent) for i, (seconds, sent) in enumerate(sources)}
+    budget = replace(ROOMY, workers_per_host=workers_per_host, host_bytes_per_s=per_s)
+    run = Run(Mixture(dict.fromkeys(costs, 1)), costs, budget)
+    run.look()
+    rate = 1 / len(costs)  # a step a second takes 100 rows, as many as each chunk has
+    for host in run.partition.hosts:
+        assert sum(rate * costs[share.source].sent_bytes / share.of for share in host) <= per_s * (1 + 1e-6)
+        assert sum(rate * costs[share.source].chunk_s / share.of for share in host) <= workers_per_host + 1e-6
+    assert run.looks(3)[-1] == run.partition.num_shares(), "and then it is at rest"

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from overlord.runtime.engine import Handle, Workplace
+from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
 
 
 class Counter:
@@ -96,3 +96,17 @@ def make_nothing(workplace: Workplace) -> Counter:
 
 def make_probe(workplace: Workplace) -> Probe:
     return Probe()
+
+
+class Neighbour:
+    """Says in which process it lives, and how many threads may decode there."""
+
+    def __init__(self, size: WorkplaceSize) -> None:
+        self._size = size
+
+    def describe(self, num_groups: int) -> tuple[int, int]:
+        return os.getpid(), self._size.num_decoders(num_groups)
+
+
+def make_neighbour(workplace: Workplace) -> Neighbour:
+    return Neighbour(workplace.size)

@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 import overlord as ol
-from overlord.runtime.cores import num_usable_cores
+from overlord.runtime.cores import choose_process, num_usable_cores
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
-from overlord.runtime.processes.engine import choose_process
 from overlord.runtime.shared_memory import SharedObject
 from tests.faults.disturbance import send
 from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter as Counters
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,16 @@ from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor
 from tests.commands import python
 from tests.faults.disturbance import send
-from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
+from tests.runtime.roles import (
+    Asker,
+    Counter,
+    Neighbour,
+    make_asker,
+    make_counter,
+    make_length,
+    make_neighbour,
+    make_nothing,
+)
 from tests.small_sources import Numbered, job_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -336,3 +346,20 @@ def test_a_role_whose_name_means_another_answers_no_more_also_where_callers_reme
         engine.spawn("counter/new", partial(make_counter, 1000 * number))
         engine.wait_until_started()
         engine.rebind("counter", "counter/new")
+
+
+@pytest.mark.parametrize(("num_groups", "num_processes", "num_decoders"), [(1, 1, 4), (2, 2, 2), (8, 4, 1)])
+def test_the_constructors_of_a_node_have_a_process_for_each_of_its_cores_and_share_all_of_them(
+    engine: ol.Ray, num_groups: int, num_processes: int, num_decoders: int
+):
+    engine.expect_groups(num_groups)
+    roles = [engine.spawn(f"constructor/{group}", make_neighbour) for group in range(num_groups)]
+    found = [role.call(Neighbour.describe, num_groups).result(60) for role in roles]
+    in_process = Counters(process for process, _ in found)
+    assert len(in_process) == num_processes
+    assert set(in_process.values()) == {num_groups // num_processes}, "as many in each"
+    assert {decoders for _, decoders in found} == {num_decoders}
+    engine.stop("constructor/0")
+    again = engine.spawn("constructor/0", make_neighbour).call(Neighbour.describe, num_groups).result(60)[0]
+    others = {process for process, _ in found[1:]}
+    assert again in others or num_groups <= num_processes, "no process more than there are cores"

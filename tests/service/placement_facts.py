@@ -1,6 +1,6 @@
 """Runs whose trainers are on several nodes of a Ray cluster: where their constructors are, and what the trainers got.
 
-    python -m tests.service.placement_facts connected|attached
+    python -m tests.service.placement_facts connected|attached|outside
 
 A program of its own, since a process can be connected to one cluster only. Says what it found as JSON.
 """
@@ -13,12 +13,14 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import overlord as ol
+from tests.commands import python
 from tests.faults.comparison import undisturbed
 from tests.faults.nodes import Nodes
 from tests.faults.on_ray import health_reports
@@ -124,12 +126,45 @@ def attached(nodes: Nodes, names: dict[str, str]) -> dict[str, Any]:
     }
 
 
+_READ_ALL = """
+import json, sys
+import overlord as ol
+from tests.faults.trainer import digest
+clients = [ol.connect(sys.argv[1], rank=rank, timeout_s=90) for rank in range(4)]
+print(json.dumps([[digest(next(client)) for client in clients] for _ in range(int(sys.argv[2]))]))
+for client in clients:
+    client.close()
+"""
+
+
+def outside(nodes: Nodes, _names: dict[str, str]) -> dict[str, Any]:
+    """The driver's node has no CPUs, and the trainers' machine is not in the cluster."""
+    names = {nodes.first_id: "first", nodes.others[0].node_id: "small", nodes.add(3).node_id: "large"}
+    engine = ol.Ray("auto", loader_hosts=2)
+    job = replace(JOB, mesh=ol.Mesh(dp=4))
+
+    def where() -> dict[str, tuple[str, int]]:
+        reports = health_reports(engine)
+        return {name: (names[at.node], at.process) for name, at in reports.items() if name.startswith("constructor")}
+
+    with ol.start(job, engine=engine) as loader:
+        before = where()
+        got = json.loads(python("-c", _READ_ALL, loader.serve(), str(STEPS)).stdout.splitlines()[-1])
+        found = {"before": before, "after": where(), "is_same": got == undisturbed(job, STEPS)}
+    engine = ol.Ray("auto", loader_hosts=2)
+    with ol.start(job, engine=engine) as loader:
+        next(loader.client(3))
+        return {**found, "read_here": {name: node for name, (node, _) in where().items() if node == "first"}}
+
+
 def facts(way: str) -> dict[str, Any]:
-    nodes = Nodes(2)
-    left, right = nodes.others
-    names = {nodes.first_id: "first", left.node_id: "left", right.node_id: "right"}
+    nodes = Nodes(1, first_cpus=0) if way == "outside" else Nodes(2)
+    names = {
+        nodes.first_id: "first",
+        **{node.node_id: side for node, side in zip(nodes.others, ("left", "right"), strict=False)},
+    }
     try:
-        return {"connected": connected, "attached": attached}[way](nodes, names)
+        return {"connected": connected, "attached": attached, "outside": outside}[way](nodes, names)
     finally:
         nodes.close()
 

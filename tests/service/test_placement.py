@@ -27,7 +27,8 @@ def facts_of(way: str) -> dict:
 @pytest.mark.second_try(reason="three Ray nodes and their trainers must start within 100 s")
 def test_constructors_follow_trainers_that_connect_and_the_stream_stays_the_same():
     facts = facts_of("connected")
-    assert facts["before"] == {"constructor/0": "first", "constructor/1": "first"}, "nobody knows of trainers yet"
+    assert facts["before"]["constructor/0"] == "first", "nobody knows of trainers yet: it is the driver's node before others"
+    assert facts["before"]["constructor/1"] != "first"
     assert facts["connected"] == {"constructor/0": "left", "constructor/1": "right"}
     assert facts["came_back"] == {"constructor/0": "first", "constructor/1": "right"}
     assert facts["is_same"]
@@ -38,6 +39,19 @@ def test_attach_places_constructors_beside_its_ranks():
     facts = facts_of("attached")
     assert facts["attached"] == {"constructor/0": "left", "constructor/1": "right"}
     assert facts["is_same_attached"]
+
+
+@pytest.mark.second_try(reason="three Ray nodes and their roles must start within 100 s")
+def test_constructors_of_trainers_outside_the_cluster_are_spread_over_its_nodes_and_cores():
+    facts = facts_of("outside")
+    nodes = {group: node for group, (node, _) in sorted(facts["before"].items())}
+    assert list(nodes.values()) in (["small"] * 2 + ["large"] * 2, ["large"] * 2 + ["small"] * 2), "none on the driver's"
+    processes = {size: {pid for node, pid in facts["before"].values() if node == size} for size in ("small", "large")}
+    assert len(processes["small"]) == 1, "two cores: one process"
+    assert len(processes["large"]) == 2, "three cores: a process for each group"
+    assert facts["after"] == facts["before"]
+    assert list(facts["read_here"]) == ["constructor/3"], "the group of a rank that the driver itself reads"
+    assert facts["is_same"]
 
 
 @pytest.mark.parametrize(

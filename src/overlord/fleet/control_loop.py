@@ -85,6 +85,11 @@ class Loaders:
             )
         if engine.num_hosts is not None:
             return self
+        if self.autoscale is not None and self.autoscale.budget.host_bytes_per_s is not None:
+            raise SpecError(
+                "host_bytes_per_s (host-bandwidth=) is what a loader host can send to other processes, and here all are in "
+                "one process: leave it out, or run the job with engine=ol.Processes() or ol.Ray()"
+            )
         if self.shadows is not None:
             raise SpecError(
                 "shadows take over from loaders that die by themselves; on the embedded engine all live in one process and "
@@ -287,6 +292,7 @@ def _profile(source: str, work: Work) -> Profile:
         tokens=work.tokens / n,
         chunk_bytes=math.ceil(work.num_bytes / n),
         num_chunks=n,
+        sent_bytes=work.num_bytes / n,
     )
 
 

@@ -1,8 +1,9 @@
 """Decides how many loaders each source should have at this point of a run: one pure function, which the control loop calls.
 
 Demand is the mixture's weights, now and in the schedule ahead, times the measured cost of a chunk, divided by the time of a
-step. Loaders are added immediately, before they are needed. They are removed only after the source has needed fewer for a
-while, down to the most it needed in that time: this hysteresis keeps swinging demand from moving loaders back and forth.
+step. Where a host can send only so many bytes a second, those of its chunks count beside the time that they take to make.
+Loaders are added immediately, before they are needed. They are removed only after the source has needed fewer for a while,
+down to the most it needed in that time: this hysteresis keeps swinging demand from moving loaders back and forth.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from overlord.loaders.model import (
     duration,
     held_bytes,
     loaders_for,
+    transfers_needed,
     weights_ahead,
     workers_needed,
 )
@@ -215,7 +217,7 @@ class _View:
         return _View(now, current, budget, policy, histories, demand)
 
     def wish(self, name: str) -> _Wish:
-        history, need, has = self.histories[name], self.demand.workers[name], len(self.current.hosts_of(name))
+        history, need, has = self.histories[name], self.demand.loads[name], len(self.current.hosts_of(name))
         room, most = self.budget.workers_per_host, self.now.profiles[name].most_loaders
         wants = int(min(loaders_for(need, room), most))
         if self.now.profiles[name].num_chunks == 0:
@@ -251,7 +253,7 @@ class _View:
                     return granted, frozenset()
         refused: set[str] = set()
         while growing and not self._fits(granted):
-            name = max(growing, key=lambda name: (granted[name] / self.demand.workers[name], name))
+            name = max(growing, key=lambda name: (granted[name] / self.demand.loads[name], name))
             granted[name] -= 1
             refused.add(name)
             if granted[name] == wishes[name].has:
@@ -265,10 +267,10 @@ class _View:
             allowed = (budget.memory_bytes - self._held_bytes(loaders)) // budget.host_bytes
             most = max(allowed, _num_used(self.current))
             budget = replace(budget, num_hosts=most if budget.num_hosts is None else min(most, budget.num_hosts))
-        return rearrange(self.current, loaders, self.demand.workers, budget)
+        return rearrange(self.current, loaders, self.demand.loads, budget)
 
     def _fits(self, loaders: Mapping[str, int]) -> bool:
-        hosts = _num_used(rearrange(self.current, loaders, self.demand.workers, self.budget))
+        hosts = _num_used(rearrange(self.current, loaders, self.demand.loads, self.budget))
         return hosts * self.budget.host_bytes + self._held_bytes(loaders) <= self.budget.memory_bytes
 
     def _held_bytes(self, loaders: Mapping[str, int]) -> int:
@@ -276,7 +278,7 @@ class _View:
 
     def without_spare_host(self, target: Partition, since_s: float | None) -> tuple[Partition, float | None]:
         """Returns the target with one host fewer once that has sufficed for `calm_s`, and when it began to suffice."""
-        fewer = without_least_busy_host(target, self.demand.workers, self.budget, self.policy.margin)
+        fewer = without_least_busy_host(target, self.demand.loads, self.budget, self.policy.margin)
         if fewer is None or target != self.current:
             return target, None
         since_s = self.now.at_s if since_s is None else since_s
@@ -286,7 +288,9 @@ class _View:
         """Why a source gets fewer loaders than it needs; empty when it gets enough."""
         profile, wanted = self.now.profiles[wish.source], self.demand.wanted[wish.source]
         num_wanted = loaders_for(wanted, self.budget.workers_per_host)
-        needs = f"it needs {num_wanted} for {wanted:.3g} workers, but "
+        sending = self.demand.sending[wish.source]
+        is_sent = sending * self.budget.workers_per_host >= wanted
+        needs = f"it needs {num_wanted} {'to send its chunks' if is_sent and sending else f'for {wanted:.3g} workers'}, but "
         if is_out_of_memory:
             return f"{needs}the memory budget of {self.budget.memory_bytes:,} bytes has no room for more"
         if num_wanted > profile.most_loaders:
@@ -322,6 +326,13 @@ class _View:
             else f"from step {step:,} on, in {duration((step - self.now.step) * self.now.step_s)},"
         )
         waited = f", taken {boost:.3g} times since steps waited for it" if boost > 1 else ""
+        sending = self.demand.sending[name]
+        if sending * room > self.demand.workers_wanted[name]:
+            return (
+                f"{when} {self.demand.rate[name]:.3g} chunks/s of {self.now.profiles[name].sent_bytes:,.0f} bytes{waited} "
+                f"are as much as {sending:.3g} hosts can send with headroom, at {self.budget.host_bytes_per_s:,.0f} bytes/s "
+                f"each, and {wish.has} are there"
+            )
         return (
             f"{when} {self.demand.rate[name]:.3g} chunks/s of {duration(self.now.profiles[name].chunk_s)}{waited} need "
             f"{self.demand.wanted[name]:.3g} workers with headroom, and {wish.has} x {room} are there"
@@ -330,7 +341,7 @@ class _View:
     def _why_less(self, wish: _Wish, after: int) -> str:
         lower_s = self.now.at_s - (wish.lower_since_s or 0.0)
         early = "" if after == wish.wants else ", and others need the memory"
-        return f"for {duration(lower_s)} it has needed no more (now {self.demand.workers[wish.source]:.3g} workers){early}"
+        return f"for {duration(lower_s)} it has needed no more (now {self.demand.loads[wish.source]:.3g} workers){early}"
 
     def move_decisions(self, target: Partition) -> list[ScalingDecision]:
         """One decision for each share that only changes its host."""
@@ -338,7 +349,7 @@ class _View:
         found: list[ScalingDecision] = []
         for share, before, after in moves(self.current, target):
             if target.hosts[before]:
-                busy = sum(self.demand.workers[other.source] / other.of for other in self.current.hosts[before])
+                busy = sum(self.demand.loads[other.source] / other.of for other in self.current.hosts[before])
                 why = f"host {before} had work for {busy:.3g} workers and has {room}"
             else:
                 why = f"host {before} had so little work that other hosts have room for it"
@@ -369,7 +380,9 @@ def _with_boost_from_waits(history: SourceHistory, name: str, now: Observed, pol
 
 
 def _with_cost_times(profile: Profile, factor: float) -> Profile:
-    return replace(profile, cpu_s=profile.cpu_s * factor, wait_s=profile.wait_s * factor)
+    return replace(
+        profile, cpu_s=profile.cpu_s * factor, wait_s=profile.wait_s * factor, sent_bytes=profile.sent_bytes * factor
+    )
 
 
 def _num_used(partition: Partition) -> int:
@@ -381,9 +394,16 @@ class Demand:
     """The peak need of each source over a stretch of the schedule."""
 
     wanted: Mapping[str, float]
-    """Workers, with headroom."""
+    """What it takes of hosts, in workers, with headroom: the workers that make its chunks; or, where more hosts are needed
+    to send them, all workers of these."""
+    workers_wanted: Mapping[str, float]
+    """Of these, the workers that make its chunks."""
+    sending: Mapping[str, float]
+    """The hosts that it keeps busy with sending, with headroom; 0 where a host may send any number of bytes."""
+    loads: Mapping[str, float]
+    """As `wanted`, scaled down at each step to the processors and hosts of the budget, by one factor for all sources."""
     workers: Mapping[str, float]
-    """The same, scaled down at each step to the processors and hosts of the budget, by one factor for all sources."""
+    """As `workers_wanted`, likewise."""
     step: Mapping[str, int]
     """The first step of the peak."""
     rate: Mapping[str, float]
@@ -405,7 +425,7 @@ def demand_ahead(
     step_s: float,
 ) -> Demand:
     """The demand from step `first` to step `last`, each taking `step_s` seconds."""
-    wanted, workers, rate = (dict.fromkeys(profiles, 0.0) for _ in range(3))
+    wanted, workers_wanted, sending, loads, workers, rate = (dict.fromkeys(profiles, 0.0) for _ in range(6))
     since = dict.fromkeys(profiles, first)
     together, most, shortage = 0.0, 0.0, ""
     batch = batch.at(last)  # while steps grow, the last one is the largest
@@ -413,25 +433,37 @@ def demand_ahead(
         per_step = chunks_per_step(profiles, weights, batch, mixture.unit)
         rates = {name: chunks / step_s for name, chunks in per_step.items()}
         needs = workers_needed(profiles, rates, budget.headroom)
-        allowed, lacking = _affordable_fraction(profiles, needs, budget)
+        sends = transfers_needed(profiles, rates, budget)
+        allowed, lacking = _affordable_fraction(profiles, needs, sends, budget)
         if lacking and sum(needs.values()) > most:
             most, shortage = sum(needs.values()), f"from step {step:,} on {lacking}"
         together = max(together, allowed * sum(needs.values()))
         for name, need in needs.items():
-            if need > wanted[name]:
-                wanted[name], since[name], rate[name] = need, step, rates[name]
+            load = max(need, sends[name] * budget.workers_per_host)
+            if load > wanted[name]:
+                wanted[name], since[name], rate[name] = load, step, rates[name]
+                workers_wanted[name], sending[name] = need, sends[name]
+            loads[name] = max(loads[name], allowed * load)
             workers[name] = max(workers[name], allowed * need)
-    return Demand(wanted, workers, since, rate, together, shortage)
+    return Demand(wanted, workers_wanted, sending, loads, workers, since, rate, together, shortage)
 
 
-def _affordable_fraction(profiles: Mapping[str, Profile], needs: Mapping[str, float], budget: Budget) -> tuple[float, str]:
-    """The fraction of the needs that the budget's processors and workers cover, and a description of the shortage."""
+def _affordable_fraction(
+    profiles: Mapping[str, Profile], needs: Mapping[str, float], sends: Mapping[str, float], budget: Budget
+) -> tuple[float, str]:
+    """The fraction of the needs that the budget's processors, workers and hosts cover, and a description of the shortage."""
     cpus = sum(need * profiles[name].cpu_share for name, need in needs.items())
     workers = sum(needs.values())
     room = math.inf if budget.num_hosts is None else budget.num_hosts * budget.workers_per_host
-    allowed = min(1.0, budget.cpus / cpus if cpus else 1.0, room / workers if workers else 1.0)
+    sent, hosts = sum(sends.values()), budget.num_hosts or math.inf
+    allowed = min(
+        1.0, budget.cpus / cpus if cpus else 1.0, room / workers if workers else 1.0, hosts / sent if sent else 1.0
+    )
     if allowed == 1:
         return 1.0, ""
+    if sent and hosts / sent == allowed:
+        per_s = budget.host_bytes_per_s or 0.0
+        return allowed, f"the sources send as much as {sent:.3g} hosts can at {per_s:,.0f} bytes/s, and there are {hosts}"
     if budget.cpus * workers <= room * cpus:
         return allowed, f"the sources need {cpus:.3g} CPUs with headroom, and the budget has {budget.cpus:.3g}"
     return allowed, f"the sources need {workers:.3g} workers, and {budget.num_hosts} hosts have {room}"

@@ -186,11 +186,10 @@ class Profile:
 
         return replace(
             self,
-            **{name: mean(name) for name in ("cpu_s", "wait_s", "rows", "tokens")},
+            **{name: mean(name) for name in ("cpu_s", "wait_s", "rows", "tokens", "sent_bytes")},
             chunk_bytes=max(self.chunk_bytes, measured.chunk_bytes),
             open_bytes=measured.open_bytes or self.open_bytes,
             open_s=measured.open_s or self.open_s,
-            sent_bytes=measured.sent_bytes or self.sent_bytes,
             num_chunks=self.num_chunks + measured.num_chunks,
         )
 

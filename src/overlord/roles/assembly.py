@@ -38,7 +38,6 @@ from overlord.roles.plan_window import STEPS_AHEAD
 from overlord.roles.planner import Planner
 from overlord.roles.rows_ahead import RowsAhead
 from overlord.roles.source_loader import SourceLoader
-from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.long_waits import warn_if_long
 from overlord.runtime.memory import return_free_memory
 from overlord.runtime.threads import Threads, make_executor
@@ -294,11 +293,11 @@ def _send_facts(engine: Engine, source: str, number: int, facts: ChunkFacts) -> 
     engine.tell(PLANNER, Planner.receive_facts, source, number, facts)
 
 
-def _make_decode_threads(job: Job, workplace: Workplace) -> Executor:
-    """Threads for the images of a process's constructors: its share of the cores. Decoding releases the GIL."""
+def make_decode_threads(job: Job, workplace: Workplace) -> Executor:
+    """Threads for the images of all constructors of a process: its share of the machine's cores."""
     if job.num_workers is not None or not any(source.decode for source in job.sources.values()):
         return workplace.read_threads
-    return make_executor(-(-num_usable_cores() // job.mesh.dp), "overlord-decode")
+    return make_executor(workplace.size.num_decoders(job.mesh.dp), "overlord-decode")
 
 
 def _send_plans(engine: Engine, group: int, plans: SharedPlans) -> None:
@@ -322,7 +321,7 @@ def make_constructor(
         ahead = None if planner.engine.is_one_machine else workplace.share(f"rows ahead {known}", make_ahead)
         make_chunks = partial(BorrowedChunks, routes, job.sources, job.batch.columns, ahead)
         chunks = workplace.share(f"borrowed chunks {known}", make_chunks)
-        threads = workplace.share("decoding", partial(_make_decode_threads, job, workplace))
+        threads = workplace.share("decoding", partial(make_decode_threads, job, workplace))
         rows = BorrowedRows(chunks, routes, threads, workplace.arenas)
         # Of one mesh: after a resize a process may have constructors of both for a moment.
         of_host = workplace.share(f"plans of {tree.mesh} {known}", partial(HostPlans, planner, tree, chunks))

@@ -1,10 +1,18 @@
-"""How many cores this process may use."""
+"""How many cores this process may use, and how roles are spread over processes to keep cores busy."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+_FEW_CORES = 2
+"""Up to so many cores one process with threads takes less CPU time a token and keeps up (`python -m bench trainers`)."""
 
 
 def num_usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
@@ -22,3 +30,21 @@ def num_usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
     except (OSError, ValueError):  # there are no control groups, or the quota is the word max
         return num_cores
     return min(num_cores, math.ceil(share)) if share > 0 else num_cores
+
+
+def processes_for(num_cores: float) -> int:
+    """How many processes of constructors so many cores are worth: one for each, or a single one where there are few."""
+    return 1 if num_cores <= _FEW_CORES else math.floor(num_cores)
+
+
+def choose_process(name: str, held: Sequence[Collection[str]]) -> int:
+    """The process for a new role, given the roles that each has: the one with the fewest roles of its kind, and of those the
+    one with the fewest roles."""
+    kind = kind_of(name)
+    of_kind = [Counter(map(kind_of, names))[kind] for names in held]
+    return min(range(len(held)), key=lambda index: (of_kind[index], len(held[index]), index))
+
+
+def kind_of(name: str) -> str:
+    """A role's name begins with its kind: planner, loaders/0, constructor/3, ..."""
+    return name.partition("/")[0]

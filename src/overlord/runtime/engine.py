@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from overlord.batches.buffers import Arenas
 from overlord.chunks.workers.pool import ProcessPool
+from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.threads import make_executor
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class Engine(Protocol):
     def expect_trainers(self, names: Sequence[Sequence[str]]) -> None:
         """Say where trainers are: for each data-parallel group the names of its node, as far as they are known (see
         `node_names`). Their constructors are placed there where the engine has that node; called before `open`."""
+        ...
+
+    def expect_groups(self, num_groups: int) -> None:
+        """Say how many data-parallel groups there will be, before their constructors are spawned."""
         ...
 
     def move_near(self, name: str, node_names: Sequence[str]) -> bool:
@@ -208,12 +213,22 @@ class WorkplaceSize:
 
     num_workers: int | None = None
     num_processes: int | None = None
+    machine_cores: int | None = None
+    """Cores of the machine, or of the node, that the process is on; by default those that it may use."""
+    num_sharing: int = 1
+    """Processes with constructors that share these cores, if there are enough groups for them."""
+
+    def num_decoders(self, num_groups: int) -> int:
+        """How many threads decode for the constructors of the process, in a job of so many groups: together the processes
+        that share the machine keep its cores busy. Decoding releases the GIL."""
+        return -(-(self.machine_cores or num_usable_cores()) // min(self.num_sharing, num_groups))
 
 
 class Workplace:
     """Threads, processes and buffers of this process. They start when they are first needed: unused ones cost nothing."""
 
     def __init__(self, size: WorkplaceSize) -> None:
+        self.size = size
         num_workers = max(1, (os.cpu_count() or 1) - 1) if size.num_workers is None else size.num_workers
         self.read_threads = make_executor(num_workers, "overlord-read")
         # Building mostly holds the GIL: a second thread would not build sooner, and the two would pass the GIL back and

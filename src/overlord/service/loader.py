@@ -32,6 +32,7 @@ from overlord.planlog.lineage_run import skip_value
 from overlord.roles.planner import Planner
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.liveness import RANK_SILENT
+from overlord.runtime.whereabouts import node_names
 from overlord.service.client import Client
 from overlord.service.elastic import Elastic, ElasticMesh
 from overlord.service.evaluation import Evaluations
@@ -145,6 +146,8 @@ class Loader:
         rank = whole(rank, "rank", least=None)
         self.tree.coordinates(rank)  # raises for a rank that the mesh does not have
         channel = self.local_channel()
+        if not self._roles.engine.is_one_machine:
+            self._roles.places.bring_near(rank, node_names())
         client = Client(rank, channel, destination=destination, fetch_ahead=fetch_ahead, timeout_s=timeout_s)
         self._readers.add(client)
         return client

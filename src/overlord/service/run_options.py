@@ -49,6 +49,11 @@ class RunOptions:
         if isinstance(self.near, str):
             raise SpecError(f"near is a list of nodes, one for each data-parallel group, got the text {self.near!r}")
         object.__setattr__(self, "near", tuple(self.near))
+        if self.shadows is not None and self.shadows.host_bytes_per_s is not None:
+            raise SpecError(
+                "shadows are chosen by what they hold and make, not by what they send: leave host_bytes_per_s "
+                "(host-bandwidth=) out of their budget; that of autoscale has it"
+            )
 
     def place(self, engine: Engine) -> None:
         """Tell an engine that is not open yet where constructors go; SpecError if it has no nodes."""

@@ -93,6 +93,7 @@ class RunRoles:
         self._skips = [(skip.from_step, skip_value(skip, units[skip.source])) for skip in self.job.skip]
         loaders = loaders.for_engine(engine, self.job)
         loaders = replace(loaders, snapshots=self._snapshot_place(), row_keys=row_keys(self.job))
+        engine.expect_groups(self.job.mesh.dp)
         if left is None:
             self._spawn(loaders, left_loaders)
         else:
@@ -202,12 +203,14 @@ class RunRoles:
         if era is None and self.era is not None:
             era = self.era.next_era(progress.step, job.mesh)
         added: list[Handle[ServingConstructor]] = []
+        engine.expect_groups(new)
         self.metrics()  # what constructors have counted ends with them
         try:
             engine.spawn(_NEW_PLANNER, self._planner_from(job, progress, era))
             added = [self._spawn_constructor(job, group, self.generation + 1) for group in range(old, new)]
             engine.wait_until_started()
         except BaseException:  # nothing has changed yet
+            engine.expect_groups(old)
             for name in (_NEW_PLANNER, *(constructor.name for constructor in added)):
                 engine.stop(name)
             raise

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
-from overlord.runtime.cores import num_usable_cores
+from overlord.runtime.cores import choose_process, kind_of, num_usable_cores, processes_for
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.processes.directory import Directory
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _CLOSE_S = liveness.PROCESS_CLOSING.after_s
-_FEW_CORES = 2
-"""Up to so many cores one process with threads takes less CPU time a token and keeps up (`python -m bench trainers`)."""
 _PLURALS = {"loaders": "loader hosts", "constructor": "data constructors"}
 _ONE_PROCESS = "Start a run in the process that uses it"
 
@@ -49,7 +47,7 @@ def default_engine(num_workers: int | None) -> tuple[Processes | None, str]:
     if reason is not None:
         return None, reason
     num_cores = num_usable_cores()
-    if num_cores <= _FEW_CORES:
+    if processes_for(num_cores) == 1:
         return None, f"there {'is one core' if num_cores == 1 else f'are {num_cores} cores'}, and trainers need some too"
     return Processes(), "one for each core"
 
@@ -109,7 +107,7 @@ class Processes:
     def __str__(self) -> str:
         """What runs where."""
         with self._lock:
-            kinds = Counter(_kind(name) for name, (_, process) in self._roles.items() if process is not None)
+            kinds = Counter(kind_of(name) for name, (_, process) in self._roles.items() if process is not None)
             used = len({process for _, process in self._roles.values() if process is not None})
         roles = ", ".join(f"{count} {_PLURALS.get(kind, kind)}" for kind, count in kinds.items())
         return f"{used} worker processes on {num_usable_cores()} cores: {roles or 'no roles'}"
@@ -147,6 +145,9 @@ class Processes:
 
     def expect_trainers(self, names: Sequence[Sequence[str]]) -> None:
         """Do nothing: there is one machine."""
+
+    def expect_groups(self, num_groups: int) -> None:
+        """Do nothing: roles are spread over processes as they come."""
 
     def move_near(self, name: str, node_names: Sequence[str]) -> bool:  # noqa: ARG002 - there is one machine
         return False
@@ -280,22 +281,12 @@ class Processes:
     def _share(self, size: WorkplaceSize) -> WorkplaceSize:
         """What each process may use: as much as the job says, by default its share of the cores."""
         return WorkplaceSize(
-            self._num_cores if size.num_workers is None else size.num_workers, size.num_processes or self._num_cores
+            self._num_cores if size.num_workers is None else size.num_workers,
+            size.num_processes or self._num_cores,
+            machine_cores=num_usable_cores(),
+            num_sharing=self.num_processes,
         )
 
 
-def choose_process(name: str, held: Sequence[Collection[str]]) -> int:
-    """The process for a new role, given the roles that each has: the one with the fewest roles of its kind, and of those the
-    one with the fewest roles."""
-    kind = _kind(name)
-    of_kind = [Counter(map(_kind, names))[kind] for names in held]
-    return min(range(len(held)), key=lambda index: (of_kind[index], len(held[index]), index))
-
-
-def _kind(name: str) -> str:
-    """A role's name begins with its kind: planner, loaders/0, constructor/3, ..."""
-    return name.partition("/")[0]
-
-
 def _is_planner(name: str) -> bool:
-    return _kind(name) == "planner"
+    return kind_of(name) == "planner"

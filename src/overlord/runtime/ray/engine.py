@@ -1,6 +1,6 @@
-"""The Ray engine. A role lives in a named actor that Ray restarts when it dies; the constructors of a node share one. Roles
-of one node call each other over sockets and share memory; between nodes calls are actor calls, and results come through the
-object store.
+"""The Ray engine. A role lives in a named actor that Ray restarts when it dies; the constructors of a node share as many as
+it has cores. Roles of one node call each other over sockets and share memory; between nodes calls are actor calls, and
+results come through the object store.
 
 What it promises: roles start in parallel, and `wait_until_started` waits for them. A call goes to the role that its name is
 bound to, and is retried when the role dies or the name is bound to another role. Actors are owned by the process that
@@ -14,11 +14,12 @@ import logging
 import math
 import threading
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
+from overlord.runtime.cores import choose_process, kind_of, processes_for
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
 from overlord.runtime.ray.cluster import Cluster
 from overlord.runtime.recorder import Recorder
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 class ActorOptions:
     """Resources and placement of each actor of a role.
 
-    `placement`: "spread" distributes actors over the nodes; "here" prefers the node of the process that calls
-    `overlord.start`; "any" leaves the choice to Ray. `labels` are labels that the node must have.
+    `placement`: "spread" distributes actors over the nodes, and constructors over those that have CPUs; "here" prefers the
+    node of the process that calls `overlord.start`; "any" leaves the choice to Ray. The trainers' nodes come before it.
+    `labels` are labels that the node must have.
     """
 
     num_cpus: float = 0
@@ -87,7 +89,7 @@ _CONSTRUCTOR = "constructor"
 
 LOADERS = ActorOptions(num_cpus=1, placement="spread")
 PLANNER = ActorOptions(placement="here", max_concurrency=256)
-CONSTRUCTORS = ActorOptions(placement="here")
+CONSTRUCTORS = ActorOptions(placement="spread")
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +107,13 @@ class Ray:
     `address` None starts a cluster on this machine and stops it with the job; "auto", or a host and port, attaches to a
     running one. `loader_hosts` is the number of actors that loaders share, by default one for each share of a source but no
     more than the cluster has free CPUs for. The constructor of a data-parallel group is placed on the node of its trainers,
-    or moved there when the first of them connects; until one is known, on this node. `near` names the nodes (their addresses
-    or Ray ids) by group where trainers cannot tell; the constructors then stay there. Callers wait `patience_s` for a role
-    that died. A role that is alive and answers no health check for `hung_after_s` is killed and restarted; None disables
-    this. A role answers health checks while it is busy. A loader host that died, and for which no node has room, goes on in
-    the process of another one until a node has. `num_cpus` and `object_store_bytes` are for a cluster that is started here.
+    or moved there when the first of them connects; until one is known, or where that node is not in the cluster, groups are
+    spread over its nodes with CPUs. The groups of a node share up to as many processes as it has CPUs, or one process where
+    it has two or fewer. `near` names the nodes (their addresses or Ray ids) by group where trainers cannot tell; the
+    constructors then stay there. Callers wait `patience_s` for a role that died. A role that is alive and answers no health
+    check for `hung_after_s` is killed and restarted; None disables this. A role answers health checks while it is busy. A
+    loader host that died, and for which no node has room, goes on in the process of another one until a node has. `num_cpus`
+    and `object_store_bytes` are for a cluster that is started here.
     """
 
     def __init__(  # noqa: PLR0913 - options of a cluster, keyword-only
@@ -148,7 +152,7 @@ class Ray:
         )
         self._lock = threading.Lock()
         self._roles: dict[str, _RoleHost] = {}  # in the order of spawning
-        self._shared: dict[str, _RoleHost] = {}  # the actor that constructors of a node share
+        self._shared: dict[str, list[_RoleHost]] = {}  # by node, the actors that its constructors share
         self._spare: list[tuple[str, str | None, _RoleHost]] = []  # actors without roles, with their kind and node
         self._guests: dict[str, _RoleHost] = {}  # roles in the actor of another, because there is no room for their own
         self._num_spawned = 0
@@ -212,6 +216,10 @@ class Ray:
                 self._num_spawned = max(self._num_spawned, role.number)
                 if len(host.roles) > 1 and not role.name.startswith(_CONSTRUCTOR):
                     self._guests[role.name] = host
+            for name, host in self._roles.items():
+                home = self._names.node_of(host.name) if kind_of(name) == _CONSTRUCTOR else None
+                if home is not None and host not in self._shared.setdefault(home, []):
+                    self._shared[home].append(host)
             return list(self._roles)
 
     def empty(self, names: Collection[str]) -> None:
@@ -226,11 +234,12 @@ class Ray:
                 self._names.unbind(name)
                 emptied[host.actor.drop_role.remote(host.roles.pop(name).number)] = host
                 self._names.list_roles(host.name, tuple(host.roles.values()))
+                self._forget_shared(host)
         hung = ray.wait(list(emptied), num_returns=len(emptied), timeout=_CLOSE_S)[1] if emptied else []
         lost = {emptied[ref].name: emptied[ref] for ref in hung}
         _kill([host.actor for host in lost.values()])
         for host in {host.name: host for host in emptied.values() if host.name not in lost and not host.roles}.values():
-            self._spare.append((host.name.partition("/")[0].partition("#")[0], self._names.node_of(host.name), host))
+            self._spare.append((kind_of(host.name).partition("#")[0], self._names.node_of(host.name), host))
 
     @property
     def log_table(self) -> JobTable:
@@ -264,7 +273,7 @@ class Ray:
         each = self._options["loaders"].num_cpus or 1
         return max(int(ray.available_resources().get("CPU", 1) / each), 1)
 
-    def spawn(self, name: str, make: Callable[[Workplace], R], *, apart_from: str = "") -> Handle[R]:  # noqa: ARG002
+    def spawn(self, name: str, make: Callable[[Workplace], R], *, apart_from: str = "") -> Handle[R]:
         from overlord.runtime.ray.names import Binding, HostedRole
 
         # Every loader host has an actor of its own: none is lost together with another, unless a node is.
@@ -275,11 +284,21 @@ class Ray:
                 raise OverlordError(f"a role named {name!r} is already running")
             self._num_spawned += 1
             role = HostedRole(self._num_spawned, name, self._calls.store(make))
-            is_here = self._options_of(name).placement == "here"
-            host, self._starting[name] = self._start_role(role, self._placement.node_of(name, is_here))
+            node = self._node_apart(name, apart_from) or self._placement.node_of(name, self._options_of(name))
+            host, self._starting[name] = self._start_role(role, node)
             self._roles[name] = host
             self._names.bind(name, Binding(host.name, role.number))
         return Handle(self, name)
+
+    def _node_apart(self, name: str, other: str) -> str | None:
+        """A node with room for a role that should not be lost together with another one; None where there is no choice."""
+        from overlord.runtime.ray.placement import find_apart
+
+        avoided = self._names.node_of(self._roles[other].name) if other in self._roles else None
+        return None if avoided is None else find_apart(self._options_of(name), avoided)
+
+    def expect_groups(self, num_groups: int) -> None:
+        self._placement.expect_groups(num_groups)
 
     def move_near(self, name: str, node_names: Sequence[str]) -> bool:
         node = None if self._near else self._placement.find(node_names)
@@ -329,8 +348,8 @@ class Ray:
             host, options = self._roles.get(name), self._options_of(name)
             if host is None or not is_restarting(host.actor) or has_room(options):
                 continue
-            kind = name.partition("/")[0]
-            others = {other.name: other for role, other in list(self._roles.items()) if role.partition("/")[0] == kind}
+            kind = kind_of(name)
+            others = {other.name: other for role, other in list(self._roles.items()) if kind_of(role) == kind}
             running = [other for other in others.values() if other is not host and is_running(other.actor)]
             if running:
                 self._take_in(list(host.roles), min(running, key=lambda other: len(other.roles)), options)
@@ -362,20 +381,24 @@ class Ray:
     def _start_role(self, role: HostedRole, node: str | None) -> tuple[_RoleHost, Any]:
         """Start a role on a node (None: where Ray places it); returns its actor, and what is there when it is made.
 
-        Constructors of a node share one process, where a row is looked for once and a chunk is mapped once for all of them.
+        Constructors of a node share as many processes as it has cores, or one on a small node. In a process that they share
+        a row is looked for once and a chunk is mapped once for all of them; but one interpreter makes their batches.
         """
-        home = node if role.name.partition("/")[0] == _CONSTRUCTOR else None
-        host = None if home is None else self._shared.get(home)
-        if host is not None and role.name not in host.roles:
-            return self._add_role(role, host)
-        host = self._take_spare(role.name.partition("/")[0], node)
+        kind = kind_of(role.name)
+        home = node if kind == _CONSTRUCTOR else None
+        sharing = [] if home is None else self._shared.setdefault(home, [])
+        # While a role is made once more in its own process, that process has its name already.
+        free = [host for host in sharing if role.name not in host.roles]
+        if home is not None and free and len(sharing) >= processes_for(self._placement.cpus_of(home)):
+            return self._add_role(role, free[choose_process(role.name, [host.roles for host in free])])
+        host = self._take_spare(kind, node)
         if host is None:
             host = self._start_actor(role, node)
             started = host.actor.wait_until_made.remote(role.number)
         else:
             _, started = self._add_role(role, host)
         if home is not None:
-            self._shared[home] = host
+            sharing.append(host)
         return host, started
 
     def _add_role(self, role: HostedRole, host: _RoleHost) -> tuple[_RoleHost, Any]:
@@ -403,6 +426,8 @@ class Ray:
         num_cores = max(math.ceil(options.num_cpus), 1)
         num_workers = num_cores if self._size.num_workers is None else self._size.num_workers
         size = WorkplaceSize(num_workers, self._size.num_processes or num_cores)
+        if node is not None and kind_of(role.name) == _CONSTRUCTOR:
+            size = self._share_of_node(size, role.name, node)
         remote: Any = ray.remote
         actor = (
             remote(concurrency_groups={HEALTH_CHECKS: 1})(RoleActor)
@@ -417,6 +442,13 @@ class Ray:
             .remote(host_name, self._names.namespace, self._patience_s, size, num_cores, release=own_release())
         )
         return _RoleHost(host_name, actor, {role.name: role})
+
+    def _share_of_node(self, size: WorkplaceSize, name: str, node: str) -> WorkplaceSize:
+        """What a process of constructors may use beside the others of its node."""
+        num_cpus = self._placement.cpus_of(node)
+        num_groups = max(self._placement.num_beside(name, self._options_of(name)), len(self._shared.get(node, ())) + 1)
+        num_sharing = min(processes_for(num_cpus), num_groups)
+        return replace(size, machine_cores=max(math.floor(num_cpus), 1), num_sharing=num_sharing)
 
     def wait_until_started(self, names: Collection[str] | None = None, timeout_s: float | None = None) -> None:
         with self._lock:
@@ -492,7 +524,7 @@ class Ray:
         with self._lock:
             is_last = not host.roles
             if is_last:
-                self._shared = {home: other for home, other in self._shared.items() if other is not host}
+                self._forget_shared(host)
             self._names.list_roles(host.name, tuple(host.roles.values()))
         if not is_last:
             ray.wait([host.actor.drop_role.remote(role.number)], timeout=_CLOSE_S)
@@ -504,6 +536,11 @@ class Ray:
             _kill([host.actor])
         else:
             _close([host.actor])
+
+    def _forget_shared(self, host: _RoleHost) -> None:
+        """Give no more constructors to an actor. The lock is held."""
+        for sharing in self._shared.values():
+            sharing[:] = [other for other in sharing if other is not host]
 
     def publish(self, key: str, value: object) -> None:
         self._names.publish(key, value)
@@ -548,7 +585,7 @@ class Ray:
             return {name: (host.name, host.actor) for name, host in self._roles.items()}
 
     def _options_of(self, name: str) -> ActorOptions:
-        return self._options.get(name.partition("/")[0], self._others)
+        return self._options.get(kind_of(name), self._others)
 
 
 def _close(actors: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ _FRESH_S = 1.0  # thousands of trainers may connect within that, each of which i
 
 
 class RolePlacement:
-    """Which node each role prefers. Constructors are on the nodes of their trainers, as far as these are known.
+    """Which node each role prefers. Constructors are on the nodes of their trainers, as far as these are known and in the
+    cluster; else neighbouring groups share a node, and all nodes with CPUs have about as many.
 
     `near` and `trainers` are by data-parallel group: nodes that the user has named, which must exist, and the names by which
     trainers know their own.
@@ -31,30 +33,65 @@ class RolePlacement:
 
     def __init__(self, near: Sequence[str], trainers: Sequence[Sequence[str]]) -> None:
         self._near = tuple(near)
-        self._trainers = tuple(trainers)
+        self._trainers = tuple(map(tuple, trainers))
+        self._num_groups = 1
         self._homes: dict[str, str] = {}  # of roles that were moved
         self._lock = threading.Lock()
         self._nodes: list[dict[str, Any]] = []
         self._known_at = float("-inf")
 
-    def node_of(self, name: str, is_here: bool) -> str | None:
-        """The node that a role prefers; None where the choice is Ray's. `is_here`: it is this one, unless its trainers are
-        elsewhere."""
-        kind, _, index = name.partition("/")
+    def expect_groups(self, num_groups: int) -> None:
+        """Spread the constructors of so many groups from now on."""
+        self._num_groups = num_groups
+
+    def node_of(self, name: str, options: ActorOptions) -> str | None:
+        """The node that a role prefers; None where the choice is Ray's."""
+        kind, _, number = name.partition("/")
         if kind == _CONSTRUCTOR:
+            group = int(number)
             if self._near:
-                if int(index) >= len(self._near):
+                if group >= len(self._near):
                     raise SpecError(
                         f"near names the nodes of {len(self._near)} data-parallel groups, but the mesh has more: name a "
                         "node for each group, in a run that is resized with resize(near=...)"
                     )
-                return self._named_node(self._near[int(index)])
-            trainers = self._trainers[int(index)] if int(index) < len(self._trainers) else ()
+                return self._named_node(self._near[group])
+            trainers = self._trainers_of(group)
             home = self._homes.get(name)
             node = self.find(trainers if home is None else (home, *trainers))
             if node is not None:
                 return node
-        return ray.get_runtime_context().get_node_id() if is_here else None
+            if options.placement == "spread":
+                nodes = self._nodes_for(options)
+                return nodes[group * len(nodes) // max(self._num_groups, group + 1)]
+        return ray.get_runtime_context().get_node_id() if options.placement == "here" else None
+
+    def cpus_of(self, node: str) -> float:
+        """The CPUs that a node has in the cluster."""
+        return next((each["Resources"].get("CPU", 0) for each in self._alive_nodes() if each["NodeID"] == node), 0)
+
+    def num_beside(self, name: str, options: ActorOptions) -> int:
+        """How many groups will have their constructors on the node of a group's, that one among them, as far as is known."""
+        group = int(name.partition("/")[2])
+        if self._near:
+            return self._near.count(self._near[group]) if group < len(self._near) else 1
+        trainers = self._trainers_of(group)
+        return self._trainers.count(trainers) if trainers else math.ceil(self._num_groups / len(self._nodes_for(options)))
+
+    def _trainers_of(self, group: int) -> tuple[str, ...]:
+        return self._trainers[group] if group < len(self._trainers) else ()
+
+    def _nodes_for(self, options: ActorOptions) -> list[str]:
+        """The nodes to spread constructors over: this one first, if it has CPUs. Only this one if none has."""
+        here = ray.get_runtime_context().get_node_id()
+        fitting = [
+            node["NodeID"]
+            for node in self._alive_nodes()
+            if node["Resources"].get("CPU", 0) > 0
+            and _has_labels(node.get("Labels", {}), options)
+            and all(node["Resources"].get(name, 0) >= amount for name, amount in _wanted(options).items())
+        ]
+        return sorted(fitting, key=lambda node: (node != here, node)) or [here]
 
     def place_near(self, near: Sequence[str]) -> None:
         """Place constructors on these nodes from now on."""
@@ -93,10 +130,29 @@ def strategy_for(node: str | None, is_spread: bool) -> Any:
 
 def has_room(options: ActorOptions) -> bool:
     """True if some node has free what an actor with these options requests."""
-    wanted = {"CPU": options.num_cpus, "memory": options.memory_bytes or 0, **options.resources}
+    return bool(_free_cpus(options))
+
+
+def find_apart(options: ActorOptions, avoided: str) -> str | None:
+    """The node with the most free CPUs, apart from one, that has room for an actor with these options; None if none has."""
+    free = {node: cpus for node, cpus in _free_cpus(options).items() if node != avoided}
+    return max(free, key=lambda node: (free[node], node), default=None)
+
+
+def _free_cpus(options: ActorOptions) -> dict[str, float]:
+    """The free CPUs of each node that has free what an actor with these options requests."""
     free: Any = available_resources_per_node()
-    fitting = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _has_labels(node.get("Labels", {}), options)]
-    return any(all(free.get(node, {}).get(name, 0) >= amount for name, amount in wanted.items()) for node in fitting)
+    found: dict[str, float] = {}
+    for node in ray.nodes():
+        left = free.get(node["NodeID"], {})
+        has_all = all(left.get(name, 0) >= amount for name, amount in _wanted(options).items())
+        if node["Alive"] and has_all and _has_labels(node.get("Labels", {}), options):
+            found[node["NodeID"]] = left.get("CPU", 0)
+    return found
+
+
+def _wanted(options: ActorOptions) -> dict[str, float]:
+    return {"CPU": options.num_cpus, "memory": options.memory_bytes or 0, **options.resources}
 
 
 def is_restarting(actor: Any) -> bool:
