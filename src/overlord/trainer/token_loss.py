@@ -63,8 +63,8 @@ def chunked_token_loss(
 
     `hidden` are [tokens, width], in the model's precision; `head` is the weight of the output layer, [vocabulary, width].
     Logits are computed for as many tokens as `chunk_bytes` hold in single precision. Gradients are computed along with the
-    loss, so that no logits are kept for the backward pass. They are divided by `loss_tokens` and multiplied by the scale of a
-    `GradScaler` in single precision, so that float16 neither loses them nor overflows.
+    loss, so that no logits are kept for the backward pass. They are divided by `loss_tokens`, and multiplied by the scale
+    of a `GradScaler`, in single precision: float16 neither loses them nor overflows.
     """
     _check_loss_tokens(loss_tokens)
     if hidden.shape[-1] != head.shape[-1] or len(labels) != len(hidden):
