@@ -75,6 +75,75 @@ def test_what_is_moved_is_counted_once_and_has_no_weights():
     assert layers.moved_bytes >= TOKENS * WIDTH * 8 * 10
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter; the first one of a model gets inputs without gradients."""
+
+    def __init__(self, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, rank, bias=False), nn.Linear(rank, WIDTH, bias=False)
+        self.register_buffer("scale", torch.rand(TOKENS, WIDTH))  # as large as an activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x))) * self.scale
+
+
+def _adapted(layers: OffloadedLayers, autocast: bool, frozen: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Adapted() for _ in range(layers.num_layers))
+    if not frozen:
+        blocks.requires_grad_()
+    x = torch.randn(TOKENS, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for index, block in enumerate(blocks):
+            x = layers.run(index, block.forward if index % 2 else block, x)
+    x.square().sum().backward()
+    return [each.grad for each in blocks.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_stay_also_if_they_are_frozen_or_copied_by_autocast(autocast, frozen):
+    num = 6
+    layers = OffloadedLayers(1.0, num, least_bytes=0)
+    found = _adapted(layers, autocast, frozen)
+    assert len(found) == num * (2 if frozen else 4)
+    for mine, theirs in zip(found, _adapted(OffloadedLayers(0.0, num), autocast, frozen), strict=True):
+        assert torch.equal(mine, theirs)
+    # Activations of a layer: its input, the small one between the adapter's weights, what tanh returned.
+    size = 2 if autocast else 4
+    copies = 2 if autocast and not frozen else 1  # autocast makes one for each of the two products
+    inputs, small, outputs = copies * TOKENS * WIDTH * size, TOKENS * 2 * size, TOKENS * WIDTH * size
+    assert layers.moved_bytes == layers.seen_bytes
+    assert layers.seen_bytes == (num - 2) * (inputs + small + outputs)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 1.0])
+def test_a_saved_tensor_that_is_changed_in_place_is_an_error_wherever_it_lies(ratio):
+    def layer(x: Tensor) -> Tensor:
+        out = x.exp()  # it saves what it returns
+        changed.append(out)
+        return out * 2
+
+    changed: list[Tensor] = []
+    layers = OffloadedLayers(ratio, 3, least_bytes=0)
+    out = torch.ones(TOKENS, WIDTH, requires_grad=True)
+    for index in range(3):
+        out = layers.run(index, layer, out)
+    with torch.no_grad():
+        changed[-1].add_(1)  # of a layer that stays
+    with pytest.raises(SpecError, match=r"layer 2 saved a tensor \[48, 16\] of torch\.float32 .* in place has changed it"):
+        out.sum().backward()
+    layers = OffloadedLayers(ratio, 3, least_bytes=0)
+    out = layers.run(0, layer, torch.ones(TOKENS, WIDTH, requires_grad=True))
+    with torch.no_grad():
+        changed[-1].add_(1)
+    with pytest.raises(SpecError, match="layer 0 saved a tensor"):  # noqa: PT012 - moved: before it is freed; else in backward
+        for index in (1, 2):
+            out = layers.run(index, layer, out)
+        out.sum().backward()
+
+
 def test_small_storages_stay_and_nothing_is_moved_without_gradients():
     blocks, shared = _blocks(4)
     layers = OffloadedLayers(1.0, 4)

@@ -23,10 +23,11 @@ import overlord as ol
 from overlord.trainer import Ring, attach, ring_attention, sum_gradients, token_loss
 from overlord.trainer.ring import ReferenceKernel, TorchFlash, kernels
 from overlord.trainer.ring.attention import RingOptions, attend_around, differentiate_around
-from overlord.trainer.ring.kernels import OutputGradient, choose_kernel
+from overlord.trainer.ring.kernels import AttentionMask, Bounds, OutputGradient, choose_kernel
 from overlord.trainer.ring.messages import PendingMessages
 from overlord.trainer.ring.schedule import NO_WINDOW, calls_of
 from tests.small_sources import Numbered, job_of
+from tests.trainer.memory import most_bytes_of
 from tests.trainer.ranks import join_world, run_ranks
 from tests.trainer.reference_ring import reference_ring_attention
 from tests.trainer.rings import (
@@ -324,3 +325,17 @@ def test_a_step_cut_over_four_ranks_has_the_loss_and_every_gradient_of_the_whole
     assert any(len(found) > 1 for found in counts), "ranks should run different numbers of microbatches"
     sizes = {size for rank in ranks for step in rank for size in step["rings"]}
     assert sizes == {1, 2, 3, 4}, "some documents should be whole, some cut over two, three and four ranks"
+
+
+@pytest.mark.parametrize(("window", "shared"), [(None, 2), (700, 1)])
+def test_the_reference_holds_no_more_scores_and_masks_than_it_promises(window, shared):
+    wholes, total, most_bytes = [1400], 1400, 1 << 18
+    q, k, v = (random_numbers((total, heads, 4), seed, torch.float32) for seed, heads in enumerate((shared, 1, 1)))
+    (call,) = calls_of(Ring.of(micro_of(wholes, 1, 0)), 0, NO_WINDOW if window is None else window)
+    bounds = Bounds.of(call, q.device)
+    mask, kernel = AttentionMask(True, call.window, 0.5), ReferenceKernel(most_bytes)
+    out, lse = kernel.forward(q, k, v, bounds, mask)
+    linear = 8 * (q.nbytes + 2 * total * torch.int64.itemsize)  # copies of what has one number for each token
+    assert most_bytes + linear < total**2 / 2, "otherwise all masks would fit"
+    assert most_bytes_of(lambda: kernel.forward(q, k, v, bounds, mask)) <= most_bytes + linear
+    assert most_bytes_of(lambda: kernel.backward(OutputGradient(q, q, out, lse), k, v, bounds, mask)) <= most_bytes + linear

@@ -58,6 +58,28 @@ def test_the_loss_in_chunks_sums_low_precision_in_single_and_refuses_other_shape
         chunked_token_loss(hidden, head[:, :8], labels, 1)
 
 
+@pytest.mark.parametrize("tokens", [40, 3000])
+@pytest.mark.parametrize("by_autocast", [False, True])
+def test_the_loss_in_chunks_keeps_gradients_of_float16_under_a_scaler_and_a_large_step(tokens, by_autocast):
+    hidden, head = random_numbers((tokens, 16), 0, torch.float16), random_numbers((50, 16), 1, torch.float16)
+    hidden[:, 0] = 40.0  # its sum over the tokens of one label is beyond the range of float16
+    labels = torch.zeros(tokens, dtype=torch.long)
+    found: list[list[Tensor | None]] = []
+    for dtype in (torch.float16, torch.float32):
+        stored = torch.float32 if by_autocast else dtype
+        h, w = (each.to(stored, copy=True).requires_grad_() for each in (hidden, head))
+        with torch.autocast("cpu", torch.float16, enabled=by_autocast and dtype == torch.float16):
+            loss = chunked_token_loss(h, w, labels, 3e7)
+        (2.0**16 * loss).backward()
+        assert h.grad is not None
+        assert h.grad.dtype == stored
+        found.append([h.grad, w.grad])
+    for half, single in zip(*found, strict=True):
+        assert half is not None
+        assert single is not None
+        assert (half.float() - single).norm() < 5e-3 * single.norm()
+
+
 def test_rotary_scores_depend_on_distance_alone_even_two_million_tokens_in():
     rotary = Rotary(8, theta=10_000.0)
     q, k = random_numbers((1, 2, 8), 0), random_numbers((1, 2, 8), 1)

@@ -2,7 +2,14 @@
 
 The plan (`hdp.Offload`) decides a ratio for each long document; batches carry it as `offload_ratios`. Here it is carried
 out. What autograd saves for backward is caught by `saved_tensors_hooks`, in whole storages, because a storage is what holds
-memory. Of all layers but the last two, as many storages are moved as come nearest to the ratio. Parameters stay.
+memory. Of all layers but the last two, as many storages are moved as come nearest to the ratio.
+
+Weights stay, and do not count: parameters and buffers of the layer, frozen ones too, and the copies of weights that
+autocast makes. A copy of a trained weight is known by how it was made. That of a frozen one has no such history, so it is
+known by its shape and dtype; an activation without a gradient that has both stays with it.
+
+Hooks turn off torch's own check for saved tensors that are changed in place afterwards. The version of each is compared here
+instead, when the backward pass needs a tensor that stayed, and before the device memory of one that was moved is freed.
 
 On a GPU two copy streams run beside the compute stream. A storage is copied to pinned memory as soon as it is saved, and
 freed when the layer after next begins; so one layer is computed while one is moved, as the plan assumes. In the backward
@@ -12,10 +19,11 @@ pass the storages of a layer are fetched when the layer after it begins.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -75,28 +83,27 @@ class RecomputedLayers:
         return layer(*args)
 
 
-@dataclass(slots=True)
 class OffloadedLayers:
     """A LayerRunner that moves a share `ratio` of the activations of `num_layers` layers to host memory, for one microbatch.
 
-    `shared` are tensors that all layers save, such as rotary angles: they stay. Storages below `least_bytes` stay, too.
+    `shared` are tensors that all layers save, such as rotary angles: they stay. So do weights of layers that are functions
+    rather than modules, if they are listed here. Storages below `least_bytes` stay, too.
     """
 
-    ratio: float
-    num_layers: int
-    shared: Iterable[Tensor] = ()
-    least_bytes: int = 1 << 20
-    moved_bytes: int = 0
-    """What has been moved so far."""
-    seen_bytes: int = 0
-    """What layers that may be moved have saved so far."""
-    _layers: dict[int, _LayerStorages] = field(default_factory=dict)
-    _kept: set[int] = field(default_factory=set)
-    _copies: _HostCopies | None = None
+    # A plain class: FSDP2 copies every dataclass among the arguments of a module when it casts tensors to its precision.
 
-    def __post_init__(self) -> None:
-        _check_ratio(self.ratio)
-        self._kept = {tensor.untyped_storage().data_ptr() for tensor in self.shared}
+    def __init__(self, ratio: float, num_layers: int, shared: Iterable[Tensor] = (), least_bytes: int = 1 << 20) -> None:
+        _check_ratio(ratio)
+        self.ratio = ratio
+        self.num_layers = num_layers
+        self.least_bytes = least_bytes
+        self.moved_bytes = 0
+        """What has been moved so far."""
+        self.seen_bytes = 0
+        """What layers that may be moved have saved so far."""
+        self._layers: dict[int, _LayerStorages] = {}
+        self._kept = {tensor.untyped_storage().data_ptr() for tensor in shared}
+        self._copies: _HostCopies | None = None
 
     @staticmethod
     def of(
@@ -111,22 +118,21 @@ class OffloadedLayers:
         # One layer may still be under way to the host, not two.
         for earlier in [number for number in self._layers if number <= index - _LAST_LAYERS]:
             self._layers[earlier].release()
-        storages = self._layers[index] = _LayerStorages()
+        storages = self._layers[index] = _LayerStorages(index)
+        weights = _Weights(layer)
 
         def pack(tensor: Tensor) -> _Saved:
-            return _Saved(index, tensor, None, None) if self._stays(index, tensor) else self._move(index, storages, tensor)
+            if index >= self.num_layers - _LAST_LAYERS or tensor.untyped_storage().data_ptr() in self._kept:
+                return _Saved.that_stays(index, tensor)
+            if weights.have(tensor):
+                return _Saved.that_stays(index, tensor)
+            return self._move(storages, tensor)
 
         with saved_tensors_hooks(pack, self._unpack):
             return layer(*args)
 
-    def _stays(self, index: int, tensor: Tensor) -> bool:
-        base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - a weight is saved as a view of itself
-        is_parameter = base.is_leaf and base.requires_grad
-        return is_parameter or index >= self.num_layers - _LAST_LAYERS or tensor.untyped_storage().data_ptr() in self._kept
-
-    def _move(self, index: int, storages: _LayerStorages, tensor: Tensor) -> _Saved:
+    def _move(self, storages: _LayerStorages, tensor: Tensor) -> _Saved:
         storage = tensor.untyped_storage()
-        view = _StorageView(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         found = storages.by_pointer.get(storage.data_ptr())
         if found is None:
             size = storage.nbytes()
@@ -138,9 +144,13 @@ class OffloadedLayers:
                     self._copies = _CudaCopies(tensor.device) if tensor.is_cuda else _HostCopies()
                 found = _MovedStorage(self._copies, tensor)
             else:
-                found = tensor  # its storage is not moved
+                found = tensor.detach()  # its storage is not moved
             storages.by_pointer[storage.data_ptr()] = found
-        return _Saved(index, None, found, view) if isinstance(found, _MovedStorage) else _Saved(index, tensor, None, None)
+        if not isinstance(found, _MovedStorage):
+            return _Saved.that_stays(storages.index, tensor)
+        storages.watch(tensor)
+        view = _StorageView(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _Saved(storages.index, None, found, view, 0)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         # The first tensor of a layer that the backward pass needs: fetch what the layer before it will need.
@@ -149,8 +159,64 @@ class OffloadedLayers:
             before.fetch()
         if saved.storage is None or saved.view is None:
             assert saved.tensor is not None
+            _check_unchanged(saved.index, saved.tensor, saved.version)
             return saved.tensor
         return saved.storage.view(saved.view)
+
+
+class _Weights:
+    """The weights of a layer, among the tensors that it saves."""
+
+    def __init__(self, layer: Callable[..., Any]) -> None:
+        owner = layer.func if isinstance(layer, partial) else layer
+        owner = getattr(owner, "__self__", owner)  # of a bound method
+        self._module = owner if isinstance(owner, nn.Module) else None
+        self._pointers: set[int] | None = None
+        self._frozen: set[tuple[torch.Size, torch.dtype]] = set()
+
+    def have(self, tensor: Tensor) -> bool:
+        # A weight is saved as a view of itself, and so is a copy of it.
+        base = tensor if tensor._base is None else tensor._base  # noqa: SLF001
+        if base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter)):
+            return True
+        if self._pointers is None:
+            self._look_up()
+        if tensor.untyped_storage().data_ptr() in (self._pointers or ()):
+            return True
+        return _is_cast_of_parameter(base) or self._look_like(base)
+
+    def _look_up(self) -> None:
+        """Read the weights of the layer when it first saves a tensor: FSDP gathers them when the layer begins."""
+        parameters = [] if self._module is None else list(self._module.parameters())
+        buffers = [] if self._module is None else list(self._module.buffers())
+        self._pointers = {each.untyped_storage().data_ptr() for each in (*parameters, *buffers)} - {0}
+        self._frozen = {(each.shape, each.dtype) for each in parameters if not each.requires_grad}
+
+    def _look_like(self, base: Tensor) -> bool:
+        """True if a tensor without a gradient is what autocast would make of a frozen weight. (Whether autocast is on
+        cannot be asked here: it is off while an operation saves its tensors.)"""
+        if base.requires_grad or base.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        return any(shape == base.shape and dtype != base.dtype for shape, dtype in self._frozen)
+
+
+def _is_cast_of_parameter(base: Tensor) -> bool:
+    """True for a copy in another precision of a tensor that gradients are accumulated for."""
+    made_by = base.grad_fn
+    if made_by is None or made_by.name() != "ToCopyBackward0":
+        return False
+    origin = made_by.next_functions[0][0]
+    return isinstance(getattr(origin, "variable", None), nn.Parameter)
+
+
+def _check_unchanged(index: int, tensor: Tensor, version: int) -> None:
+    found = tensor._version  # noqa: SLF001 - what torch compares without hooks
+    if found != version:
+        raise SpecError(
+            f"layer {index} saved a tensor {list(tensor.shape)} of {tensor.dtype} for its backward pass, and an operation "
+            f"in place has changed it since (version {found}, saved at {version}): gradients would be wrong; use the "
+            "operation that returns a new tensor, or clone the tensor first"
+        )
 
 
 def _check_ratio(ratio: float) -> None:
@@ -175,23 +241,40 @@ class _Saved:
     tensor: Tensor | None
     storage: _MovedStorage | None
     view: _StorageView | None
+    version: int
+
+    @staticmethod
+    def that_stays(index: int, tensor: Tensor) -> _Saved:
+        # Without its history: autograd would hold this, and this would hold autograd's graph.
+        return _Saved(index, tensor.detach(), None, None, tensor._version)  # noqa: SLF001 - see `_check_unchanged`
 
 
 @dataclass(slots=True)
 class _LayerStorages:
     """The storages that a layer has saved. A pointer stays valid while its tensor is held here."""
 
+    index: int
     by_pointer: dict[int, _MovedStorage | Tensor] = field(default_factory=dict)
     moved: list[_MovedStorage] = field(default_factory=list)
+    watched: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Tensors that are being copied to the host, and their versions."""
     is_released: bool = False
 
+    def watch(self, tensor: Tensor) -> None:
+        """Note the version of a tensor whose storage is moved."""
+        self.watched.append((tensor.detach(), tensor._version))  # noqa: SLF001 - see `_check_unchanged`
+
     def release(self) -> None:
-        """Free the device memory of what was moved."""
+        """Free the device memory of what was moved. Raises SpecError if some of it was changed after it was saved: a copy
+        may have the old numbers or the new ones."""
         if self.is_released:
             return
         self.is_released = True
         self.moved = [each for each in self.by_pointer.values() if isinstance(each, _MovedStorage)]
         self.by_pointer.clear()
+        watched, self.watched = self.watched, []
+        for tensor, version in watched:
+            _check_unchanged(self.index, tensor, version)
         for storage in self.moved:
             storage.release()
 

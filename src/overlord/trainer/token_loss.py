@@ -63,7 +63,8 @@ def chunked_token_loss(
 
     `hidden` are [tokens, width], in the model's precision; `head` is the weight of the output layer, [vocabulary, width].
     Logits are computed for as many tokens as `chunk_bytes` hold in single precision. Gradients are computed along with the
-    loss, so that no logits are kept for the backward pass.
+    loss, so that no logits are kept for the backward pass. They are divided by `loss_tokens`, and multiplied by the scale
+    of a `GradScaler`, in single precision: float16 neither loses them nor overflows.
     """
     _check_loss_tokens(loss_tokens)
     if hidden.shape[-1] != head.shape[-1] or len(labels) != len(hidden):
@@ -78,7 +79,7 @@ def chunked_token_loss(
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        hidden, head, labels, weights, scale, chunk = args
+        hidden, head, labels, weights, ctx.scale, chunk = args
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=exact, device=hidden.device)
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -86,7 +87,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             logits = (hidden[part] @ head.T).to(exact)
-            counted = (labels[part] != _IGNORED).to(exact) * scale
+            counted = (labels[part] != _IGNORED).to(exact)
             if weights is not None:
                 counted = counted * weights[part]
             target = labels[part].clamp(min=0)[:, None]
@@ -95,19 +96,34 @@ class _ChunkedLoss(torch.autograd.Function):
             if dhidden is None and dhead is None:
                 continue
             dlogits = logits.sub_(lse).exp_().scatter_add_(1, target, torch.full_like(lse, -1.0)).mul_(counted[:, None])
-            dlogits = dlogits.to(hidden.dtype)
-            if dhidden is not None:
-                dhidden[part] = dlogits @ head
             if dhead is not None:
-                dhead += dlogits.T @ hidden[part]
-        ctx.save_for_backward(dhidden, None if dhead is None else dhead.to(head.dtype))
-        return total
+                dhead += _summed_over_tokens(dlogits, hidden[part])
+            if dhidden is not None:
+                dhidden[part] = dlogits.to(hidden.dtype) @ head
+        ctx.save_for_backward(dhidden, dhead)
+        ctx.dtypes = hidden.dtype, head.dtype
+        return total * ctx.scale
 
     @staticmethod
     @once_differentiable  # its type stub lacks the name of ctx
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dhidden, dhead = (None if each is None else each * grads[0].to(each.dtype) for each in ctx.saved_tensors)
-        return dhidden, dhead, None, None, None, None
+        # Gradients are kept as those of the plain sum: divided by the tokens of a step they would vanish in float16.
+        factor = (grads[0] * ctx.scale).reshape(1, 1)  # with dimensions, so that the product has its precision
+        scaled = [
+            None if each is None else torch.mul(each, factor, out=torch.empty_like(each, dtype=dtype))
+            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None, None, None)
+
+
+def _summed_over_tokens(dlogits: Tensor, hidden: Tensor) -> Tensor:
+    """The gradient of the head. In float16 it is a product in single precision: sums over many tokens would overflow."""
+    kind = hidden.device.type
+    computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    if computed != torch.float16 or hidden.dtype == torch.float64:
+        return dlogits.to(hidden.dtype).T @ hidden
+    with torch.autocast(kind, enabled=False):
+        return dlogits.T @ hidden.float()
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

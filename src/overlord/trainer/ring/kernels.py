@@ -24,7 +24,7 @@ from overlord.errors import SpecError
 from overlord.trainer.ring.schedule import NO_WINDOW, KernelCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 _HALF = (torch.bfloat16, torch.float16)
@@ -232,7 +232,11 @@ def _package_options(bounds: Bounds, mask: AttentionMask) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKernel:
-    """Plain operations, in single precision or better, for as many queries at a time as `most_bytes` of scores allow."""
+    """Plain operations, in single precision or better, for as many queries at a time as fit into `most_bytes`.
+
+    `most_bytes` bounds everything that has a number for each pair of a query and a key: scores, their gradients and masks,
+    forward and backward. At least one query is computed at a time. The rest grows with the number of tokens.
+    """
 
     most_bytes: int = 256 << 20
 
@@ -244,11 +248,13 @@ class ReferenceKernel:
         grouped = _grouped(q, k)
         out = torch.zeros_like(grouped)
         lse = torch.full((*grouped.shape[1:3], len(q)), -torch.inf, dtype=out.dtype, device=q.device)
-        for rows, columns, hidden in self._blocks(grouped, bounds, mask):
-            scores = _scores(grouped[rows], k[columns], mask.scale, hidden)
+        for block in self._blocks(grouped, bounds):
+            rows, columns = block.rows, block.columns
+            scores = _scores(grouped[rows], k[columns], block, mask)
             lse[..., rows] = scores.logsumexp(-1)
-            weights = (scores - lse[..., rows, None]).exp_()
+            weights = scores.sub_(lse[..., rows, None]).exp_()
             out[rows] = torch.einsum("ghqk,kgd->qghd", weights, v[columns].to(out.dtype))
+            del scores, weights  # before the next block has its own
         return out.view(q.shape), lse.flatten(0, 1)
 
     def backward(self, grad: OutputGradient, k: Tensor, v: Tensor, bounds: Bounds, mask: AttentionMask) -> list[Tensor]:
@@ -257,39 +263,53 @@ class ReferenceKernel:
         delta = (dout * grad.out.reshape(q.shape)).sum(-1).permute(1, 2, 0)
         lse = grad.lse.view(*q.shape[1:3], len(q))
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=q.dtype), torch.zeros_like(v, dtype=q.dtype)
-        for rows, columns, hidden in self._blocks(q, bounds, mask):
+        for block in self._blocks(q, bounds):
+            rows, columns = block.rows, block.columns
             keys, values = k[columns].to(q.dtype), v[columns].to(q.dtype)
-            weights = _scores(q[rows], keys, mask.scale, hidden).sub_(lse[..., rows, None]).exp_()
+            weights = _scores(q[rows], keys, block, mask).sub_(lse[..., rows, None]).exp_()
             dv[columns] += torch.einsum("ghqk,qghd->kgd", weights, dout[rows])
             seen = torch.einsum("qghd,kgd->ghqk", dout[rows], values)
-            dscores = weights * (seen - delta[..., rows, None]) * mask.scale
+            dscores = seen.sub_(delta[..., rows, None]).mul_(weights).mul_(mask.scale)
+            del weights
             dq[rows] = torch.einsum("ghqk,kgd->qghd", dscores, keys)
             dk[columns] += torch.einsum("ghqk,qghd->kgd", dscores, q[rows])
+            del seen, dscores  # before the next block has its own
         return [dq.view(grad.q.shape), dk, dv]
 
-    def _blocks(self, q: Tensor, bounds: Bounds, mask: AttentionMask) -> list[tuple[slice, slice, Tensor | None]]:
-        """Blocks of queries, their keys, and where a query does not see a key."""
-        found: list[tuple[slice, slice, Tensor | None]] = []
+    def _blocks(self, q: Tensor, bounds: Bounds) -> Iterator[_ScoreBlock]:
         begins, firsts = bounds.queries.tolist(), bounds.keys.tolist()
+        per_pair = _SCORE_TENSORS * q.shape[1] * q.shape[2] * q.element_size() + _MASK_TENSORS
         for begin, end, first, stop in zip(begins, begins[1:], firsts, firsts[1:], strict=False):
-            per_query = max(1, (stop - first) * q.shape[1] * q.shape[2] * q.element_size())
-            at_once = max(1, self.most_bytes // per_query)
+            at_once = max(1, self.most_bytes // max(1, per_pair * (stop - first)))
             for row in range(begin, end, at_once):
-                rows = slice(row, min(row + at_once, end))
-                found.append((rows, slice(first, stop), _hidden(rows, (begin, end), (first, stop), mask, q.device)))
-        return found
+                yield _ScoreBlock(slice(row, min(row + at_once, end)), slice(first, stop), stop - first - end)
 
 
-def _hidden(
-    rows: slice, queries: tuple[int, int], keys: tuple[int, int], mask: AttentionMask, device: torch.device
-) -> Tensor | None:
-    if not mask.causal and mask.window == NO_WINDOW:
-        return None
-    row = torch.arange(rows.start - queries[0], rows.stop - queries[0], device=device)[:, None]
-    aligned = row + (keys[1] - keys[0]) - (queries[1] - queries[0])
-    column = torch.arange(keys[1] - keys[0], device=device)[None]
-    hidden = column > aligned if mask.causal else torch.zeros_like(column - aligned, dtype=torch.bool)
-    return hidden if mask.window == NO_WINDOW else hidden | (column < aligned - mask.window)
+_SCORE_TENSORS = 2
+"""Tensors of the size of a block of scores that exist at a time: `logsumexp` makes one beside the scores, and the backward
+pass has weights and gradients of scores."""
+_MASK_TENSORS = 2
+"""Masks of a block that exist at a time, a byte for each pair of a query and a key."""
+
+
+class _ScoreBlock(NamedTuple):
+    """Some queries of a span, and all keys of it."""
+
+    rows: slice
+    columns: slice
+    shift: int
+    """Query `row` is aligned with the key `row + shift` of the span."""
+
+    def hidden(self, mask: AttentionMask, device: torch.device) -> Tensor | None:
+        """Where a query does not see a key; None if all queries see all keys."""
+        if not mask.causal and mask.window == NO_WINDOW:
+            return None
+        aligned = torch.arange(self.rows.start + self.shift, self.rows.stop + self.shift, device=device)[:, None]
+        column = torch.arange(self.columns.stop - self.columns.start, device=device)[None]
+        if mask.window == NO_WINDOW:
+            return column > aligned
+        hidden = column < aligned - mask.window
+        return hidden.logical_or_(column > aligned) if mask.causal else hidden
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
@@ -298,7 +318,8 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
     return q.reshape(q.shape[0], k.shape[1], -1, q.shape[2]).to(exact)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: _ScoreBlock, mask: AttentionMask) -> Tensor:
     """The scores of a block, [kv heads, heads per kv head, queries, keys]."""
-    scores = torch.einsum("qghd,kgd->ghqk", q, k.to(q.dtype)) * scale
+    scores = torch.einsum("qghd,kgd->ghqk", q, k.to(q.dtype)).mul_(mask.scale)
+    hidden = block.hidden(mask, q.device)
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
