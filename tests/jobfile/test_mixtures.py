@@ -96,7 +96,7 @@ def test_a_yaml_job_takes_its_sources_from_a_table(files):
         ("name,path,weight\na,x.parquet,much\n", r"line 2: the weight of 'a' is a number, got 'much'"),
         (
             "name,path,windw\na,x.parquet,3\n",
-            r"line 2: the column 'windw' is none .*; did you mean 'window'\? It has 'name'",
+            r"line 1: the column 'windw' is none .*; did you mean 'window'\? It has 'name'",
         ),
         ("name,path,wieght\na,x.parquet,3\n", r"the column 'wieght' is none .*; did you mean 'weight'\?"),
         (
@@ -104,7 +104,7 @@ def test_a_yaml_job_takes_its_sources_from_a_table(files):
             r"the column 'zzz' is none that .* option of a reader\. It has 'name', 'path', 'weight'",
         ),
         ("name,path,delimiter\na,x.parquet,;\n", r"line 2: a has no option 'delimiter'"),
-        ("Name,Path\na,x.parquet\n", r"this one has 'Name', 'Path'; names of columns are in lower case"),
+        ("Name,Path\na,x.parquet\n", r"line 1: .* this one has 'Name', 'Path'; names of columns are in lower case"),
         ("name;path;weight\na;x.parquet;2\n", r"this one has 'name;path;weight'; a table is divided by commas, or by tabs"),
         ("nam,path\na,x.parquet\n", r"the columns name and path, and this one has 'nam', 'path'; did you mean 'nam'\?"),
         ("path,weight\nx.parquet,2\n", r"the columns name and path, and this one has 'path', 'weight'$"),

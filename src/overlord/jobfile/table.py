@@ -99,6 +99,7 @@ def read_table(
 def _check_columns(rows: Sequence[Mapping[str, Any]], place: JobPlace, options: Mapping[str, Any]) -> None:
     """Says which columns a table lacks or has too many. A reader of the user's own has options that nobody knows here."""
     found = list(dict.fromkeys(str(name) for row in rows for name in row))
+    place = place if place.line is None else JobPlace(place.file, place.keys, 1)  # the head of a file
     known = dict.fromkeys((*_OWN, "reader", "transform", *reader_options()))
     listed = ", ".join(map(repr, found))
     needed = {"name": {"name"}, "path": {"path", "paths"}}
