@@ -3,6 +3,8 @@
 import importlib
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +58,23 @@ READING = ["plain", "cached", "nested", "of_class", "joined", "formatted", "divi
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def place(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "code")
     (tmp_path / "code" / "assets").mkdir(parents=True)
     (tmp_path / "code" / "strange_lazy.py").write_text(LAZY)
     (tmp_path / "code" / "strange_deep.py").write_text(DEEP)
-    importlib.invalidate_caches()
     write_read_files(tmp_path, 1)
-    return tmp_path
+    forget_modules()
+    yield tmp_path
+    forget_modules()
+
+
+def forget_modules() -> None:
+    """Modules of the same names lie in another folder in the next test."""
+    importlib.invalidate_caches()
+    for name in [name for name in sys.modules if name.startswith("strange_")]:
+        del sys.modules[name]
 
 
 def write_read_files(place: Path, number: int) -> None:
@@ -105,6 +115,30 @@ def test_code_of_a_module_that_an_imported_module_imports_counts(place):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "from strange_package import words\n    return words.COUNT",
+        "from strange_package.words import COUNT\n    return COUNT",
+        "import strange_package.words as words\n    return words.COUNT",
+        "from strange_package import taking\n    return taking.count()",
+        "import strange_package.lazy as lazy\n    return lazy.count()",
+    ],
+)
+def test_modules_of_a_package_count_also_by_relative_imports(place, line):
+    package = place / "code" / "strange_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "words.py").write_text("COUNT = 1\n")
+    (package / "taking.py").write_text("from .words import COUNT\ndef count():\n    return COUNT\n")
+    (package / "lazy.py").write_text("def count():\n    from . import words\n    return words.COUNT\n")
+    importlib.invalidate_caches()
+    value = module_of(place / "code", f"def f(row):\n    {line}\n").f
+    before = reads_of(value)
+    (package / "words.py").write_text("COUNT = 1 + 1\n")
+    assert reads_of(value) != before
+
+
+@pytest.mark.parametrize(
     ("code", "said"),
     [
         ("import os\ndef f(row):\n    return os.environ['SHIFT']\n", "reads os.environ"),
@@ -114,6 +148,7 @@ def test_code_of_a_module_that_an_imported_module_imports_counts(place):
         ("from os import getenv as get\ndef g():\n    return get('A')\ndef f(row):\n    return g()\n", "calls os.getenv"),
         ("import importlib\ndef f(row):\n    return importlib.import_module(row)\n", "calls importlib.import_module"),
         ("def f(row):\n    return __import__(row)\n", "calls __import__"),
+        ("import sys\ndef f(row):\n    return sys.argv[1]\n", "reads sys.argv"),
         ("import runpy\ndef f(row):\n    return runpy.run_path(row)\n", "calls runpy.run_path"),
     ],
 )

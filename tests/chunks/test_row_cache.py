@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import overlord as ol
 from overlord.caches.folder import CacheFolder, _folders
 from overlord.chunks import row_cache
 from overlord.chunks.row_cache import KeepingBudget
+from overlord.cli import main
 from overlord.errors import BadRowError, SchemaError
 from overlord.status import CacheUse
 
@@ -321,6 +323,25 @@ def test_a_cache_that_fails_in_the_middle_of_a_run_changes_nothing(tmp_path, mon
     found, told = read(job_of(paths, cache=cache))
     assert found == bare
     assert use_of(told).failures >= 1
+
+
+def test_run_says_in_a_line_what_the_cache_found(tmp_path, capsys):
+    write_files(tmp_path)
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"sources: {{a: {{paths: '{tmp_path}/*.parquet', transform: {{Tokenize: {{encoding: ByteTokenizer}}}}}}}}\n"
+        "batch: {sequence_length: 64, samples: 30}\nnum_workers: 0\n"
+    )
+    command = ["run", str(job), "--steps", "6"]
+    with_cache = [*command, f"cache={{location: {tmp_path}/kept, max_bytes: 50MB}}"]
+    assert main(with_cache) == 0
+    first = capsys.readouterr().out
+    assert re.search(r"^cache: 0 of [1-9]\d* entries of transformed rows found \(0 B\), .*B written$", first, re.MULTILINE)
+    _folders.clear()
+    assert main([*with_cache, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["caches"]["chunks"]["hits"] > 0
+    assert main(command) == 0
+    assert "cache:" not in capsys.readouterr().out
 
 
 def test_a_state_does_not_depend_on_the_cache(tmp_path):

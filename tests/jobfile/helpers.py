@@ -29,6 +29,13 @@ class Shift:
         return table
 
 
+@dataclass(frozen=True)
+class Rows(Numbered):
+    """A reader whose option no other has."""
+
+    paths: str = ""
+
+
 def odd_hints(limit: float, table: dict, kind: Decimal, anything) -> Any:
     def transform(table: Any) -> Any:
         return table

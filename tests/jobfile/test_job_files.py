@@ -326,6 +326,9 @@ def test_every_verb_takes_words_before_and_after_options(tmp_path, texts, capsys
     assert json.loads(capsys.readouterr().out)["steps"] == 1
     assert main(["explain", path, "--json", "mesh.dp=1"]) == 0
     assert len(json.loads(capsys.readouterr().out)["microbatches"]) == 1
+    with pytest.raises(SystemExit):
+        main(["check", "mesh.dp=8", path])
+    assert "the job file comes before mesh.dp=8" in capsys.readouterr().err
     assert main(["check", path, "mesh.dq=1"]) == 1
     assert "did you mean 'dp'?" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -94,7 +94,21 @@ def test_a_yaml_job_takes_its_sources_from_a_table(files):
         ("name,path\n", "has no rows"),
         ("name,path\na,x.parquet\na,y.parquet\n", r"line 3: the source 'a' stands twice"),
         ("name,path,weight\na,x.parquet,much\n", r"line 2: the weight of 'a' is a number, got 'much'"),
-        ("name,path,windw\na,x.parquet,3\n", r"line 2: a has no option 'windw'; did you mean 'window'\?"),
+        (
+            "name,path,windw\na,x.parquet,3\n",
+            r"line 1: the column 'windw' is none .*; did you mean 'window'\? It has 'name'",
+        ),
+        ("name,path,wieght\na,x.parquet,3\n", r"the column 'wieght' is none .*; did you mean 'weight'\?"),
+        (
+            "name,path,zzz\na,x.parquet,3\n",
+            r"the column 'zzz' is none that .* option of a reader\. It has 'name', 'path', 'weight'",
+        ),
+        ("name,path,delimiter\na,x.parquet,;\n", r"line 2: a has no option 'delimiter'"),
+        ("Name,Path\na,x.parquet\n", r"line 1: .* this one has 'Name', 'Path'; names of columns are in lower case"),
+        ("name;path;weight\na;x.parquet;2\n", r"this one has 'name;path;weight'; a table is divided by commas, or by tabs"),
+        ("nam,path\na,x.parquet\n", r"the columns name and path, and this one has 'nam', 'path'; did you mean 'nam'\?"),
+        ("path,weight\nx.parquet,2\n", r"the columns name and path, and this one has 'path', 'weight'$"),
+        ("name,path,transform\na,x.parquet,Tokeniz\n", r"the transform 'Tokeniz' .*; did you mean 'Tokenize'\?"),
         ("name,path\na,\n", r"line 2: the source 'a' has no path"),
         ("name,path\n,x.parquet\n", r"line 2: a row of a table of sources needs a name"),
         ("name,path\na,x.bin\n", r"line 2: a needs a reader"),
@@ -109,6 +123,11 @@ def test_a_wrong_table_is_told_with_its_line(tmp_path, text, said):
     (tmp_path / "table.csv").write_text(text)
     with pytest.raises(ol.errors.SpecError, match=said):
         ol.mixtures.read_table(tmp_path / "table.csv", transforms={"up": helpers.clean})
+
+
+def test_options_of_a_reader_of_your_own_may_be_columns(tmp_path):
+    (tmp_path / "table.csv").write_text(f"name,path,reader,rows\na,x,{helpers.__name__}:Rows,7\n")
+    assert ol.mixtures.read_table(tmp_path / "table.csv").sources == {"a": helpers.Rows(paths="x", rows=7)}
 
 
 def test_wrong_groups_and_a_missing_table_are_told(files):

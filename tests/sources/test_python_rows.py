@@ -252,3 +252,37 @@ def test_an_index_of_another_iterable_and_lost_rows_are_errors(tmp_path: Path) -
         source.read(units[0])
     endless = Iterated(functools.partial(Counting, 10**9), unit_rows=10, most_rows=25, folder=tmp_path / "endless")
     assert [unit.num_rows for unit in endless.units()] == [10, 10, 5]
+
+
+def _squares(number: int) -> dict[str, Any]:
+    return {"n": int(number), "tokens": np.arange(1 + number % 5, dtype=np.int32) + number}
+
+
+def grain_map_dataset(num_rows: int) -> Any:
+    grain = pytest.importorskip("grain", reason="grain is not installed")
+    return grain.MapDataset.range(num_rows).shuffle(seed=3).map(_squares)
+
+
+def grain_iter_dataset(num_rows: int) -> Any:
+    return grain_map_dataset(num_rows).to_iter_dataset()
+
+
+def test_a_map_dataset_of_grain_is_read_and_resumes_exactly() -> None:
+    rows = [grain_map_dataset(200)[i] for i in range(200)]
+    source = MapDataset(functools.partial(grain_map_dataset, 200), unit_rows=30)
+    ol.testing.assert_source_keeps_its_promises(source)
+    table = pa.concat_tables([source.read(unit) for unit in source.units()])
+    assert table["n"].to_pylist() == [row["n"] for row in rows]
+    assert table["tokens"].to_pylist() == [row["tokens"].tolist() for row in rows]
+    batch = ol.Batch(tokens=64, sequence_length=32)
+    ol.testing.assert_resumes_exactly(ol.Job(sources={"a": source}, batch=batch), 8, 3)
+
+
+def test_an_iterator_of_grain_is_read_from_the_states_that_it_says(tmp_path: Path) -> None:
+    rows = [row["n"] for row in grain_iter_dataset(200)]
+    assert sorted(rows) == list(range(200))
+    source = Iterated(functools.partial(grain_iter_dataset, 200), unit_rows=30, folder=tmp_path / "index")
+    units = source.units()
+    assert len(units) == 7
+    found = {unit.index: source.read(unit)["n"].to_pylist() for unit in reversed(units)}
+    assert [n for index in range(7) for n in found[index]] == rows

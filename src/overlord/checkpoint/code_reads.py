@@ -6,6 +6,7 @@ The fingerprint of a state sees the files that values name. Kept rows must not o
 
 from __future__ import annotations
 
+import dis
 import itertools
 import os
 import pathlib
@@ -31,6 +32,7 @@ _UNSEEN_NAMES = {
     "__import__": "calls __import__",
     "run_path": "calls runpy.run_path",
     "run_module": "calls runpy.run_module",
+    "argv": "reads sys.argv",
 }
 """What code may refer to whose result neither its text nor its values tell."""
 
@@ -56,24 +58,26 @@ class ReadsDescriber(Describer):
     def _function(self, value: FunctionType, path: str) -> str:
         if home_of(value.__module__, value.__code__.co_filename) == "user":
             self._note_reads([value.__code__], value.__code__.co_filename, path, _held_by(value))
+            self._note_imports([value.__code__], str(value.__globals__.get("__package__") or ""))
         return super()._function(value, path)
 
-    def _import_text(self, name: str) -> str:
-        for module, file in _files_of_module(name):
-            self._follow(module, file)
-        return super()._import_text(name)
+    def _note_imports(self, codes: Iterable[CodeType], package: str) -> None:
+        """Notes the modules of the user that code of a package imports when it runs."""
+        imported = {name for code in codes for each in all_codes(code) for name in _imports(each, package)}
+        for name in sorted(imported):
+            for module, file in _files_of_module(name):
+                self._follow(module, file)
 
     def _follow(self, module: str, file: str) -> None:
         """Notes what a module that is imported when code runs reads, and the modules of the user that it imports in turn."""
         if file in self._followed:
             return
         self._followed.add(file)
-        codes = list(self._code.codes(file))
+        codes = self._code.codes(file)
         self._note_reads(codes, file, f"module {module}", ())
         self.reads[f"import {module}"] = self._code.file(file)
-        for name in sorted({name for code in codes for name in self._code.imports(code)}):
-            for imported, its_file in _files_of_module(name):
-                self._follow(imported, its_file)
+        is_package = os.path.basename(file) == "__init__.py"
+        self._note_imports(codes, module if is_package else module.rpartition(".")[0])
 
     def _note_reads(self, codes: Iterable[CodeType], file: str, path: str, held: Iterable[Any]) -> None:
         """Notes the reads of code of a file that refers to these values."""
@@ -154,6 +158,24 @@ def _files_named(names: Iterable[str], folders: Iterable[str]) -> Iterator[tuple
                 others.append(path)
 
 
+def _imports(code: CodeType, package: str) -> Iterator[str]:
+    """The full names that code imports: modules, and what is taken from them, which may be modules too."""
+    before: list[Any] = [None, None]  # an import is preceded by its level and the names that it takes
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "EXTENDED_ARG":
+            continue
+        if instruction.opname == "IMPORT_NAME":
+            level, taken = before
+            name = str(instruction.argval)
+            if isinstance(level, int) and level > 0:
+                base = package.split(".")[: len(package.split(".")) - level + 1]
+                name = ".".join([*base, *([name] if name else [])])
+            yield name
+            if isinstance(taken, tuple):
+                yield from (f"{name}.{each}" for each in taken if each != "*")
+        before = [before[1], instruction.argval]
+
+
 def _files_of_module(name: str) -> list[tuple[str, str]]:
     """The file of a module of the user, and those of the packages that it is in; none for other modules."""
     import importlib.util
@@ -162,7 +184,7 @@ def _files_of_module(name: str) -> list[tuple[str, str]]:
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         each = ".".join(parts[:i])
-        if home_of(each, None) == "python":
+        if not each or home_of(each, None) == "python":
             return []
         try:
             spec = importlib.util.find_spec(each)
@@ -172,4 +194,8 @@ def _files_of_module(name: str) -> list[tuple[str, str]]:
             return found
         if spec.origin is not None and os.path.isfile(spec.origin):
             found.append((each, spec.origin))
+        if (
+            spec.submodule_search_locations is None
+        ):  # no package: what follows is no module, and looking would import this one
+            return found
     return found

@@ -157,11 +157,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _change_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Hand the words of a command to its job."""
+    if "=" in str(options.job) and not options.job.path.exists():
+        parser.error(f"the job file comes before {options.job}")
     wrong = next((word for word in options.overrides if "=" not in word), None)
     if wrong is not None:
         parser.error(f"a job is changed by FIELD=VALUE, as mesh.dp=8, got {wrong!r}")
-    if "=" in str(options.job):
-        parser.error(f"the job file comes before {options.job}")
     options.job = replace(options.job, overrides=tuple(options.overrides))
 
 

@@ -15,6 +15,7 @@ from overlord.jobfile.loading import JobFile, load_job
 from overlord.runtime.memory import peak_rss_bytes
 from overlord.service.dry_run import SourceShare, Throughput, read_steps, shares_of
 from overlord.service.run import Loader, start
+from overlord.status import CacheUse
 
 if TYPE_CHECKING:
     import argparse
@@ -113,12 +114,15 @@ def _summary(loader: Loader, meter: Throughput, state: Mapping[str, Any], interr
     if interrupted:  # a role may be waiting for storage that hangs, so send no more requests
         return summary
     report = loader.report(state["step"])
+    metrics = loader.metrics()
+    has_cache = any(source.cache is not None for source in loader.job.sources.values())
     return summary | {
         "mix_unit": loader.job.mix.unit,
         "mix": {name: asdict(share) for name, share in shares_of(report.mix, loader.job.mix.unit).items()},
         "documents": report.documents,
         "bad_rows": report.bad_rows,
-        "summary": summary_line(loader.metrics()),
+        "summary": summary_line(metrics),
+        "caches": {kind: asdict(use) for kind, use in metrics.caches.items()} if has_cache else None,
         "buffers": {name: asdict(use) for name, use in report.buffers.items()},
     }
 
@@ -134,6 +138,8 @@ def _print(summary: Mapping[str, Any], meter: Throughput, state: Path | None) ->
     )
     if "summary" in summary:
         out.print(f"in all: {summary['summary']}", markup=False, soft_wrap=True)
+    if summary.get("caches") is not None:
+        out.print(_cache_line({kind: CacheUse(**use) for kind, use in summary["caches"].items()}))
     for name, counts in summary.get("documents", {}).items():
         if counts:
             out.print(f"documents of {name}: " + ", ".join(f"{count:,} {kind}" for kind, count in counts.items()))
@@ -143,3 +149,17 @@ def _print(summary: Mapping[str, Any], meter: Throughput, state: Path | None) ->
     stopped = "stopped" if summary["interrupted"] else "done"
     kept = "" if state is None else f"; state saved to {state}, resume with --resume {state}"
     out.print(f"{stopped} before step {summary['next_step']:,}{kept}")
+
+
+def _cache_line(uses: Mapping[str, CacheUse]) -> str:
+    """What the caches of a run saved it."""
+    parts = [
+        f"{use.hits:,} of {use.hits + use.misses:,} entries of {_ENTRIES[kind]} found ({size(use.read_bytes)}), "
+        f"{size(use.written_bytes)} written"
+        for kind, use in uses.items()
+        if use != CacheUse()
+    ]
+    return f"cache: {'; '.join(parts) or 'nothing was looked up or written'}"
+
+
+_ENTRIES = {"chunks": "transformed rows", "files": "files"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +15,8 @@ import pyarrow as pa
 from overlord.declare.job import Job
 from overlord.declare.mixture import Mixture
 from overlord.errors import SpecError
-from overlord.jobfile.names import is_imported, is_public, nearest
-from overlord.jobfile.values import JobPlace, PlainMapping, build, parse_yaml, source_of
+from overlord.jobfile.names import is_imported, is_public, nearest, public_values
+from overlord.jobfile.values import JobPlace, PlainMapping, build, parse_yaml, reader_options, source_of
 from overlord.jobfile.weighting import grouped
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def read_table(
     unless given, groups have equal weights. Weights of sources are then shares within their group.
     """
     rows, where = _rows(table)
+    _check_columns(rows, where[0], options)
     sources: dict[str, Source] = {}
     weights: dict[str, float] = {}
     members: dict[str, list[str]] = {}
@@ -92,6 +94,34 @@ def read_table(
     return Catalog(
         sources, weights, {group: tuple(names) for group, names in members.items()}, _shares(members, groups, where)
     )
+
+
+def _check_columns(rows: Sequence[Mapping[str, Any]], place: JobPlace, options: Mapping[str, Any]) -> None:
+    """Says which columns a table lacks or has too many. A reader of the user's own has options that nobody knows here."""
+    found = list(dict.fromkeys(str(name) for row in rows for name in row))
+    place = place if place.line is None else JobPlace(place.file, place.keys, 1)  # the head of a file
+    known = dict.fromkeys((*_OWN, "reader", "transform", *reader_options()))
+    listed = ", ".join(map(repr, found))
+    needed = {"name": {"name"}, "path": {"path", "paths"}}
+    if missing := [name for name, forms in needed.items() if not forms & set(found)]:
+        fold = {name.strip().lower() for name in found}
+        way_out = (
+            "; names of columns are in lower case, without spaces around them"
+            if missing[0] in fold
+            else "; a table is divided by commas, or by tabs if it is called .tsv"
+            if len(found) == 1 and re.search(r"[;|\t]", found[0])
+            else nearest(missing[0], found)
+        )
+        raise place.error(f"a table of sources has the columns name and path, and this one has {listed}{way_out}")
+    readers = {str(row.get("reader")) for row in rows} | {str(options.get("reader"))}
+    filled = {str(name) for row in rows for name, value in row.items() if value not in (None, "")}
+    unknown = next((name for name in found if name not in known and name in filled), None)
+    if unknown is not None and not any(map(is_imported, readers)):
+        own = ", ".join(map(repr, (*_OWN, "reader", "transform")))
+        raise place.error(
+            f"the column {unknown!r} is none that a table of sources has, and no option of a reader"
+            f"{nearest(unknown, known) or '.'} It has {own} and options of readers"
+        )
 
 
 def _shares(
@@ -198,7 +228,7 @@ def _transforms(text: Any, known: Mapping[str, Any], place: JobPlace) -> tuple[C
         else:
             raise place.error(
                 f"the transform {name!r} is none of transforms= ({', '.join(known) or 'which is empty'}) and not "
-                f"module:function{nearest(name, known)}"
+                f"module:function{nearest(name, [*known, *public_values()])}"
             )
     return tuple(found)
 

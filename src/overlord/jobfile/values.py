@@ -295,7 +295,7 @@ def source_of(value: Any, place: JobPlace) -> Source:
     lines = value.lines if isinstance(value, PlainMapping) else {}
     name = value.get("reader") or reader_of(options.get("paths"))
     if not isinstance(name, str):
-        known = _options_of_readers()
+        known = reader_options()
         if wrong := next((key for key in options if key not in known), None):
             raise place.at(wrong, value).error(f"{place.path} has no option {wrong!r}{nearest(str(wrong), known)}")
         raise place.error(f"{place.path} needs a reader (Parquet, Jsonl, ...): the ending of its paths does not tell it")
@@ -308,7 +308,8 @@ def source_of(value: Any, place: JobPlace) -> Source:
 
 
 @cache
-def _options_of_readers() -> dict[str, Any]:
+def reader_options() -> dict[str, Any]:
+    """Option to annotation, of all readers of Overlord."""
     readers = (value for value in public_values().values() if inspect.isclass(value) and issubclass(value, Source))
     return {name: hint for kind in readers for name, hint in options_of(kind).items()}
 
