@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -95,7 +95,7 @@ def ring_of(wholes: Sequence[int], num_ranks: int, part: int, messages: CopyMess
         "piece_offsets": np.array([chunk.begin for _, chunk in pieces]),
         "document_lengths": np.array([chunk.end - chunk.begin for _, chunk in pieces]),
     }
-    return replace(Ring.of(micro), messages=messages)
+    return Ring.of(micro).with_messages(messages)
 
 
 def positions_of(ring: Ring, device: torch.device) -> Tensor:

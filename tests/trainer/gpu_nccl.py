@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -77,7 +77,7 @@ def differences(cases: int, seed: int = 0) -> dict[str, Any]:
 def _to_itself(num_ranks: int, part: int, whole: int, messages: Messages) -> Ring:
     """A ring of which this process is one rank, and all others are the same process."""
     ring = Ring.of(micro_of([whole], num_ranks, part))
-    return replace(ring, ranks=(0,) * num_ranks, messages=messages)
+    return Ring((0,) * num_ranks, ring.index, ring.pieces, ring.number, messages)
 
 
 def run(cases: int) -> dict[str, Any]:
