@@ -200,9 +200,7 @@ def copy_arrays(
         arrays.append(array)
 
     for fields in microbatches:
-        for name, value in fields.items():
-            if name not in HOST_FIELDS:
-                _map_arrays(value, note)
+        _map_arrays([value for name, value in fields.items() if name not in HOST_FIELDS], note)
     begins: dict[int, int] = {}
     num_bytes = 0
     for number, array in enumerate(arrays):
