@@ -20,6 +20,7 @@ from torch.nn.functional import rms_norm, silu
 from bench.gpu.blocks import Shape
 from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer import Ring, Rotary, ring_attention
+from overlord.trainer.ring import RingFacts
 
 
 @dataclass
@@ -52,7 +53,7 @@ class CopyMessages:
                 torch.cuda._sleep(int(seconds * _cycles_per_s(self.device)))
             return CopyPending(received, self._stream.record_event())
 
-    def check(self, ring: Ring, facts: Sequence[int]) -> None:
+    def check(self, ring: Ring, facts: RingFacts) -> None:
         """There is nobody to agree with."""
 
     def _numbers(self, like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 
-from overlord.trainer.ring import GroupMessages, Messages, Ring, ring_attention
+from overlord.trainer.ring import GroupMessages, Messages, Ring, RingFacts, ring_attention
 from tests.trainer.rings import micro_of
 
 
@@ -33,7 +33,7 @@ class Echo:
         assert all(len(tensor) == num_tokens for tensor in tensors)
         return EchoPending([tensor.clone() for tensor in tensors])
 
-    def check(self, ring: Ring, facts: Sequence[int]) -> None:
+    def check(self, ring: Ring, facts: RingFacts) -> None:
         """There is nobody to agree with."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer.ring import Ring
-from overlord.trainer.ring.messages import PendingMessages
+from overlord.trainer.ring.messages import PendingMessages, RingFacts
 
 
 class Box:
@@ -60,8 +60,8 @@ class ThreadMessages:
         own = self.boxes[ring.ranks[ring.index]]
         return ThreadPending(own, own.expect(), num_tokens)
 
-    def check(self, ring: Ring, facts: Sequence[int]) -> None:
-        assert len(facts) == 6
+    def check(self, ring: Ring, facts: RingFacts) -> None:
+        assert facts.number == ring.number
 
 
 @dataclass(frozen=True)

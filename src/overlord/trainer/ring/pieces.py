@@ -97,6 +97,11 @@ class Ring:
         return len(self.ranks)
 
     @property
+    def own(self) -> int:
+        """The rank of this process."""
+        return self.ranks[self.index]
+
+    @property
     def before(self) -> int:
         """The rank that this one receives from."""
         return self.ranks[self.index - 1]
