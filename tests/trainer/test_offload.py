@@ -78,6 +78,8 @@ def test_what_is_moved_is_counted_once_and_has_no_weights():
 class Adapted(nn.Module):
     """A frozen linear layer with a low-rank adapter; the first one of a model gets inputs without gradients."""
 
+    scale: Tensor
+
     def __init__(self, rank: int = 2) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)

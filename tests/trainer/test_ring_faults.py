@@ -98,7 +98,7 @@ def _agrees_by_store(rank: int, folder: Path) -> None:
     lines: list[str] = []
     found: list[list[int]] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("overlord.trainer.ring").addHandler(handler)
     for world in range(2):  # a group that is made anew begins anew
         (folder / str(world)).mkdir(exist_ok=True)

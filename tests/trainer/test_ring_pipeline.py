@@ -91,7 +91,7 @@ def _one_rank(rank: int, folder: Path) -> None:
     tree = ol.ClientPlaceTree(MESH)
     place = tree.coordinates(rank)
     stages = [[tree.rank_of(pp=pp, dp=dp) for dp in range(2)] for pp in range(2)]
-    groups = [dist.new_group(ranks) for ranks in stages]
+    groups: list[Any] = [dist.new_group(ranks) for ranks in stages]
     other = tree.rank_of(pp=1 - place.pp, dp=place.dp)
     stage, found = Stage(place.pp), []
     with attach(_job(mesh=MESH, strategy=ol.strategies.hdp(COST, capacity=128)), timeout_s=60) as client:
