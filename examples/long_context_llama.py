@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import rms_norm, silu
@@ -123,7 +123,7 @@ class Zero1:
     def __init__(self, model: Llama) -> None:
         self.model = model
         self.optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3)
-        self.sums = GradientSums(model.parameters())
+        self.sums = GradientSums(model.parameters(), dtype=torch.float32)  # also for weights in bfloat16
 
     def backward(self, loss: Tensor, is_last: bool, ring: Ring) -> None:
         self.sums.backward(loss, is_last=is_last, ring=ring)
@@ -144,11 +144,15 @@ class Zero1:
 
 
 class Fsdp:
-    """Every rank has a part of the weights. They are gathered, and gradients summed, in every microbatch."""
+    """Every rank has a part of the weights. They are gathered, in `dtype`, and gradients summed in every microbatch. Weights
+    are kept, and gradients summed, in single precision at least."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Llama, dtype: torch.dtype) -> None:
+        exact = torch.promote_types(dtype, torch.float32)
+        model.to(exact)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=exact)
         for module in (*model.layers, model):
-            sharded = fully_shard(module)
+            sharded = fully_shard(module, mp_policy=policy)
             sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is divided by the tokens of the whole step already
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         self.model = model
@@ -177,7 +181,7 @@ class Fsdp:
 def train(job: ol.Job, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Llama(2 * CAPACITY if options.fsdp else CAPACITY).to(device, dtype)
-    shards = Fsdp(model) if options.fsdp else Zero1(model)
+    shards = Fsdp(model, dtype) if options.fsdp else Zero1(model)
     saved = torch.load(options.checkpoint) if options.checkpoint and options.checkpoint.exists() else None
     if saved is not None:
         shards.load(saved)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.functional import rms_norm, silu
 from bench.gpu.blocks import Shape
 from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer import Ring, Rotary, ring_attention
+from overlord.trainer.ring import RingFacts
 
 
 @dataclass
@@ -52,7 +53,7 @@ class CopyMessages:
                 torch.cuda._sleep(int(seconds * _cycles_per_s(self.device)))
             return CopyPending(received, self._stream.record_event())
 
-    def check(self, ring: Ring, facts: Sequence[int]) -> None:
+    def check(self, ring: Ring, facts: RingFacts) -> None:
         """There is nobody to agree with."""
 
     def _numbers(self, like: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ def ring_of(wholes: Sequence[int], num_ranks: int, part: int, messages: CopyMess
         "piece_offsets": np.array([chunk.begin for _, chunk in pieces]),
         "document_lengths": np.array([chunk.end - chunk.begin for _, chunk in pieces]),
     }
-    return replace(Ring.of(micro), messages=messages)
+    return Ring.of(micro).with_messages(messages)
 
 
 def positions_of(ring: Ring, device: torch.device) -> Tensor:

@@ -288,6 +288,11 @@ class Microbatch(TypedDict):
     """The shape and dtype name of each array that this rank gets by broadcast from another rank's trainer."""
 
 
+HOST_FIELDS = frozenset({"hdp_ranks", "piece_offsets", "whole_lengths", "offload_ratios"})
+"""Small fields that only the trainer's Python reads, to set up a ring. They stay on the host when a batch goes to a device:
+to read them there, the host would have to wait until the device is done."""
+
+
 if TYPE_CHECKING:
     from typing_extensions import TypedDict as ExtensibleTypedDict
 
@@ -354,8 +359,14 @@ class Step:
         return self.origin.state_before(self.number + 1)
 
     def to(self, device: Any, non_blocking: bool = False) -> Step:
-        """Returns the step with its tensors on a torch device; everything else stays as it is."""
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), f"to({device!r})")
+        """Returns the step with its tensors on a torch device, but those that only the host reads (`hdp_ranks`,
+        `piece_offsets`, `whole_lengths`, `offload_ratios`); everything else stays as it is."""
+        moved = self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), f"to({device!r})")
+        micros = [
+            {**there, **{name: here[name] for name in HOST_FIELDS & here.keys()}}
+            for here, there in zip(self.microbatches, moved.microbatches, strict=True)
+        ]
+        return replace(moved, microbatches=cast("tuple[MicrobatchWithColumns, ...]", tuple(micros)))
 
     def pin_memory(self) -> Step:
         """Returns the step with its tensors copied into page-locked memory."""

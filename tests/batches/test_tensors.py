@@ -103,6 +103,19 @@ def test_small_arrays_are_copied_to_a_device_together_and_large_ones_alone():
     assert copy_arrays(({"num_rows": 2},), torch.device("cpu")) == (({"num_rows": 2},), [])
 
 
+def test_what_only_the_host_reads_stays_there_in_memory_of_its_own():
+    host = {name: np.array([3, 5]) for name in ("hdp_ranks", "piece_offsets", "whole_lengths", "offload_ratios")}
+    fields = host | {"tokens": np.arange(8), "document_lengths": np.array([3, 5]), "hdp_index": 1}
+    (moved,), _ = copy_arrays((fields,), torch.device("meta"))
+    assert {name for name, value in moved.items() if isinstance(value, torch.Tensor) and value.is_meta} == {
+        "tokens",
+        "document_lengths",
+    }
+    for name, array in host.items():
+        array[:] = 0  # the batch is used again
+        assert moved[name].tolist() == [3, 5]
+
+
 def test_a_batch_is_placed_as_it_was_asked_for():
     batch = collate(*microbatch([3, 5]))
     assert Destination().open().place((batch,)).use() == (batch,)

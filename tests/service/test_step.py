@@ -39,6 +39,8 @@ def test_a_step_is_moved_with_all_of_its_tensors(steps):
     assert moved.state_after() == step.state_after()
     listed = ol.Step(0, 1, ({"images": [torch.zeros(2), torch.zeros(3)]},))  # pyright: ignore[reportArgumentType]
     assert [image.device.type for image in listed.to(torch.device("meta"))["images"]] == ["meta", "meta"]
+    cut = ol.Step(0, 1, ({"tokens": torch.zeros(2), "hdp_ranks": torch.tensor([0, 1])},))  # pyright: ignore[reportArgumentType]
+    assert [cut.to("meta")[name].device.type for name in ("tokens", "hdp_ranks")] == ["meta", "cpu"]
 
 
 def test_a_step_of_numpy_arrays_cannot_be_moved_and_says_what_to_do():

@@ -10,7 +10,6 @@ import json
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def run_around(options: RingOptions, wholes: list[int], num_ranks: int, tensors:
     messages = ThreadMessages.between(num_ranks)
 
     def run(part: int) -> list[Tensor]:
-        ring = replace(Ring.of(micro_of(wholes, num_ranks, part)), messages=messages)
+        ring = Ring.of(micro_of(wholes, num_ranks, part)).with_messages(messages)
         q, k, v, grad = (each[places_of(wholes, num_ranks, part)] for each in (*tensors, dout))
         out, lse = attend_around(q, [k, v], ring, options)
         return [out, *differentiate_around(OutputGradient(q, grad, out, lse), [k, v], ring, options)]

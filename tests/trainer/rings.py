@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from overlord.arrange.hdp.rings import chunks_of
 from overlord.trainer.ring import Ring
-from overlord.trainer.ring.messages import PendingMessages
+from overlord.trainer.ring.messages import PendingMessages, RingFacts
 
 
 class Box:
@@ -60,8 +60,8 @@ class ThreadMessages:
         own = self.boxes[ring.ranks[ring.index]]
         return ThreadPending(own, own.expect(), num_tokens)
 
-    def check(self, ring: Ring, facts: Sequence[int]) -> None:
-        assert len(facts) == 6
+    def check(self, ring: Ring, facts: RingFacts) -> None:
+        assert facts.number == ring.number
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def run_in_threads(
     messages = ThreadMessages.between(num_ranks)
 
     def run(part: int) -> list[Tensor]:
-        ring = replace(Ring.of(micro_of(wholes, num_ranks, part)), messages=messages)
+        ring = Ring.of(micro_of(wholes, num_ranks, part)).with_messages(messages)
         places = places_of(wholes, num_ranks, part)
         own = [tensor[places].requires_grad_() for tensor in tensors]
         out = attend(own[0], own[1], own[2], ring)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from overlord.errors import SpecError
 from overlord.trainer import ring_attention
-from overlord.trainer.ring import FlashAttn, Kernel, ReferenceKernel
+from overlord.trainer.ring import FlashAttn, Kernel, ReferenceKernel, TorchFlash
 from overlord.trainer.ring.kernels import AttentionMask, Bounds, OutputGradient, choose_kernel, fused_kernels
 from tests.trainer.rings import random_numbers, run_in_threads
 
@@ -199,18 +200,37 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     fused_kernels.cache_clear()
 
 
-def _chosen(package: ModuleType, version: str) -> Kernel:
+def _set_version(package: ModuleType, version: str) -> None:
     package.__version__ = version  # pyright: ignore[reportAttributeAccessIssue]
     fused_kernels.cache_clear()
+
+
+def _chosen() -> Kernel:
     return choose_kernel(torch.device("cuda"), torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize("version", [*_SIGNATURES, "2.7.0", "2.10.1", "3.0.0b1"])
-def test_flash_attn_is_the_first_choice_where_it_is_installed(installed, version):
-    assert isinstance(_chosen(installed, version), FlashAttn)
+def test_flash_attn_is_chosen_by_hand_or_where_torch_has_no_kernel(installed, version, monkeypatch):
+    _set_version(installed, version)
+    assert FlashAttn.installed() == FlashAttn(installed.flash_attn_interface)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert isinstance(_chosen(), FlashAttn)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    fused_kernels.cache_clear()
+    assert _chosen() == TorchFlash()
 
 
 @pytest.mark.parametrize("version", ["2.6.3", "2.5.9.post1", "1.0.9"])
-def test_a_release_of_flash_attn_that_is_too_old_is_passed_over_and_named(installed, version, caplog):
-    assert not isinstance(_chosen(installed, version), FlashAttn)
-    assert f"flash_attn {version} is not used: ring attention needs 2.7 or later" in caplog.text
+def test_a_release_of_flash_attn_that_is_too_old_is_refused_and_named(installed, version, caplog):
+    _set_version(installed, version)
+    assert not isinstance(_chosen(), FlashAttn)
+    assert torch.cuda.is_available() or f"needs flash_attn 2.7 or later, found {version}" in caplog.text
+    with pytest.raises(SpecError, match=f"2.7 or later, found {version}"):
+        FlashAttn.installed()
+
+
+def test_flash_attn_that_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(SpecError, match="flash_attn is not installed; leave kernel out"):
+        FlashAttn.installed()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from overlord.errors import SpecError
-from overlord.trainer import OffloadedLayers, RecomputedLayers, Ring, ring_attention
-from overlord.trainer.offload import LayerRunner, planned_ratio
+from overlord.trainer import OffloadedLayers, RecomputedLayers, Ring, planned_ratio, ring_attention
+from overlord.trainer.offload import LayerRunner
 from tests.trainer.rings import micro_of
 
 TOKENS, WIDTH = 48, 16
@@ -77,6 +77,8 @@ def test_what_is_moved_is_counted_once_and_has_no_weights():
 
 class Adapted(nn.Module):
     """A frozen linear layer with a low-rank adapter; the first one of a model gets inputs without gradients."""
+
+    scale: Tensor
 
     def __init__(self, rank: int = 2) -> None:
         super().__init__()
@@ -167,3 +169,18 @@ def test_the_ratio_is_that_of_the_plan_and_a_microbatch_that_cannot_fit_is_refus
         planned_ratio({}, 4)
     with pytest.raises(SpecError, match=r"between 0 and 1, got 1\.5"):
         OffloadedLayers(1.5, 4)
+
+
+@settings(max_examples=20)
+@given(wholes=st.lists(st.integers(6, 60), min_size=1, max_size=4), num_ranks=st.integers(1, 3), part=st.integers(0, 2))
+def test_rings_and_ratios_read_nothing_from_a_device(wholes, num_ranks, part):
+    micro = micro_of(wholes, num_ranks, part % num_ranks)
+    ratios = torch.linspace(0, 1, len(micro["whole_lengths"]))
+    here = {name: torch.as_tensor(value) if isinstance(value, np.ndarray) else value for name, value in micro.items()}
+    here["offload_ratios"] = ratios
+    # To read a tensor on this device is an error, as on a GPU it would be a wait.
+    there = here | {"document_lengths": here["document_lengths"].to("meta"), "tokens": torch.empty(9, device="meta")}
+    assert Ring.of(there).pieces == Ring.of(here).pieces
+    assert planned_ratio(there, 4) == pytest.approx(planned_ratio(here, 4))
+    with pytest.raises(SpecError, match="do not change its fields"):
+        Ring.of(there | {"piece_offsets": here["piece_offsets"] + 1})

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def test_keys_may_be_sent_any_number_of_turns_ahead_and_few_are_held(num_ranks, 
 
     def run(part: int, keys_ahead: int) -> list[Tensor]:
         messages = CountedMessages(boxes)
-        ring = replace(Ring.of(micro_of(wholes, num_ranks, part)), messages=messages)
+        ring = Ring.of(micro_of(wholes, num_ranks, part)).with_messages(messages)
         q, k, v, grad = (tensor[places_of(wholes, num_ranks, part)] for tensor in (*tensors, dout))
         options = RingOptions(ReferenceKernel(), 0.5, NO_WINDOW, True, keys_ahead=keys_ahead)
         out, lse = attend_around(q, [k, v], ring, options)

@@ -135,6 +135,61 @@ def _one_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def _sums_of_small_gradients(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    join_world(rank, 2, folder)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, unused = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+        sums = GradientSums([weight, unused], dtype=dtype)
+        for step in range(2):
+            for index in range(600):
+                sums.backward(weight.sum(), is_last=index == 599)
+            sums.finish()
+            assert unused.grad is not None
+            assert not unused.grad.any()
+            found.append([weight.grad, sums.main_gradient(weight).clone()])
+            if step == 0:
+                weight.grad = unused.grad = None
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_gradients_in_bfloat16_are_accumulated_in_single_precision_unless_told_otherwise(tmp_path):
+    run_ranks(_sums_of_small_gradients, 2, tmp_path)
+    single, again, half, _ = torch.load(tmp_path / "0.pt")
+    for grad, main in (single, again):
+        assert main.dtype == torch.float32
+        assert main.tolist() == [1200.0] * 3
+        assert grad.dtype == torch.bfloat16
+        assert grad.tolist() == [1200.0] * 3
+    assert half[1].dtype == torch.bfloat16
+    assert half[1].tolist() == [512.0] * 3, "bfloat16 loses what is added to 256"
+
+
+def _gradients_in_buckets(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    join_world(rank, 1, folder)
+    weight = nn.Parameter(torch.ones(1000))
+    sums = GradientSums([weight])
+    places = []
+    for to_none in (True, False, True):
+        for index in range(2):
+            sums.backward((weight * (index + 1)).sum(), is_last=index == 1)
+            assert weight.grad is not None
+            places.append(weight.grad.data_ptr())
+        sums.finish()
+        assert sums.main_gradient(weight) is weight.grad
+        assert sums.main_gradient(weight).tolist() == [3.0] * 1000
+        torch.optim.SGD([weight]).zero_grad(set_to_none=to_none)
+    assert len(set(places)) == 1, "gradients should be made in their bucket, not beside it"
+    dist.destroy_process_group()
+
+
+def test_gradients_are_made_in_their_buckets_also_after_they_were_set_to_none(tmp_path):
+    run_ranks(_gradients_in_buckets, 1, tmp_path)
+
+
 def test_gradients_summed_in_buckets_are_those_summed_one_by_one(tmp_path):
     run_ranks(_one_rank, _RANKS, tmp_path)
     for rank in range(_RANKS):
@@ -143,3 +198,7 @@ def test_gradients_summed_in_buckets_are_those_summed_one_by_one(tmp_path):
         torch.testing.assert_close(found["buckets"], found["one by one"])
     with pytest.raises(SpecError, match="at least 1, got 0"):
         GradientSums([], bucket_bytes=0)
+    with pytest.raises(SpecError, match=r"floating-point one, got torch\.int32"):
+        GradientSums([], dtype=torch.int32)
+    with pytest.raises(SpecError, match=r"\[2\] is not among those that are summed"):
+        GradientSums([]).main_gradient(torch.ones(2))

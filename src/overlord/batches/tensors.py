@@ -10,7 +10,7 @@ import numpy as np
 
 from overlord.declare.arguments import switch
 from overlord.errors import SpecError
-from overlord.messages import Step
+from overlord.messages import HOST_FIELDS, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -191,8 +191,8 @@ def to_torch(batch: Fields, pin_memory: bool = False) -> Fields:
 def copy_arrays(
     microbatches: tuple[Fields, ...], device: Any, pin_memory: bool = False
 ) -> tuple[tuple[Fields, ...], list[torch.Tensor]]:
-    """Copy every array to a device; returns the batches with the copies, and the memory that these lie in. With
-    `pin_memory` the copies are only begun, on the current stream."""
+    """Copy every array but `HOST_FIELDS` to a device; returns the batches with the copies, and the memory that these lie in.
+    With `pin_memory` the copies are only begun, on the current stream."""
     torch = _torch()
     arrays: list[NDArray[Any]] = []
 
@@ -200,8 +200,7 @@ def copy_arrays(
         arrays.append(array)
 
     for fields in microbatches:
-        for value in fields.values():
-            _map_arrays(value, note)
+        _map_arrays([value for name, value in fields.items() if name not in HOST_FIELDS], note)
     begins: dict[int, int] = {}
     num_bytes = 0
     for number, array in enumerate(arrays):
@@ -237,7 +236,16 @@ def copy_arrays(
     def take(_: NDArray[Any]) -> torch.Tensor:
         return next(next_found)
 
-    return tuple({name: _map_arrays(value, take) for name, value in fields.items()} for fields in microbatches), copies
+    moved = (
+        {name: _map_arrays(value, _owned_tensor if name in HOST_FIELDS else take) for name, value in fields.items()}
+        for fields in microbatches
+    )
+    return tuple(moved), copies
+
+
+def _owned_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """A tensor of its own memory: a batch that was copied to a device is given back at once."""
+    return _tensor(array.copy())
 
 
 def _map_arrays(value: Any, convert: Callable[[NDArray[Any]], Any]) -> Any:

@@ -4,7 +4,8 @@
 - `token_loss` and `sum_gradients` compute the loss of a step as one sum over its tokens, for any strategy;
   `chunked_token_loss` never holds all logits, and `GradientSums` sums while the backward pass runs.
 - `ring_attention` and `Ring` compute attention over documents that are split over ranks (`strategies.hdp`); `Rotary` rotates
-  by `position_ids`; `OffloadedLayers` and `RecomputedLayers` free the memory that the plan assumes to be free.
+  by `position_ids`; `OffloadedLayers` and `RecomputedLayers` free the memory that the plan assumes to be free, and
+  `planned_ratio` is the share of it.
 - `receive` gets the arrays of a step from the rank that fetched them (`broadcast_at`).
 - `exchange` sends encoded images to the ranks that train on them (`strategies.multimodal`).
 - `TempBalance` sets a learning rate for every layer; the other names are its options.
@@ -24,7 +25,7 @@ except ModuleNotFoundError as error:
 from overlord.batches.tensors import register_step as _register_step
 from overlord.trainer.gradient_sums import GradientSums
 from overlord.trainer.image_exchange import exchange
-from overlord.trainer.offload import OffloadedLayers, RecomputedLayers
+from overlord.trainer.offload import OffloadedLayers, RecomputedLayers, planned_ratio
 from overlord.trainer.receiving import receive
 from overlord.trainer.ring import Ring, ring_attention
 from overlord.trainer.rotary import Rotary
@@ -69,6 +70,7 @@ __all__ = [
     "attach",
     "chunked_token_loss",
     "exchange",
+    "planned_ratio",
     "receive",
     "ring_attention",
     "sum_gradients",

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from overlord.errors import SpecError
+from overlord.trainer.ring.pieces import is_on_device, lengths_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +53,9 @@ def planned_ratio(micro: Mapping[str, Any], num_layers: int, capacity: int | Non
     """
     if "offload_ratios" not in micro:
         raise SpecError("the microbatch has no offload_ratios: offloading needs the job to use strategies.hdp(offload=...)")
-    lengths, ratios = (torch.as_tensor(micro[name]).double() for name in ("document_lengths", "offload_ratios"))
+    given = micro["document_lengths"]
+    lengths = torch.as_tensor(lengths_of(micro) if is_on_device(given) else given).double()
+    ratios = torch.as_tensor(micro["offload_ratios"]).double()
     tokens = float(lengths.sum())
     ratio = float((lengths * ratios).sum()) / tokens if tokens else 0.0
     inner = num_layers - _LAST_LAYERS

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from overlord.errors import SpecError
+from overlord.messages import HOST_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -77,7 +78,12 @@ def _with_room(micro: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     """The microbatch as tensors on the device, with empty ones for the arrays to come."""
     to_come: Mapping[str, Any] = micro.get("broadcast", {})
     empty = {name: _empty(shape, device) for name, shape in to_come.items()}
-    here = {name: _on_device(value, device) for name, value in micro.items() if name != "broadcast"}
+    host = torch.device("cpu")
+    here = {
+        name: _on_device(value, host if name in HOST_FIELDS else device)
+        for name, value in micro.items()
+        if name != "broadcast"
+    }
     return here | empty
 
 

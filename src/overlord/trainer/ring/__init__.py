@@ -6,7 +6,7 @@ together, `messages` carries keys, values and their gradients, and `attention` j
 
 from overlord.trainer.ring.attention import ring_attention
 from overlord.trainer.ring.kernels import FlashAttn, Kernel, ReferenceKernel, TorchFlash
-from overlord.trainer.ring.messages import GroupMessages, Messages
+from overlord.trainer.ring.messages import GroupMessages, Messages, RingFacts
 from overlord.trainer.ring.pieces import Piece, Ring
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Piece",
     "ReferenceKernel",
     "Ring",
+    "RingFacts",
     "TorchFlash",
     "ring_attention",
 ]

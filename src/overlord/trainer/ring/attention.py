@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from overlord.errors import SpecError
 from overlord.trainer.ring.kernels import AttentionMask, Bounds, Kernel, OutputGradient, choose_kernel
 from overlord.trainer.ring.merging import merge
+from overlord.trainer.ring.messages import RingFacts
 from overlord.trainer.ring.schedule import NO_WINDOW, KernelCall, TokenSpan, calls_of
 from overlord.trainer.ring.turn_streams import TurnStreams
 
@@ -50,8 +51,8 @@ def ring_attention(  # noqa: PLR0913 - options of a call, by name
     - `scale` of the scores defaults to dim ** -0.5.
     - `window`: a query sees itself and at most so many tokens before it. Default: all of them.
     - `deterministic`: gradients are the same bits each time, at some cost.
-    - `kernel`: one of `overlord.trainer.ring`. Default: the fastest that is there. bfloat16 and float16 on a GPU take flash
-      attention, everything else a reference in plain operations.
+    - `kernel`: one of `overlord.trainer.ring`. By default bfloat16 and float16 on a GPU take torch's flash attention, and
+      everything else a reference in plain operations; `FlashAttn.installed()` is the package flash_attn.
     - `overlap_turns`: on a GPU the kernels of consecutive turns run on two streams; False runs them one after the other
       (docs/results.md has both).
 
@@ -107,7 +108,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         q, k, v, ring, options = args
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        _check_together(ring, q, k, 0)
+        _check_together(ring, q, k, options, is_backward=False)
         out, lse = attend_around(q, [k, v], ring, options)
         ctx.ring, ctx.options = ring, options
         ctx.save_for_backward(q, k, v, out, lse)
@@ -117,14 +118,15 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable  # its type stub lacks the name of ctx
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        _check_together(ctx.ring, q, k, 1)
+        _check_together(ctx.ring, q, k, ctx.options, is_backward=True)
         grad = OutputGradient(q, grads[0].contiguous(), out, lse)
         return (*differentiate_around(grad, [k, v], ctx.ring, ctx.options), None, None)
 
 
-def _check_together(ring: Ring, q: Tensor, k: Tensor, direction: int) -> None:
+def _check_together(ring: Ring, q: Tensor, k: Tensor, options: RingOptions, *, is_backward: bool) -> None:
     if ring.size > 1:
-        ring.messages.check(ring, (ring.number, direction, q.shape[1], k.shape[1], q.shape[2], q.element_size()))
+        facts = RingFacts.of(ring, q, k, scale=options.scale, window=options.window, is_backward=is_backward)
+        ring.messages.check(ring, facts)
 
 
 def attend_around(q: Tensor, held: list[Tensor], ring: Ring, options: RingOptions) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,9 @@ A kernel returns the log-sum-exp of the scores beside its output, so that output
 backward pass takes the output and log-sum-exp over *all* keys of the queries, whatever keys it is called with: the gradients
 of a block of scores then need nothing else.
 
-- `FlashAttn`: the package `flash_attn` (2.7 or later), if it is installed. Tests run it against functions with the
-  signatures of its releases; the package itself was never run here.
-- `TorchFlash`: the flash attention that CUDA builds of torch have.
+- `TorchFlash`: the flash attention that CUDA builds of torch have. It is what was measured, and the first choice.
+- `FlashAttn`: the package `flash_attn` (2.7 or later), with `kernel=FlashAttn.installed()`, or where torch has no kernel of
+  its own. Tests run it against functions with the signatures of its releases; the package itself was never run here.
 - `ReferenceKernel`: plain operations on any device and precision, for some queries at a time.
 """
 
@@ -109,19 +109,14 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, fused
 @cache
 def fused_kernels() -> tuple[Kernel, ...]:
     """The fused kernels that this process can use, best first."""
-    found: list[Kernel] = []
-    try:
-        from flash_attn import __version__, flash_attn_interface  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        pass
-    else:
-        if _release(__version__) >= _OLDEST_FLASH_ATTN:
-            found.append(FlashAttn(flash_attn_interface))
-        else:
-            _log.warning("flash_attn %s is not used: ring attention needs 2.7 or later", __version__)
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
-        found.append(TorchFlash())
-    return tuple(found)
+        return (TorchFlash(),)
+    try:
+        return (FlashAttn.installed(),)
+    except SpecError as error:
+        if not isinstance(error.__cause__, ImportError):
+            _log.warning("flash_attn is not used: %s", error)
+    return ()
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -193,9 +188,23 @@ class _Determinism:
 
 @dataclass(frozen=True, slots=True)
 class FlashAttn:
-    """The package `flash_attn`, through the two functions that its own autograd uses."""
+    """The package `flash_attn`, through the two functions that its own autograd uses: `FlashAttn.installed()`."""
 
     interface: Any
+
+    @staticmethod
+    def installed() -> FlashAttn:
+        """The package of this environment. Raises SpecError if there is none, or one whose functions differ."""
+        try:
+            from flash_attn import __version__, flash_attn_interface  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise SpecError("flash_attn is not installed; leave kernel out to use torch's flash attention") from error
+        if _release(__version__) < _OLDEST_FLASH_ATTN:
+            raise SpecError(
+                f"ring attention needs flash_attn 2.7 or later, found {__version__}; install a later one, or leave kernel "
+                "out to use torch's flash attention"
+            )
+        return FlashAttn(flash_attn_interface)
 
     def refusal(self, dtype: torch.dtype, head_dim: int) -> str | None:
         return _flash_refusal("flash_attn", dtype, head_dim)

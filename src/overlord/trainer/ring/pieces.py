@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -26,31 +26,47 @@ class Piece:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
 class Ring:
     """The ranks that attend together to the documents of one microbatch, and the pieces that each of them has.
 
     Make it with `Ring.of(micro)` and pass it to `ring_attention`. One ring serves all layers of the microbatch.
+    Do not change it.
     """
 
-    ranks: tuple[int, ...]
-    index: int
-    """The index of this process in `ranks`."""
-    pieces: tuple[tuple[Piece, ...], ...]
-    """The pieces of each rank."""
-    number: int = -1
-    """The number of the ring among those of the step; every rank runs its rings by rising number."""
-    messages: Messages = field(default_factory=GroupMessages)
-    """Sends to the next rank and receives from the previous one."""
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What is computed once for all layers: the calls of each turn, and their bounds on the device."""
+    # A plain class: FSDP2 copies every dataclass among the arguments of a module when it casts tensors to its precision, and
+    # each copy would lose what `cache` has.
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        index: int,
+        pieces: tuple[tuple[Piece, ...], ...],
+        number: int = -1,
+        messages: Messages | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.index = index
+        """The index of this process in `ranks`."""
+        self.pieces = pieces
+        """The pieces of each rank."""
+        self.number = number
+        """The number of the ring among those of the step; every rank runs its rings by rising number."""
+        self.messages: Messages = GroupMessages() if messages is None else messages
+        """Sends to the next rank and receives from the previous one."""
+        self.cache: dict[Any, Any] = {}
+        """What is computed once for all layers: the calls of each turn, and their bounds on the device."""
+
+    def with_messages(self, messages: Messages) -> Ring:
+        """The same ring, whose ranks talk in another way."""
+        return Ring(self.ranks, self.index, self.pieces, self.number, messages)
 
     @staticmethod
     def of(micro: Mapping[str, Any], group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> Ring:
         """Make it from a microbatch of a job with `strategies.hdp`.
 
         `group` must have all ranks; None is the default group. A rank that does not answer within `timeout_s` seconds is an
-        error that names the ring and the rank; on NCCL, the group's own time-out holds.
+        error that names the ring and the rank; on NCCL that holds for the check at the beginning of a microbatch (see
+        `GroupMessages`), and the group's own time-out for the rest.
         """
         if "hdp_ranks" not in micro:
             raise SpecError("the microbatch has no hdp_ranks: ring attention needs the job to use strategies.hdp")
@@ -65,6 +81,7 @@ class Ring:
     @staticmethod
     def alone(micro: Mapping[str, Any]) -> Ring:
         """A ring of this rank alone, for a packed microbatch of any strategy: its documents are whole."""
+        # On a GPU this waits for the copy of the batch, as reading any tensor does.
         if "cu_seqlens" not in micro:
             raise SpecError("a ring is made from a packed microbatch, with cu_seqlens: use layout='packed'")
         ends = micro["cu_seqlens"].tolist()
@@ -78,6 +95,11 @@ class Ring:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def own(self) -> int:
+        """The rank of this process."""
+        return self.ranks[self.index]
 
     @property
     def before(self) -> int:
@@ -98,16 +120,32 @@ class Ring:
         return self.pieces[part][-1].end if self.pieces[part] else 0
 
 
+def lengths_of(micro: Mapping[str, Any]) -> list[int]:
+    """The tokens of each piece of a microbatch with `hdp_ranks`, from fields that are always on the host: nobody waits for
+    a GPU."""
+    ranks, index = len(micro["hdp_ranks"]), int(micro["hdp_index"])
+    found: list[int] = []
+    wholes = micro["whole_lengths"].tolist()
+    while len(found) < len(wholes):
+        chunks = chunks_of(wholes[len(found)], ranks, index)
+        found += [chunk.end - chunk.begin for chunk in chunks]
+        if not chunks:
+            break
+    return found
+
+
 def _documents(micro: Mapping[str, Any], num_ranks: int, index: int) -> list[int]:
     """The lengths of a microbatch's whole documents. Raises SpecError if its pieces are not those of the cut."""
-    columns = [micro[name].tolist() for name in ("whole_lengths", "piece_offsets", "document_lengths")]
-    rows = list(zip(*columns, strict=True))
+    names = ["whole_lengths", "piece_offsets", "document_lengths"]
+    if is_on_device(micro["document_lengths"]):
+        names.pop()  # to compare it would stop the host until the GPU is done with all that was started before
+    rows = list(zip(*(micro[name].tolist() for name in names), strict=True))
     wholes: list[int] = []
     at = 0
     while at < len(rows):
         whole = rows[at][0]
         chunks = chunks_of(whole, num_ranks, index)
-        expected = [(whole, chunk.begin, chunk.end - chunk.begin) for chunk in chunks]
+        expected = [(whole, chunk.begin, chunk.end - chunk.begin)[: len(names)] for chunk in chunks]
         found = rows[at : at + len(chunks)]
         if not chunks or found != expected:
             raise SpecError(
@@ -117,6 +155,12 @@ def _documents(micro: Mapping[str, Any], num_ranks: int, index: int) -> list[int
         wholes.append(whole)
         at += len(chunks)
     return wholes
+
+
+def is_on_device(value: Any) -> bool:
+    """True if reading a tensor stops the host until its device is done."""
+    device = getattr(value, "device", None)  # in numpy it is the name "cpu"
+    return getattr(device, "type", "cpu") != "cpu"
 
 
 def _pieces(wholes: list[int], num_ranks: int, part: int) -> tuple[Piece, ...]:
