@@ -220,18 +220,18 @@ def test_a_loader_of_a_cluster_that_is_killed_reads_the_chunks_that_it_had_saved
     note = tmp_path / "read"
     job = job_of({"a": Noted(rows=4000, note=str(note), shuffle=False)}, num_workers=1)
     with ol.start(job_of({"a": Numbered(rows=4000, shuffle=False)}, num_workers=1)) as loader:
-        expected = stream(loader, 60)
+        expected = stream(loader, 30)
     engine = ol.Ray("auto", loader_hosts=1, loaders=ol.scaling.ActorOptions())
     with ol.start(job, engine=engine, log=log_in(tmp_path / "log")) as loader:
         client = loader.client(0, timeout_s=60)
-        found = [[part(next(client))] for _ in range(20)]
+        found = [[part(next(client))] for _ in range(10)]
         if is_saved:
             loader._roles.fleet.save_chunks()
             assert wait_until(lambda: bool(files_in(tmp_path / "log")), 60)
         saved = {int(path.stem) for path in files_in(tmp_path / "log")}
         before = note.read_text().split()
         os.kill(health_reports(engine)["loaders/0"].process, signal.SIGKILL)
-        found += [[part(next(client))] for _ in range(40)]
+        found += [[part(next(client))] for _ in range(20)]
         again = {int(unit) for unit in note.read_text().split()[len(before) :]} & {int(unit) for unit in before}
     assert found == expected[: len(found)]
     assert not again & saved, "read again, although they were saved"
