@@ -29,6 +29,7 @@ WEIGHTS: Mapping[str, int] = {
     "driver killed": 8,
     "run killed": 5,
     "run killed with its driver": 4,
+    "run stopped without its driver": 1,
     "planner killed": 3,
     "constructor killed": 3,
     "loader killed": 3,
@@ -58,6 +59,7 @@ class KeptOnRay:
             **storage_causes(store, lambda: self.trainers),
             "driver killed": self._kill_driver,
             "run killed with its driver": self._kill_both,
+            "run stopped without its driver": self._stop_alone,
         }
 
     def close(self) -> None:
@@ -88,6 +90,13 @@ class KeptOnRay:
     def _kill_both(self, fault: Fault) -> str:
         detail = self._kill_role("run#")(fault)
         return f"{detail}, and its driver, {self._kill_driver(fault)}"
+
+    def _stop_alone(self, fault: Fault) -> str:
+        self._driver.kill()
+        self._driver.wait()
+        detail = signals(lambda: self._processes("run#"), lambda: self.trainers)["stopped"](fault)
+        self._driver = self._start_driver()
+        return f"{detail}, whose driver was dead"
 
     def _kill_role(self, prefix: str) -> Cause:
         return signals(lambda: self._processes(prefix), lambda: self.trainers)["killed"]

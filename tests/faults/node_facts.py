@@ -65,12 +65,28 @@ def _placed(nodes: Nodes, folder: Path) -> dict:
         got += [[digest(next(client)) for client in clients] for _ in range(STEPS // 2)]
         recovery_s = time.monotonic() - began
         wait_until(lambda: len(where()) == len(before), 60)
+        after = where()
+        refused = [_refusal(loader, near) for near in (["nowhere", zoned.node_id], [zoned.node_id])]
+        loader.resize(ol.Mesh(dp=1))  # though `near` names the lost node
+        clients[0].rejoin()
         return {
             "before": before,
-            "after": where(),
+            "after": after,
+            "refused": refused,
+            "resized": where()["constructor/0"],
+            "step": next(clients[0]).number,
             "is_same": got == undisturbed(job, STEPS),
             "recovery_s": recovery_s,
         }
+
+
+def _refusal(loader: ol.Loader, near: list[str]) -> str:
+    """Why the nodes of the groups cannot be these."""
+    try:
+        loader.resize(ol.Mesh(dp=2), near=near)
+    except ol.errors.SpecError as error:
+        return str(error)
+    return "nothing is wrong"
 
 
 def _full(nodes: Nodes) -> dict:

@@ -29,10 +29,16 @@ class Nodes:
     """The first node is this process's own; `others` are the rest."""
 
     def __init__(
-        self, num_others: int, health_checks: Mapping[str, int] = QUICK_HEALTH_CHECKS, *, first_cpus: int = _NUM_CPUS
+        self,
+        num_others: int,
+        health_checks: Mapping[str, int] = QUICK_HEALTH_CHECKS,
+        *,
+        first_cpus: int = _NUM_CPUS,
+        store_bytes: int = _STORE_BYTES,
     ) -> None:
+        self._store_bytes = store_bytes
         config = {**SYSTEM_CONFIG, **health_checks}
-        settings = {"num_cpus": first_cpus, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        settings = {"num_cpus": first_cpus, "object_store_memory": store_bytes, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args={**settings, "_system_config": config})
         self.others: list[Any] = []
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -45,7 +51,7 @@ class Nodes:
 
     def add(self, num_cpus: int = _NUM_CPUS, /, **labels: str) -> Any:
         """A node with these labels, beside the one that all others have."""
-        node = self._cluster.add_node(num_cpus=num_cpus, object_store_memory=_STORE_BYTES, labels={**OTHERS, **labels})
+        node = self._cluster.add_node(num_cpus=num_cpus, object_store_memory=self._store_bytes, labels={**OTHERS, **labels})
         self.others.append(node)
         return node
 

@@ -22,6 +22,11 @@ def test_roles_go_where_they_are_asked_to_and_a_lost_node_is_not_seen_in_the_str
     moved = facts["after"].pop("constructor/0")
     assert moved in ("first", "zoned")
     assert facts["after"].items() < facts["before"].items(), "nothing else has moved"
+    unknown, too_few = facts["refused"]
+    assert "near names the node 'nowhere'" in unknown
+    assert "near names the nodes of 1 data-parallel groups, and the mesh has 2" in too_few
+    assert facts["resized"] in ("first", "zoned"), "another than the lost one, which near names"
+    assert facts["step"] == 30
 
     # Then four loaders, which take all four CPUs of two nodes, one of which is lost; another one comes later.
     full = facts["full"]

@@ -1,5 +1,8 @@
 """Chunks that loaders save: a run that starts again gets the same from them, and makes what is missing or damaged."""
 
+import os
+import signal
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -17,8 +20,9 @@ from overlord.errors import SpecError, StateError
 from overlord.roles import loader_host
 from overlord.roles.loader_host import LoaderHost
 from overlord.runtime.embedded import Embedded
-from tests.contract.streams import picture_file, stream
+from tests.contract.streams import part, picture_file, stream
 from tests.contract.test_loss import WEIGHTED
+from tests.faults.trainers import wait_until
 from tests.roles.test_borrowed_chunks import Piped
 from tests.roles.test_chunk_copies import contents
 from tests.small_sources import Numbered, job_of
@@ -191,3 +195,47 @@ def test_no_damaged_file_is_taken_for_a_chunk(data):
 def test_a_wrong_setting_says_why(fields, message):
     with pytest.raises(SpecError, match=message):
         ol.Log(**fields)
+
+
+@dataclass(frozen=True)
+class Noted(Numbered):
+    """Takes long to read, and notes in a file each unit that was read, whichever process does so."""
+
+    note: str = ""
+
+    def read(self, unit: ol.Unit) -> pa.Table:
+        threading.Event().wait(0.1)  # as storage far away
+        with Path(self.note).open("a") as file:
+            file.write(f"{unit.index}\n")
+        return Numbered.read(self, unit)
+
+
+@pytest.mark.second_try(reason="Ray must replace a killed loader within a client's 60 s")
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "not saved"])
+def test_a_loader_of_a_cluster_that_is_killed_reads_the_chunks_that_it_had_saved(
+    ray_cluster: None, tmp_path: Path, is_saved: bool
+):
+    from tests.faults.on_ray import health_reports
+
+    note = tmp_path / "read"
+    job = job_of({"a": Noted(rows=4000, note=str(note), shuffle=False)}, num_workers=1)
+    with ol.start(job_of({"a": Numbered(rows=4000, shuffle=False)}, num_workers=1)) as loader:
+        expected = stream(loader, 30)
+    engine = ol.Ray("auto", loader_hosts=1, loaders=ol.scaling.ActorOptions())
+    with ol.start(job, engine=engine, log=log_in(tmp_path / "log")) as loader:
+        client = loader.client(0, timeout_s=60)
+        found = [[part(next(client))] for _ in range(10)]
+        if is_saved:
+            loader._roles.fleet.save_chunks()
+            assert wait_until(lambda: bool(files_in(tmp_path / "log")), 60)
+        saved = {int(path.stem) for path in files_in(tmp_path / "log")}
+        killed = ("loaders/0", "constructor/0")  # which has borrowed some chunks
+        assert wait_until(lambda: health_reports(engine).keys() >= {*killed}, 60)
+        before, reports = note.read_text().split(), health_reports(engine)
+        for role in killed:
+            os.kill(reports[role].process, signal.SIGKILL)
+        found += [[part(next(client))] for _ in range(20)]
+        again = {int(unit) for unit in note.read_text().split()[len(before) :]} & {int(unit) for unit in before}
+    assert found == expected[: len(found)]
+    assert not again & saved, "read again, although they were saved"
+    assert is_saved or again, "what was ready is gone with the process"

@@ -4,6 +4,7 @@ when nobody uses it any more."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 
 import overlord as ol
+from overlord.runtime.ray.stored_calls import JobTable
 from overlord.service.auth import Listen
-from overlord.service.kept_run import KeptRun, ServeRequest
+from overlord.service.kept_run import KeptRun, RunKeeper, ServeRequest, listen_again
 from overlord.service.run_options import RunOptions
 from tests.commands import environment
+from tests.faults.disturbance import send
 from tests.faults.trainers import wait_until
 from tests.service.served import streams, two_sources, undisturbed
 from tests.service.test_elastic import Meshes, Trainer
@@ -36,13 +39,13 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 def keeper_of(name: str) -> int | None:
     """The process that has a run; None while there is none."""
     import ray
-    from ray.exceptions import RayActorError
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     try:
         actor = ray.get_actor("run#1", namespace=f"overlord-run-{name}")
-        report: Any = ray.get(actor.check_health.remote())
+        report: Any = ray.get(actor.check_health.remote(), timeout=5)
         return report.process
-    except (ValueError, RayActorError):
+    except (ValueError, RayActorError, GetTimeoutError):
         return None
 
 
@@ -181,6 +184,23 @@ def test_a_run_that_loses_its_process_goes_on_with_its_roles_or_from_its_log():
 
 
 @pytest.mark.second_try(reason="Ray must start processes within a client's 60 s")
+def test_a_run_whose_process_hangs_is_replaced_also_while_it_has_no_driver():
+    with kept("hangs", hung_after_s=5.0) as (run, clients):
+        found = streams(clients, 3)
+        run._role.leave()  # the driver is dead, and watches nobody
+        process = keeper_of("hangs")
+        assert process is not None
+        os.kill(process, signal.SIGSTOP)
+        try:
+            assert wait_until(lambda: keeper_of("hangs") not in (None, process), 100)
+        finally:
+            send(process, signal.SIGCONT)
+        _add(found, streams(clients, 10))
+        assert clients[0].state_dict()["step"] == 13
+        assert found == undisturbed(JOB, 13)
+
+
+@pytest.mark.second_try(reason="Ray must start processes within a client's 60 s")
 def test_the_mesh_follows_its_trainers_also_when_the_process_of_the_run_is_replaced():
     """Three trainers, two, and three again. The process of the run is killed in each of these meshes."""
     job = two_sources(mesh=ol.Mesh(dp=3))
@@ -251,6 +271,41 @@ def test_what_cannot_start_is_an_error_and_leaves_nothing():
     with pytest.raises(ol.errors.SpecError, match="near names the node 'nowhere'"):
         KeptRun.start_or_take_back("wrong", request, "a test", before_start=lambda: None)
     assert left_in_cluster("wrong") == []
+
+
+def test_a_run_listens_where_it_did_and_on_another_machine_at_its_address(caplog: pytest.LogCaptureFixture):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for host in ("127.0.0.1", "0.0.0.0"):
+        again = listen_again(Listen(f"{host}:0", token="t" * 8), "127.0.0.1", port)
+        assert again.address == f"{host}:{port}"
+    assert not caplog.messages or "lost" not in caplog.text
+    gone = Listen("192.0.2.7:7077", token="t" * 8)  # an address of no machine
+    assert listen_again(gone, "127.0.0.1", port) == replace(gone, address=f"127.0.0.1:{port}")
+    assert "192.0.2.7 was lost, and the run is on 127.0.0.1 now" in caplog.text
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert listen_again(gone, "127.0.0.1", other.getsockname()[1]).address == "127.0.0.1:0"
+
+
+@pytest.mark.second_try(reason="Ray must start processes within a client's 60 s")
+def test_a_run_whose_nodes_are_lost_goes_on_elsewhere(caplog: pytest.LogCaptureFixture):
+    """Its `near` names no node any more, and its host is that of no machine."""
+    request = replace(request_of(), options=RunOptions(near=("lost", "lost")), listen=Listen("192.0.2.7:0", token="t" * 8))
+    namespace = "overlord-run-elsewhere"
+    JobTable(namespace).put("serving", b"grpc://192.0.2.7:1")  # as a process of it has left it
+    run = RunKeeper(request, namespace)
+    try:
+        address = run.attend("a test")
+        assert address.startswith("grpc://127.0.0.1:")
+        assert "the node 'lost', which near names, is lost" in caplog.text
+        clients = [ol.connect(address, rank=rank, token="t" * 8, timeout_s=60) for rank in range(2)]
+        assert streams(clients, 3) == undisturbed(JOB, 3)
+        for client in clients:
+            client.close()
+    finally:
+        run.close()
+        JobTable(namespace).clear()
 
 
 def _add(found: list[list[tuple]], more: list[list[tuple]]) -> None:

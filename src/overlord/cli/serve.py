@@ -215,9 +215,14 @@ def _serve_on_ray(name: str, request: ServeRequest, options: ServeOptions, as_js
         run, was_found = KeptRun.start_or_take_back(name, request, driver, before_start=lambda: _check_free(bound))
         try:
             sys.stderr.write(_describe_kept(name, was_found, is_own=not options.ray))
-            _announce(run.announcement(), as_json)
+            announced = run.announcement()
+            _announce(announced, as_json)
+            address = announced.address
             while not stop.wait(ATTEND_S):
-                run.attend()
+                now = run.attend() or address
+                if now != address:  # the machine that had it was lost
+                    sys.stderr.write(f"the machine of the run was lost: it is served at {now} now, no longer at {address}\n")
+                    address = now
             _say_stopping(options)
             drained, state = run.drain(options.drain_s)
             _finish(drained, state, options)

@@ -160,6 +160,14 @@ DRIVER_GONE = Detector(
     checks=10,
     then="the run goes on without it; the same command takes the run back",
 )
+RUN_HUNG = Detector(
+    watched="the process that has the run of `overlord serve job.py --ray`",
+    watcher="that command, and the planner's process: also while nobody runs the command",
+    sign="it answers a health check",
+    after_s=30.0,
+    checks=6,
+    then="it is killed, and Ray starts it again",
+)
 RUN_FORGOTTEN = Detector(
     watched="the users of a run without its `overlord serve job.py --ray`",
     watcher="the run",
@@ -319,6 +327,7 @@ DETECTORS = (
     RAY_KILL,
     RAY_CLOSING,
     DRIVER_GONE,
+    RUN_HUNG,
     RUN_FORGOTTEN,
     PROCESS_HUNG,
     PROCESS_STARTING,

@@ -2,15 +2,16 @@
 
 What it promises: the run, with its engine, its control loop over loaders and its front server, is a role of the cluster.
 When the process that started it (its *driver*) is killed, nothing happens to the run. When the role's own process is killed,
-Ray starts it again; it takes over the run's roles, which have gone on meanwhile, and serves at the same address. Where they
-do not make a whole run any more it starts those that are missing from the plan log, and trainers reconnect. No step is lost
-or repeated.
+or hangs, which the planner's process notices too, Ray starts it again; it takes over the run's roles, which have gone on
+meanwhile, and serves at the same address. Where they do not make a whole run any more it starts those that are missing from
+the plan log, and trainers reconnect. No step is lost or repeated.
 A driver that is started again under the same name takes the run back. A run that has no driver and no trainer ends.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -62,6 +63,8 @@ class ServeRequest:
     """Where the live page is served."""
     forgotten_after_s: float = liveness.RUN_FORGOTTEN.after_s
     """The run ends after so long without a driver and a reader."""
+    hung_after_s: float = liveness.RUN_HUNG.after_s
+    """The run's process, or one of its roles, is killed and started again when it answers no health check for so long."""
     digest: str = ""
     """Tells a driver whether a run that it finds is the one that it wants."""
 
@@ -84,11 +87,44 @@ class Attendance(NamedTuple):
     digest: str
 
 
+def listen_again(listen: Listen, node_host: str, port: int | None = None) -> Listen:
+    """Where a run that was lost listens when it is made again: at the same host and, if given, the port that it had. On a
+    machine that does not have that host, because the run's own was lost, at `node_host`, which is the machine's own."""
+    host = listen.bound.host
+    port = listen.bound.port if port is None else port
+    if _can_listen(host, 0):
+        return replace(listen, address=_host_and_port(host, port))
+    if not _can_listen(node_host, port):
+        port = 0  # another program has it
+    _log.warning(
+        "the machine that had %s was lost, and the run is on %s now. Who knows the old address does not find it: listen on "
+        "0.0.0.0, and give trainers a name that leads to wherever the run is (--advertise)",
+        host,
+        node_host,
+    )
+    return replace(listen, address=_host_and_port(node_host, port))
+
+
+def _can_listen(host: str, port: int) -> bool:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _host_and_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class RunKeeper:
     """The role that has the run. See the module's docstring."""
 
     def __init__(self, request: ServeRequest, namespace: str) -> None:
-        from overlord.runtime.ray.detached import end_roles, namespace_of_roles
+        from overlord.runtime.ray.detached import end_roles, namespace_of_roles, node_address
         from overlord.runtime.ray.stored_calls import JobTable
 
         self._request = request
@@ -101,7 +137,7 @@ class RunKeeper:
         known = table.get(_SERVING)
         if known is not None:  # this role was lost: its trainers wait at the address that they know
             _log.warning("the process of the run was lost: the run goes on with its roles, or from its log")
-            listen = replace(listen, address=f"{listen.bound.host}:{Address.parse(known.decode()).port}")
+            listen = listen_again(listen, node_address(), Address.parse(known.decode()).port)
             # As it was: while the CPUs of lost loaders do not count as free yet, a new partition would be smaller.
             saved = table.get(_PARTITION)
             partition = None if saved is None else msgspec.json.decode(saved, type=Partition)
@@ -111,19 +147,24 @@ class RunKeeper:
         loader = None
         if known is not None:
             try:
-                loader = take_over(request.job, self._engine_in(roles), options)
+                loader = take_over(request.job, self._engine_in(roles, is_restart=True), options)
             except OverlordError as error:
                 _log.warning("the roles of the run cannot be taken over, they are started again: %s", error)
         if loader is None:
             end_roles(roles)
-            loader = start(request.job, engine=self._engine_in(roles), resume=resume, **options.to_arguments())
+            engine = self._engine_in(roles, is_restart=known is not None)
+            loader = start(request.job, engine=engine, resume=resume, **options.to_arguments())
         self._loader = loader
         try:
             self._address = listen.serve(
                 self._loader.serve, leave_after_s=request.leave_after_s, resize_on_leave=request.resize_on_leave
             )
-            self._metrics_url = None if request.metrics is None else request.metrics.serve(self._loader.serve_metrics)
-            self._page_url = None if request.page is None else request.page.serve(self._loader.page)
+            metrics, page = (
+                each if each is None or known is None else listen_again(each, node_address())
+                for each in (request.metrics, request.page)
+            )
+            self._metrics_url = None if metrics is None else metrics.serve(self._loader.serve_metrics)
+            self._page_url = None if page is None else page.serve(self._loader.page)
             table.put(_PARTITION, msgspec.json.encode(self._loader.partition))
             table.put(_SERVING, self._address.encode())
         except BaseException:
@@ -132,12 +173,13 @@ class RunKeeper:
         self._ending = threading.Event()
         threading.Thread(target=self._end_when_forgotten, name="overlord-orphan", daemon=True).start()
 
-    @staticmethod
-    def _engine_in(namespace: str) -> Ray:
+    def _engine_in(self, namespace: str, *, is_restart: bool) -> Ray:
         from overlord.runtime.ray.engine import Ray
 
-        engine = Ray("auto")
-        engine.keep_in(namespace)
+        engine = Ray("auto", hung_after_s=self._request.hung_after_s)
+        engine.keep_in(namespace, kept_by=self._namespace)
+        if is_restart:
+            engine.allow_lost_nodes()
         return engine
 
     def announcement(self) -> Announcement:
@@ -147,9 +189,10 @@ class RunKeeper:
     def attendance(self) -> Attendance:
         return Attendance(self._driver, time.monotonic() - self._attended_at, self._request.digest)
 
-    def attend(self, driver: str) -> None:
-        """Note that a driver looks after the run."""
+    def attend(self, driver: str) -> str:
+        """Note that a driver looks after the run. Returns the address at which it is served."""
         self._driver, self._attended_at = driver, time.monotonic()
+        return self._address
 
     def drain(self, timeout_s: float) -> tuple[bool, State]:
         """Hand out no new step; returns whether every rank has the last one, and the state after it."""
@@ -188,10 +231,10 @@ def make_run_keeper(request: ServeRequest, namespace: str, _workplace: Workplace
 class KeptRun:
     """A driver's view of a kept run, in the cluster that this process is connected to."""
 
-    def __init__(self, role: DetachedRole[RunKeeper], driver: str) -> None:
+    def __init__(self, role: DetachedRole[RunKeeper], driver: str, hung_after_s: float) -> None:
         self._role = role
         self._driver = driver
-        role.watch(liveness.RAY_HUNG.after_s)
+        role.watch(hung_after_s)
 
     @staticmethod
     def start_or_take_back(
@@ -211,7 +254,7 @@ class KeptRun:
             except BaseException:
                 role.stop()
                 raise
-            return KeptRun(role, driver), False
+            return KeptRun(role, driver, request.hung_after_s), False
         try:
             found = role.call(RunKeeper.attendance)
         except OverlordError:
@@ -227,16 +270,19 @@ class KeptRun:
                 f"the cluster runs a job under the name {name!r} already, started by {found.driver}: stop that one, or give "
                 "this one another --name"
             )
-        return KeptRun(role, driver), True
+        return KeptRun(role, driver, request.hung_after_s), True
 
     def announcement(self) -> Announcement:
         self.attend()
         return self._role.call(RunKeeper.announcement)
 
-    def attend(self) -> None:
-        """Tell the run that its driver lives. Raises what ended the run."""
-        with suppress(WaitTimeoutError):  # it is being started again
-            self._role.call(RunKeeper.attend, self._driver, timeout_s=ATTEND_S)
+    def attend(self) -> str | None:
+        """Tell the run that its driver lives. Returns the address at which it is served; None while it is started again.
+        Raises what ended the run."""
+        try:
+            return self._role.call(RunKeeper.attend, self._driver, timeout_s=ATTEND_S)
+        except WaitTimeoutError:
+            return None
 
     def drain(self, timeout_s: float) -> tuple[bool, State]:
         return self._role.call(RunKeeper.drain, timeout_s)

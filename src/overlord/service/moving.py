@@ -127,6 +127,10 @@ class RunMoves:
     def _begin_mesh(self, mesh: Mesh, step: int, num_spare: int, near: Sequence[str] | None) -> None:
         """Go on at a step for another mesh, with a planner from a few steps before it."""
         roles = self._roles
+        if near and len(near) < mesh.dp:
+            raise SpecError(
+                f"near names the nodes of {len(near)} data-parallel groups, and the mesh has {mesh.dp}: name a node for each"
+            )
         first = max(roles.first.step, step - num_spare)
         start, steered = roles.planner.call(Planner.checkpoint, step).result()
         if first < step:

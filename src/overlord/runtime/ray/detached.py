@@ -100,6 +100,25 @@ def namespace_of_roles(namespace: str) -> str:
     return f"{namespace}-roles"
 
 
+def node_address() -> str:
+    """The address of this process's node in its cluster."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
+
+
+def watch_detached(namespace: str, hung_after_s: float, patience_s: float) -> HangWatch:
+    """Watch the detached role of a namespace from another process of the cluster, and kill its process when it hangs: the
+    process that spawned it may be dead."""
+
+    def find() -> dict[str, tuple[str, Any]]:
+        try:
+            return {_ROLE: (_ACTOR, ray.get_actor(_ACTOR, namespace=namespace))}
+        except ValueError:  # it was stopped, and this process is about to be
+            return {}
+
+    return HangWatch(find, hung_after_s, patience_s)
+
+
 def find_detached(namespace: str, patience_s: float) -> DetachedRole[Any] | None:
     """The detached role of a namespace of the cluster that this process is connected to; None if there is none."""
     try:

@@ -85,7 +85,7 @@ R = TypeVar("R")
 
 _log = logging.getLogger("overlord.runtime.engine")
 _CLOSE_S = liveness.RAY_CLOSING.after_s
-_CONSTRUCTOR = "constructor"
+_CONSTRUCTOR, _PLANNER = "constructor", "planner"
 
 LOADERS = ActorOptions(num_cpus=1, placement="spread")
 PLANNER = ActorOptions(placement="here", max_concurrency=256)
@@ -159,6 +159,8 @@ class Ray:
         self._starting: dict[str, Any] = {}
         self._size: WorkplaceSize | None = None
         self._kept_in: str | None = None
+        self._kept_by: str | None = None
+        self._has_started = False
         self._names: Names
         self._placement: RolePlacement
         self._calls: CallStore
@@ -185,7 +187,7 @@ class Ray:
         self._calls = CallStore(self._names.table)
         if not self.roles_live_on:
             self._names.table.note_owner()
-        self._placement = RolePlacement(self._near, self._trainers)
+        self._placement = RolePlacement(self._near, self._trainers, known=self._near if self._has_started else ())
         if self._hung_after_s is not None:
             self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s, settle=self._settle)
 
@@ -198,9 +200,11 @@ class Ray:
     def roles_live_on(self) -> bool:
         return self._kept_in is not None
 
-    def keep_in(self, namespace: str) -> None:
-        """Let roles outlive this process, in a namespace where another one finds them; called before `open`."""
+    def keep_in(self, namespace: str, *, kept_by: str | None = None) -> None:
+        """Let roles outlive this process, in a namespace where another one finds them; called before `open`. `kept_by` is
+        the namespace of the detached role that this process is: the planner's process watches it."""
         self._kept_in = namespace
+        self._kept_by = kept_by
 
     def take_over(self) -> list[str]:
         """Take over the roles that a lost process has left in this engine's namespace; returns their names. A role whose
@@ -241,14 +245,19 @@ class Ray:
         for host in {host.name: host for host in emptied.values() if host.name not in lost and not host.roles}.values():
             self._spare.append((kind_of(host.name).partition("#")[0], self._names.node_of(host.name), host))
 
+    def allow_lost_nodes(self) -> None:
+        """Use another node, with a warning, for one that `near` names and that is not there: the run has started before, and
+        may have lost it. Called before `open`."""
+        self._has_started = True
+
     @property
     def log_table(self) -> JobTable:
         return self._names.table
 
     def place_near(self, nodes: Sequence[str]) -> None:
-        self._near = tuple(nodes)
         if self._size is not None:
-            self._placement.place_near(self._near)
+            self._placement.place_near(nodes)
+        self._near = tuple(nodes)
 
     @property
     def near(self) -> tuple[str, ...]:
@@ -439,9 +448,23 @@ class Ray:
                 scheduling_strategy=strategy_for(node, options.placement == "spread"),
                 **options.to_ray(),
             )
-            .remote(host_name, self._names.namespace, self._patience_s, size, num_cores, release=own_release())
+            .remote(
+                host_name,
+                self._names.namespace,
+                self._patience_s,
+                size,
+                num_cores,
+                release=own_release(),
+                watched=self._watched_by(role.name),
+            )
         )
         return _RoleHost(host_name, actor, {role.name: role})
+
+    def _watched_by(self, name: str) -> tuple[str, float] | None:
+        """The namespace of the detached role that a role's process watches, and how long that may be silent."""
+        if self._kept_by is None or self._hung_after_s is None or kind_of(name) != _PLANNER:
+            return None
+        return self._kept_by, self._hung_after_s
 
     def _share_of_node(self, size: WorkplaceSize, name: str, node: str) -> WorkplaceSize:
         """What a process of constructors may use beside the others of its node."""

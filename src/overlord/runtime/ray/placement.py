@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from overlord.runtime.ray.engine import ActorOptions
 
+_log = logging.getLogger("overlord.runtime.engine")
 _CONSTRUCTOR = "constructor"
 _FRESH_S = 1.0  # thousands of trainers may connect within that, each of which is looked for
 
@@ -27,12 +29,15 @@ class RolePlacement:
     """Which node each role prefers. Constructors are on the nodes of their trainers, as far as these are known and in the
     cluster; else neighbouring groups share a node, and all nodes with CPUs have about as many.
 
-    `near` and `trainers` are by data-parallel group: nodes that the user has named, which must exist, and the names by which
-    trainers know their own.
+    `near` and `trainers` are by data-parallel group: nodes that the user has named, and the names by which trainers know
+    their own. A node of `near` must exist when it is first needed, unless it is `known` to have existed; one that is lost
+    later is replaced by another, with a warning.
     """
 
-    def __init__(self, near: Sequence[str], trainers: Sequence[Sequence[str]]) -> None:
+    def __init__(self, near: Sequence[str], trainers: Sequence[Sequence[str]], *, known: Sequence[str] = ()) -> None:
         self._near = tuple(near)
+        self._known = set(known)
+        self._told: set[str] = set()
         self._trainers = tuple(map(tuple, trainers))
         self._num_groups = 1
         self._homes: dict[str, str] = {}  # of roles that were moved
@@ -55,7 +60,9 @@ class RolePlacement:
                         f"near names the nodes of {len(self._near)} data-parallel groups, but the mesh has more: name a "
                         "node for each group, in a run that is resized with resize(near=...)"
                     )
-                return self._named_node(self._near[group])
+                named = self._named_node(self._near[group])
+                if named is not None:
+                    return named
             trainers = self._trainers_of(group)
             home = self._homes.get(name)
             node = self.find(trainers if home is None else (home, *trainers))
@@ -94,7 +101,10 @@ class RolePlacement:
         return sorted(fitting, key=lambda node: (node != here, node)) or [here]
 
     def place_near(self, near: Sequence[str]) -> None:
-        """Place constructors on these nodes from now on."""
+        """Place constructors on these nodes from now on. SpecError, before anything changes, if one is not there."""
+        for name in near:
+            self._named_node(name)
+        self._known |= {*self._near}  # these were accepted before: to come back to them is no error
         self._near = tuple(near)
 
     def find(self, names: Sequence[str]) -> str | None:
@@ -105,13 +115,25 @@ class RolePlacement:
         """Prefer a node for a role from now on."""
         self._homes[name] = node
 
-    def _named_node(self, name: str) -> str:
+    def _named_node(self, name: str) -> str | None:
         nodes = self._alive_nodes()
         for node in nodes:
             if name in (node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"]):
+                self._known.add(name)
+                self._told.discard(name)
                 return node["NodeID"]
-        known = ", ".join(sorted(node["NodeManagerAddress"] for node in nodes))
-        raise SpecError(f"near names the node {name!r}, but the cluster's nodes are {known}")
+        there = ", ".join(sorted(node["NodeManagerAddress"] for node in nodes))
+        if name not in self._known:
+            raise SpecError(f"near names the node {name!r}, but the cluster's nodes are {there}")
+        if name not in self._told:
+            self._told.add(name)
+            _log.warning(
+                "the node %r, which near names, is lost: the constructors that were to be there are made on other nodes, of "
+                "%s",
+                name,
+                there,
+            )
+        return None
 
     def _alive_nodes(self) -> list[dict[str, Any]]:
         with self._lock:

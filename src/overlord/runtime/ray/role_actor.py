@@ -50,9 +50,18 @@ class RoleActor:
     """
 
     def __init__(
-        self, actor: str, namespace: str, patience_s: float, size: WorkplaceSize, num_cores: int, *, release: str
+        self,
+        actor: str,
+        namespace: str,
+        patience_s: float,
+        size: WorkplaceSize,
+        num_cores: int,
+        *,
+        release: str,
+        watched: tuple[str, float] | None = None,
     ) -> None:
-        """`release` is the one of Overlord in the process that spawned the actor."""
+        """`release` is the one of Overlord in the process that spawned the actor. `watched` is the namespace of a detached
+        role that this process watches, and how long that may be silent."""
         self._release = release
         pa.set_cpu_count(num_cores)
         self._names = find_names(namespace, patience_s)  # kept, because handles find it by the namespace
@@ -64,6 +73,10 @@ class RoleActor:
         self._names.host(actor, self._table, self._listen())
         for role in roles:
             self._start_thread(self._make, role)
+        if watched is not None:
+            from overlord.runtime.ray.detached import watch_detached
+
+            self._watch = watch_detached(*watched, patience_s)
 
     def add_role(self, role: HostedRole) -> ErrorEnvelope | None:
         """Make another role, unless it was made when the actor was started again, and wait for it. Returns the error that
