@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -255,6 +256,37 @@ def test_whatever_name_the_host_has_a_trainer_on_it_maps_its_batches(host):
     with served(two_sources()) as (_, address):
         port = address.rsplit(":", 1)[1]
         client = ol.connect(f"{host}:{port}", rank=0, timeout_s=20)
+        assert isinstance(link_of(client), LocalLink)
+        assert next(client).number == 0
+
+
+def listens_here(host: str) -> bool:
+    """True if a name or address is of this machine, and can be listened at."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.bind(target)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "127.0.0.2", "127.0.0.1"])
+def test_through_any_name_of_the_host_a_trainer_of_a_service_on_all_interfaces_maps_its_batches(host):
+    if not listens_here(host):
+        pytest.skip(f"{host} is no name of this machine")
+    token = "0123456789abcdef"
+    with served(two_sources(), address="0.0.0.0:0", token=token, advertise=host) as (_, address):
+        client = ol.connect(address, rank=0, token=token, timeout_s=20)
+        assert isinstance(link_of(client), LocalLink)
+        assert next(client).number == 0
+
+
+@pytest.mark.skipif(not listens_here("::1"), reason="needs IPv6")
+def test_on_ipv6_loopback_a_trainer_maps_its_batches_too():
+    with served(two_sources(), address="[::1]:0") as (_, address):
+        assert address.startswith("grpc://[::1]:")
+        client = ol.connect(address, rank=0, timeout_s=20)
         assert isinstance(link_of(client), LocalLink)
         assert next(client).number == 0
 
