@@ -3,14 +3,17 @@ and nothing is left behind."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,7 @@ from overlord.service.local_steps import Act, Greeting
 from overlord.service.serving import ServedGroups, ServerPerGroup
 from tests.commands import environment, python
 from tests.faults.trainers import wait_until
+from tests.pictures import DECODE, GRID, IMAGE_TOKEN, MARKER, picture_documents
 from tests.service.served import content, served, streams, two_sources, undisturbed
 from tests.service.test_reconnect import free_port
 from tests.small_sources import Numbered, job_of
@@ -256,6 +260,37 @@ def test_whatever_name_the_host_has_a_trainer_on_it_maps_its_batches(host):
         assert next(client).number == 0
 
 
+def listens_here(host: str) -> bool:
+    """True if a name or address is of this machine, and can be listened at."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.bind(target)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "127.0.0.2", "127.0.0.1"])
+def test_through_any_name_of_the_host_a_trainer_of_a_service_on_all_interfaces_maps_its_batches(host):
+    if not listens_here(host):
+        pytest.skip(f"{host} is no name of this machine")
+    token = "0123456789abcdef"
+    with served(two_sources(), address="0.0.0.0:0", token=token, advertise=host) as (_, address):
+        client = ol.connect(address, rank=0, token=token, timeout_s=20)
+        assert isinstance(link_of(client), LocalLink)
+        assert next(client).number == 0
+
+
+@pytest.mark.skipif(not listens_here("::1"), reason="needs IPv6")
+def test_on_ipv6_loopback_a_trainer_maps_its_batches_too():
+    with served(two_sources(), address="[::1]:0") as (_, address):
+        assert address.startswith("grpc://[::1]:")
+        client = ol.connect(address, rank=0, timeout_s=20)
+        assert isinstance(link_of(client), LocalLink)
+        assert next(client).number == 0
+
+
 def test_a_service_on_all_interfaces_lets_its_own_host_map_with_the_token_alone():
     token = "0123456789abcdef"
     with served(two_sources(), address="0.0.0.0:0", token=token, advertise="127.0.0.1") as (_, address):
@@ -438,22 +473,76 @@ def test_a_fork_of_the_service_changes_nothing_for_its_trainers():
     assert said[1] == "step 1"
 
 
+@dataclass(frozen=True)
+class StoppedDecode(ol.vision.DecodeImage):
+    """Decodes images. Where it finds the file `armed`, it stops for ever once an image is decoded, and tells its process."""
+
+    folder: str = ""
+
+    def decode(self, data: Any, out: Any = None) -> Any:
+        pixels = ol.vision.DecodeImage.decode(self, data, out)
+        try:
+            os.rename(Path(self.folder, "armed"), Path(self.folder, "taken"))
+        except FileNotFoundError:
+            return pixels
+        Path(self.folder, "stopped").write_text(str(os.getpid()))  # a pipe: waits for its reader
+        threading.Event().wait()
+
+
+def kill_stopped(folder: Path, killed: list[int]) -> threading.Thread:
+    """Let the next process that decodes an image stop, and kill it when it has: it is in the middle of a batch."""
+
+    def kill() -> None:
+        killed.append(int((folder / "stopped").read_text()))
+        os.kill(killed[-1], signal.SIGKILL)
+
+    (folder / "armed").touch()
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def memfds() -> list[str]:
+    """The shared memory of batches that this process has open or mapped."""
+    opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return [entry for entry in (*opened, *mapped) if "memfd:overlord" in entry]
+
+
 @pytest.mark.second_try(reason="processes are killed and replaced while a client waits")
-def test_a_constructor_that_is_killed_while_it_builds_leaves_no_half_batch():
-    job = two_sources(batch=WIDE, mesh=ol.Mesh(dp=2))
+def test_a_constructor_that_is_killed_while_it_builds_leaves_no_half_batch(tmp_path):
+    os.mkfifo(tmp_path / "stopped")
+    source = ol.Parquet(
+        picture_documents(tmp_path / "pictures.parquet", 64),
+        transform=ol.vision.PlaceImages(DECODE, GRID, IMAGE_TOKEN, marker=MARKER),
+        decode=StoppedDecode("pictures", folder=str(tmp_path)),
+        loss_mask="loss_mask",
+    )
+    batch = ol.Batch(samples=16, sequence_length=256, image_token=IMAGE_TOKEN)
+    job = ol.Job(sources={"pictures": source}, batch=batch, mesh=ol.Mesh(dp=2))
+    expected = undisturbed(job, 12)
+    gc.collect()
+    shared, in_shm, killed = len(memfds()), in_dev_shm(os.getpid()), list[int]()
     with ol.start(job, engine=ol.Processes(2)) as loader:
         address = loader.serve()
         clients = [ol.connect(address, rank=rank, timeout_s=60) for rank in range(2)]
         assert all(isinstance(link_of(client), LocalLink) for client in clients)
         found: list[list[tuple]] = [[], []]
-        for number in range(12):
-            if number % 4 == 2:
-                os.kill(_process_of(loader, number % 2), signal.SIGKILL)
-            for client, steps in zip(clients, found, strict=True):
-                steps.append(content(next(client)))
+        for _ in range(3):
+            builders = {_process_of(loader, group) for group in range(2)}
+            killing = kill_stopped(tmp_path, killed)
+            for _ in range(4):
+                for client, steps in zip(clients, found, strict=True):
+                    steps.append(content(next(client)))
+            killing.join(60)
+            assert killed[-1] in builders
         for client in clients:
             client.close()
-    assert found == undisturbed(job, 12)
+    assert found == expected
+    assert len(set(killed)) == 3
+    assert in_dev_shm(os.getpid()) <= in_shm
+    gc.collect()
+    assert len(memfds()) <= shared, "what the killed processes had lent is unmapped"
 
 
 def _process_of(loader: ol.Loader, group: int) -> int:

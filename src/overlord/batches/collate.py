@@ -303,7 +303,7 @@ def _fill_labels(
 ) -> None:
     """Write the next token of each place that has a loss, and set `loss_mask` there."""
     following = payload.following if layout.order is None else payload.following[layout.order]
-    fill_next_tokens(labels, tokens, layout.ends, following)
+    fill_next_tokens(labels, tokens, layout.ends - 1, following)
     if payload.loss_masks is None and not payload.ignored and layout.gaps is None:
         fill_default_mask(loss_mask, layout.ends, following)
         return

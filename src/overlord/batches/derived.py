@@ -1,13 +1,13 @@
 """The fields of a microbatch that follow from its tokens and the places of its documents.
 
-`collate` fills them with the functions of this file, and a client to which only tokens, places and exceptions were sent
-(`service/steps.py`) computes them with the same functions: the same arrays, a quarter of the bytes.
+`collate` fills them with the functions of this file, and so does a client to which only tokens and exceptions were sent
+(`service/lean_fields.py`): the same arrays, a quarter of the bytes.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,12 +32,12 @@ def padding_slices(ends: NDArray[np.integer], gaps: NDArray[np.integer] | None) 
 
 
 def fill_next_tokens(
-    labels: NDArray[np.int64], tokens: NDArray[np.int32], ends: NDArray[np.integer], following: NDArray[np.integer]
+    labels: NDArray[np.int64], tokens: NDArray[np.int32], places: NDArray[np.integer], following: NDArray[np.integer]
 ) -> None:
-    """Write the next token of each place; at the last place of each document, the one that follows the document."""
+    """Write the next token of each place, except at some `places`, where another label follows."""
     labels[:-1] = tokens[1:]
     labels[-1:] = NO_LOSS
-    labels[ends - 1] = following
+    labels[places] = following
 
 
 def fill_default_mask(loss_mask: NDArray[np.bool_], ends: NDArray[np.integer], following: NDArray[np.integer]) -> None:
@@ -67,68 +67,3 @@ def _ramp_of(n: int) -> NDArray[np.int32]:
 def image_rows(places: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Image places numbered in order; -1 elsewhere."""
     return np.where(places, np.cumsum(places) - 1, -1).astype(np.int32)
-
-
-class Places:
-    """Where the documents and segments of a microbatch lie. Made from fields that are always sent; raises ValueError where
-    they contradict one another, so that nothing outside the arrays is ever touched."""
-
-    def __init__(
-        self, num_tokens: int, starts: NDArray[np.int32], lengths: NDArray[np.int32], bounds: NDArray[np.int32]
-    ) -> None:
-        with_text = lengths > 0
-        if not with_text.all():
-            starts, lengths = starts[with_text], lengths[with_text]
-        if (starts[1:] < starts[:-1]).any():
-            order = np.argsort(starts, kind="stable")
-            starts, lengths = starts[order], lengths[order]
-        self.num_tokens = num_tokens
-        self.bounds = bounds
-        self.ends: NDArray[np.int64] = starts.astype(np.int64) + lengths
-        gaps = np.append(starts.astype(np.int64), num_tokens)
-        gaps[1:] -= self.ends
-        self.segments = np.diff(bounds)
-        fit = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == num_tokens and (self.segments >= 0).all()
-        if not fit or (gaps < 0).any():
-            raise ValueError(f"documents and segments do not fit into {num_tokens} places")
-        self.gaps = gaps if gaps.any() else None
-
-    @property
-    def num_with_text(self) -> int:
-        return len(self.ends)
-
-    @property
-    def num_covered(self) -> int:
-        """How many places lie in documents."""
-        return self.num_tokens - (0 if self.gaps is None else int(self.gaps.sum()))
-
-
-def derive_labels(
-    labels: NDArray[np.int64],
-    loss_mask: NDArray[np.bool_],
-    places: Places,
-    *,
-    tokens: NDArray[np.int32],
-    following: NDArray[np.int64],
-    loss_bits: NDArray[np.uint8] | None,
-) -> None:
-    """Fill the labels and the loss mask. `following` is the label at the last place of each document with text, by place;
-    `loss_bits` the packed mask, where it is not the default one."""
-    fill_next_tokens(labels, tokens, places.ends, following)
-    if loss_bits is not None:
-        loss_mask.view(np.uint8)[:] = np.unpackbits(loss_bits, count=places.num_tokens)
-        np.copyto(labels, NO_LOSS, where=~loss_mask)
-        return
-    fill_default_mask(loss_mask, places.ends, following)
-    for gap in padding_slices(places.ends, places.gaps):
-        labels[gap] = NO_LOSS
-        loss_mask[gap] = False
-
-
-def derive_attention(position_ids: NDArray[np.int32], starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.bool_]:
-    """The attention mask of a padded batch: true on tokens. A row holds at most one document."""
-    num_rows, width = position_ids.shape
-    of_row = np.zeros((num_rows, 1), np.int32)
-    if width:
-        of_row[starts // width, 0] = lengths
-    return position_ids < of_row

@@ -19,7 +19,7 @@ import numpy as np
 
 from overlord.errors import OverlordError
 from overlord.messages import Delivery
-from overlord.service.lean_fields import derive
+from overlord.service.lean_fields import Sent, derive
 from overlord.service.wire import (
     Array,
     Column,
@@ -51,13 +51,13 @@ _NUMBERS = re.compile(r"[|<>]b1|[|<>][iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24
 def pack_fields(regions: Regions, fields: Fields, derived: Mapping[str, NDArray[Any] | None]) -> list[Field]:
     """Describe the fields of a microbatch, and add their arrays to `regions`, except those that are derived."""
     return [
-        _pack_derived(regions, name, derived[name]) if name in derived else _pack_field(regions, name, value)
+        _pack_derived(regions, name, value.shape, derived[name]) if name in derived else _pack_field(regions, name, value)
         for name, value in fields.items()
     ]
 
 
-def _pack_derived(regions: Regions, name: str, extra: NDArray[Any] | None) -> Derived:
-    return Derived(name, None if extra is None else regions.add(name, extra))
+def _pack_derived(regions: Regions, name: str, shape: tuple[int, ...], exceptions: NDArray[Any] | None) -> Derived:
+    return Derived(name, shape, None if exceptions is None else regions.add(name, exceptions))
 
 
 def sendable_type(name: str, array: NDArray[Any]) -> str:
@@ -140,10 +140,11 @@ def unpack_step(contents: Contents, regions: Sequence[NDArray[np.uint8]], arenas
 
 def _unpack_fields(listed: Sequence[Field], regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> Fields:
     fields: Fields = {}
-    derived: dict[str, NDArray[Any] | None] = {}
+    derived: dict[str, Sent] = {}
     for field in listed:
         if isinstance(field, Derived):
-            derived[field.name] = None if field.extra is None else _array(field.extra, regions, arenas)
+            exceptions = None if field.exceptions is None else _array(field.exceptions, regions, arenas)
+            derived[field.name] = Sent(tuple(field.shape), exceptions)
             fields[field.name] = None  # to keep the order of fields
         else:
             fields[field.name] = _unpack_field(field, regions, arenas)

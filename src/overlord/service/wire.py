@@ -21,7 +21,7 @@ from overlord.runtime.whereabouts import MOST_NAMES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION = 3
+VERSION = 4
 """Incremented whenever a struct of this file, a request of `run_api` or the layout of a step changes."""
 
 _log = logging.getLogger(__name__)
@@ -187,11 +187,12 @@ class Scalar(Struct, frozen=True, array_like=True, tag="scalar"):
 
 
 class Derived(Struct, frozen=True, array_like=True, tag="derived"):
-    """An array that the client computes from others of its microbatch (`service/lean_fields.py`), and what that needs
-    beside them."""
+    """An array that the client computes from others of its microbatch, and from the places where it is not what they let
+    expect (`service/lean_fields.py`)."""
 
     name: str
-    extra: Array | None = None
+    shape: Shape
+    exceptions: Array | None = None
 
 
 Field = Array | Ragged | Column | Shapes | Scalar | Derived
