@@ -83,13 +83,14 @@ def test_a_bad_row_that_must_not_be_stops_the_run_with_file_and_row(start_on_one
 
 def test_a_wait_that_is_too_long_says_what_was_waited_for_and_closing_wakes_whoever_waits(start: Start):
     loader = start(job_of({"slow": Stuck(first=1)}))
+    said = ""
     for _ in range(60):  # until the source has begun
         with pytest.raises(ol.errors.WaitTimeoutError, match=r"rank 0 waited .* for step 0: ") as caught:
             next(loader.client(0, timeout_s=0.5))
-        if "source 'slow' is making chunk 0" in str(caught.value):
+        said = str(caught.value)
+        if "source 'slow' is making chunk 0" in said:
             break
-    else:
-        raise AssertionError(str(caught.value))
+    assert "source 'slow' is making chunk 0" in said
     client = loader.client(0)
     raised: list[BaseException] = []
 
