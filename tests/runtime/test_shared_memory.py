@@ -202,7 +202,7 @@ def test_without_shared_memory_a_long_message_travels_in_packets(ends, refused, 
     thread = threading.Thread(target=lambda: got.extend([theirs.receive(60), theirs.receive(60)]))
     thread.start()
     ours.send(value)
-    ours.send("the next", waits=False)
+    ours.send("the next")
     thread.join()
     assert got[1] == "the next"
     assert got[0]["text"] == value["text"]
