@@ -143,8 +143,9 @@ def make_partition(
 ) -> Partition:
     """How sources are spread over loader hosts: as `given`; or over the engine's hosts, by the bytes that steps are expected
     to take of each source; or, where all hosts run in one process, share i of every source in host i. Where hosts are
-    processes of one machine, a source that takes more than one of them can deliver gets several, and sources that are read
-    without further work get the processes that have no constructor."""
+    processes of one machine, a source that takes more than one of them can deliver gets several, unless its files are
+    compressed and cut into units: each host would decompress all of them. Sources that are read without further work get the
+    processes that have no constructor."""
     if given is not None:
         given.check_sources(job.sources)
         return given
@@ -158,7 +159,8 @@ def make_partition(
     if engine.is_one_machine:
         if all(_is_light(source, units[name]) for name, source in job.sources.items()):
             num_hosts = hosts_beside(num_hosts, job.mesh.dp)
-        num_shares = shares_by_load(num_shares, loads, num_hosts)
+        spread = shares_by_load(num_shares, loads, num_hosts)
+        num_shares |= {name: n for name, n in spread.items() if not any(unit.follows for unit in units[name])}
     return evenly(num_shares, loads, num_hosts)
 
 
