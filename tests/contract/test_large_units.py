@@ -265,6 +265,18 @@ def test_functions_over_tables_and_declared_windows_keep_whole_units(folder):
     assert by_state == units
 
 
+def test_units_that_are_mixed_with_others_in_a_chunk_stay_whole():
+    """A few large ones among many small ones: cut, each of the small ones would be a chunk of its own."""
+    source = ol.Parquet("x.parquet", transform=PER_ROW, buffer_bytes=256 << 20)
+    sizes = [1 << 20] * 200 + [12 << 20]
+    units = {"s0": [ol.Unit("x.parquet", i, 100, num_bytes, version="1") for i, num_bytes in enumerate(sizes)]}
+    job = job_of(source)
+    assert cut_units(job, units) == units
+    assert with_windows(job, units).sources["s0"].units_per_chunk > 1
+    alone = {"s0": units["s0"][-1:]}
+    assert len(cut_units(job, alone)["s0"]) == 3
+
+
 def test_each_row_group_is_read_by_one_host_and_once(folder, monkeypatch):
     read: list[str] = []
     decode = ParquetReader.read_rows

@@ -82,11 +82,20 @@ def test_no_more_is_decompressed_where_there_are_more_hosts(tmp_path, num_files,
         lines = [json.dumps({"tokens": [i, number, 7 * number]}) for number in range(4000 + 500 * i)]
         (tmp_path / f"{i:02d}.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     job = ol.Job(
-        sources={"packed": Counted(str(tmp_path / "*.gz"), unit_bytes=4000, transform=keep)},
+        sources={"packed": Counted(str(tmp_path / "*.gz"), unit_bytes=4000)},
         batch=ol.Batch(sequence_length=64, tokens=64),
     )
     alone = bytes_decompressed(job, 1, monkeypatch)
     assert alone > 0
     assert bytes_decompressed(job, 4, monkeypatch) == alone
-    declared = ol.Job(sources={"packed": Counted(str(tmp_path / "*.gz"), unit_bytes=4000, loaders=2)}, batch=job.batch)
-    assert len(make_partition(declared, list_units(declared.sources), ol.Processes(4)).hosts) == 2
+
+
+@pytest.mark.parametrize(("options", "num_hosts"), [({}, 1), ({"transform": keep}, 4), ({"loaders": 6}, 6)])
+def test_few_hosts_share_a_compressed_source(tmp_path, options, num_hosts):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"tokens": [1, 2, 3]}\n' * 20_000))
+    job = ol.Job(
+        sources={"packed": ol.Jsonl(str(tmp_path / "*.gz"), unit_bytes=4000, **options)},
+        batch=ol.Batch(sequence_length=64, tokens=64),
+    )
+    partition = make_partition(job, list_units(job.sources), ol.Processes(16))
+    assert sum(any(share.source == "packed" for share in shares) for shares in partition.hosts) == num_hosts

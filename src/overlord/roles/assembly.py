@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
@@ -123,12 +124,21 @@ def cut_units(
             part_bytes = saved[name].part_bytes
         else:
             part_bytes = default_part_bytes(sizes, buffer_bytes=source.declared_buffer_bytes, num_sources=len(job.sources))
-            can_cut = source.shuffle or all(unit.num_rows is not None for unit in listed)
+            can_cut = (
+                _has_own_chunks(source, sizes, len(job.sources))
+                if source.shuffle
+                else all(unit.num_rows is not None for unit in listed)
+            )
             part_bytes = part_bytes if part_bytes and can_cut and _transforms_row_by_row(source) else 0
         if part_bytes:
             counts = [count_parts(size, part_bytes) for size in sizes]
             found[name] = UnitParts(listed, counts, part_bytes, is_strided=source.shuffle)
     return found
+
+
+def _has_own_chunks(source: Source, sizes: Sequence[int], num_sources: int) -> bool:
+    """Whether units would be chunks of their own: those that are mixed with others stay whole."""
+    return default_window(sizes, buffer_bytes=source.declared_buffer_bytes, num_sources=num_sources) == 1
 
 
 def _transforms_row_by_row(source: Source) -> bool:
@@ -179,9 +189,9 @@ def make_partition(
 ) -> Partition:
     """How sources are spread over loader hosts: as `given`; or over the engine's hosts, by the bytes that steps are expected
     to take of each source; or, where all hosts run in one process, share i of every source in host i. Where hosts are
-    processes of one machine, a source that takes more than one of them can deliver gets several, unless its files are
-    compressed and cut into units: each host would decompress all of them. Sources that are read without further work get the
-    processes that have no constructor."""
+    processes of one machine, a source that takes more than one of them can deliver gets several: few if its files are
+    compressed and cut into units, because each host decompresses all of them. Sources that are read without further work get
+    the processes that have no constructor."""
     if given is not None:
         given.check_sources(job.sources)
         return given
@@ -196,7 +206,8 @@ def make_partition(
         if all(_is_light(source, units[name]) for name, source in job.sources.items()):
             num_hosts = hosts_beside(num_hosts, job.mesh.dp)
         spread = shares_by_load(num_shares, loads, num_hosts)
-        num_shares |= {name: n for name, n in spread.items() if not _goes_forward(units[name])}
+        most = {name: _most_shares(source, units[name]) for name, source in job.sources.items()}
+        num_shares |= {name: max(num_shares[name], min(n, most[name])) for name, n in spread.items()}
     return evenly(num_shares, loads, num_hosts)
 
 
@@ -462,9 +473,16 @@ def _is_light(source: Source, units: Sequence[Unit]) -> bool:
     return is_read_only and _is_near(source, units)
 
 
-def _goes_forward(units: Sequence[Unit]) -> bool:
-    """True if reading a unit takes reading those before it: of compressed files."""
-    return not isinstance(units, UnitParts) and any(unit.follows for unit in units)
+_MOST_DECOMPRESSING = 4
+"""Hosts that share a compressed source with transforms: tokenising takes some twenty times what decompressing does."""
+
+
+def _most_shares(source: Source, units: Sequence[Unit]) -> int:
+    """The most hosts that should share a source. Where reading a unit takes reading those before it, as in compressed files,
+    each host reads everything."""
+    if isinstance(units, UnitParts) or not any(unit.follows for unit in units):
+        return sys.maxsize
+    return _MOST_DECOMPRESSING if source.transforms else 1
 
 
 def _is_near(source: Source, units: Sequence[Unit]) -> bool:
