@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -191,6 +191,13 @@ def _installed_texts(num_bytes: int) -> list[str]:
 
 BPE = BpeCorpus()
 """64 MB of text."""
+LARGE_BPE = BpeCorpus(row_groups=1, row_group_bytes=63_000_000)
+"""500 MB in files of one row group each, as writers make them by default."""
+
+
+def bpe_of(settings: Mapping[str, Any]) -> BpeCorpus:
+    """The corpus that the settings of a competitor name."""
+    return LARGE_BPE if settings.get("large_row_groups") else BPE
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ MIB = 1 << 20
 
 
 def job_of(work: Work) -> ol.Job:
-    """Settings: `workers`, threads of the job; `buffer`, the MiB a source may keep decoded; `engine` of the tokeniser. All
-    else, and what is not set, is left to Overlord."""
+    """Settings: `workers`, threads of the job; `buffer`, the MiB a source may keep decoded; `engine` of the tokeniser;
+    `window` of sources of text. All else, and what is not set, is left to Overlord."""
     # Here and not above: a trainer that connects to a service imports neither Arrow nor Pillow, and nor do users'.
     from bench import corpus
     from bench.peers.documents import mixing_weights
@@ -25,8 +25,9 @@ def job_of(work: Work) -> ol.Job:
         return _images_job(work)
     options = {"buffer_bytes": work.settings["buffer"] * MIB} if "buffer" in work.settings else {}
     if work.benchmark == "bpe":
-        paths = corpus.BPE.paths
-        tokenize = ol.Tokenize("text", encoding=corpus.BPE.tokenizer, engine=work.settings.get("engine"))
+        texts = corpus.bpe_of(work.settings)
+        paths, options["window"] = texts.paths, work.settings.get("window")
+        tokenize = ol.Tokenize("text", encoding=texts.tokenizer, engine=work.settings.get("engine"))
         sources = {_name(i): ol.Parquet(path, transform=tokenize, **options) for i, path in enumerate(paths)}
     else:
         paths = corpus.text_of(work.benchmark, work.sources, work.files).paths_by_source

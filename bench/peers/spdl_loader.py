@@ -40,7 +40,8 @@ def text(work: Work, rank: int) -> Iterator[Batch]:
 
 
 def bpe(work: Work, rank: int) -> Iterator[Any]:
-    return in_subprocesses(work, rank, partial(_text_share, work, corpus.BPE.paths, read=Encoding(corpus.BPE.tokenizer)))
+    texts = corpus.bpe_of(work.settings)
+    return in_subprocesses(work, rank, partial(_text_share, work, texts.paths, read=Encoding(texts.tokenizer)))
 
 
 def _text_share(

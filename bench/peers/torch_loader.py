@@ -58,7 +58,8 @@ def text(work: Work, rank: int) -> Iterator[Any]:
 
 def bpe(work: Work, rank: int) -> Iterator[Any]:
     """Settings: as for text. The workers encode."""
-    return iter(_loader(PackedText(corpus.BPE.paths, work, rank, Encoding(corpus.BPE.tokenizer)), work, workers=1))
+    texts = corpus.bpe_of(work.settings)
+    return iter(_loader(PackedText(texts.paths, work, rank, Encoding(texts.tokenizer)), work, workers=1))
 
 
 class EndlessBatches(Sampler):

@@ -71,6 +71,49 @@ def test_any_order_of_asks_gets_right_answers_within_the_bytes(asks, room):
         threads.shutdown()
 
 
+def test_a_loader_makes_a_whole_run_while_others_have_their_turn(threads):
+    made = threading.Semaphore(0)
+    expected = list(range(10, 16))
+
+    def make(number: int) -> Chunk:
+        made.release()
+        return chunk_of(number)
+
+    loader = SourceLoader(
+        "s",
+        make,
+        lambda number: SIZE,
+        buffer_bytes=20 * SIZE,
+        ahead_bytes=2 * SIZE,
+        threads=threads,
+        last_of_run=lambda number: number // 20 * 20 + 15,
+    )
+    loader.prefetch([*expected, *range(30, 36)])
+    for _ in expected:
+        assert made.acquire(timeout=60)
+    assert loader.chunks_held() == expected
+    loader.describe(15)  # and its next run, once it has had its turn
+    for _ in expected:
+        assert made.acquire(timeout=60)
+    assert loader.chunks_held() == [*expected, *range(30, 36)]
+    loader.close()
+
+
+def test_what_a_reader_holds_leaves_less_for_reading_ahead(threads):
+    held = 3 * SIZE
+    loader = SourceLoader(
+        "s", chunk_of, lambda number: SIZE, buffer_bytes=6 * SIZE, threads=threads, held_bytes=lambda: held
+    )
+    for number in range(9):
+        values = loader.get(number).values
+        assert values is not None
+        assert values[0] == number
+        use = loader.buffer_use()
+        assert held < use.num_bytes <= use.limit_bytes
+        assert use.num_chunks <= 3
+    loader.close()
+
+
 def test_a_chunk_is_kept_until_both_its_text_and_its_images_were_given(threads):
     def with_images(number: int) -> Chunk:
         chunk = chunk_of(number)

@@ -161,7 +161,7 @@ def test_ranges_are_joined_over_small_gaps_and_read_side_by_side(store):
 def test_the_next_chunks_are_fetched_while_the_first_is_used(store, tmp_path):
     storage = Storage(tuple(store.options.items()), cache=ol.Cache(tmp_path, 1 << 26), keeps_data=True)
     (file,) = storage.list_files(["s3://data/0.jsonl"])
-    ahead = FetchAhead(storage, lambda chunk: [(file, chunk * 10, chunk * 10 + 10)] if chunk < 20 else [], 1 << 26)
+    ahead = FetchAhead(storage, lambda chunk: [(file, chunk * 10, chunk * 10 + 10)] if chunk < 20 else None, 1 << 26)
     ahead.note(0)
     ahead.note(2)  # every second chunk is for another loader
     wanted = {f"GET 0.jsonl bytes={chunk * 10}-{chunk * 10 + 9}" for chunk in range(4, 20, 2)}

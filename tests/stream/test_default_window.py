@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ol
+from overlord.checkpoint.fingerprint import SavedChunks
 from overlord.checkpoint.form import contents_of, seal, with_checksum
 from overlord.errors import StateError
 from overlord.roles.assembly import list_units, with_windows
@@ -85,7 +86,7 @@ def test_sources_that_are_not_shuffled_or_do_not_tell_sizes_keep_their_chunks(tm
     unknown = {"a": [replace(unit, num_bytes=0) for unit in list_units(job.sources)["a"]]}
     assert with_windows(job, unknown).sources["a"].window == 1
     explicit = job_of(paths, window=3)
-    assert with_windows(explicit, list_units(explicit.sources), {"a": 7}).sources["a"].window == 3
+    assert with_windows(explicit, list_units(explicit.sources), {"a": SavedChunks(7)}).sources["a"].window == 3
 
 
 def test_loaders_and_buffers_that_a_partition_chose_do_not_change_the_window(tmp_path: Path) -> None:

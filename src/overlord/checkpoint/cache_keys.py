@@ -77,7 +77,12 @@ def unit_key(base: str, unit: Unit, place: PlaceText) -> str | None:
     """The key of a unit's rows; None for a unit whose file has no version: a change of the file would go unnoticed."""
     if not unit.version:
         return None
-    part = () if unit.whole is None else (f"first {unit.num_rows}",)
+    part: tuple[str, ...] = ()
+    if unit.part is not None and unit.whole is not None:
+        kind = "every" if unit.part.is_strided else "range"
+        part, unit = (f"{kind} {unit.part.index} of {unit.part.of}",), unit.whole
+    if unit.whole is not None:
+        part = (*part, f"first {unit.num_rows}")
     return digest_key(KIND, base, unit.path, str(unit.index), unit.version, place.of(unit.detail), *part)
 
 

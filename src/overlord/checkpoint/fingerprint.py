@@ -23,6 +23,7 @@ from overlord.declare.source import DECLARED_BUFFER, Source, Unit
 from overlord.errors import StateError
 from overlord.sources.files import codec_of
 from overlord.sources.prepared import Prepared
+from overlord.sources.unit_parts import UnitParts
 from overlord.stream.plain import DamagedError, as_list, as_mapping, short_repr, text, whole, with_keys
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Fingerprint:
     """The installed packages that transforms use, with their versions up to the minor number."""
     windows: Mapping[str, int] = field(default_factory=dict)
     """name to units per chunk: a run that resumes a state takes them over for sources that leave their window open."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """name to about how many bytes a part of a large unit has, for sources with units that are cut; taken over likewise."""
     unseen: tuple[str, ...] = ()
     """What transforms depend on and no fingerprint can see. It is not saved."""
     declared: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
@@ -103,6 +106,7 @@ class Fingerprint:
             files={name: found for name in job.sources if (found := FileVersions.of(units[name])) is not None},
             packages=dict(sorted(describer.packages.items())),
             windows={name: source.units_per_chunk for name, source in job.sources.items()},
+            parts={name: listed.part_bytes for name in job.sources if isinstance(listed := units[name], UnitParts)},
             unseen=tuple(describer.unseen),
             declared=dict(job.sources),
         )
@@ -116,6 +120,7 @@ class Fingerprint:
             "files": {name: versions.to_plain() for name, versions in self.files.items()},
             "packages": dict(self.packages),
             "windows": dict(self.windows),
+            **({"parts": dict(self.parts)} if self.parts else {}),
         }
 
     def differences(self, saved: Mapping[str, Any]) -> dict[str, str]:
@@ -155,7 +160,7 @@ class Fingerprint:
             if is_first:
                 declaration = first_declaration_digest(self.declared[name], described)
             if old_declaration != declaration:
-                what = self._window_change(name, old_declaration, saved_window(fingerprint, name)) or _declaration_change(
+                what = self._window_change(name, old_declaration, saved_chunks(fingerprint, name)) or _declaration_change(
                     self.declared.get(name), old_declaration, declaration
                 )
                 found[f"sources.{name}"] = f"source {name!r} is declared differently ({what})"
@@ -164,12 +169,24 @@ class Fingerprint:
                     f"source {name!r} lists other data: {old_num_units} units then, {num_units} now"
                     + (", with other names or sizes" if old_num_units == num_units else "")
                     + (_PACKED_HINT if old_num_units == self._num_packed(name) < num_units else "")
+                    + self._parts_hint(name, saved_chunks(fingerprint, name))
                 )
         return found
 
-    def _window_change(self, name: str, old_declaration: str, window: int | None) -> str | None:
+    def _parts_hint(self, name: str, saved: SavedChunks | None) -> str:
+        """What to tell where large units were cut otherwise."""
+        if saved is None or saved.part_bytes == self.parts.get(name, 0):
+            return ""
+        now = self.parts.get(name, 0)
+        return (
+            f"; large units were {_cut_text(saved.part_bytes)}, and are {_cut_text(now)}: give the state to "
+            "start(resume=...), which takes that from it where no window is declared"
+        )
+
+    def _window_change(self, name: str, old_declaration: str, saved: SavedChunks | None) -> str | None:
         """What to tell where a source differs from the saved one in its window alone."""
         source = self.declared.get(name)
+        window = None if saved is None else saved.window
         if source is None or window in (None, source.units_per_chunk):
             return None
         if _declaration_digests(name, source.with_window(window), Describer()) != old_declaration:
@@ -195,14 +212,31 @@ class Fingerprint:
         ]
 
 
-def saved_window(saved: Any, name: str) -> int | None:
-    """The units per chunk of a source by a saved fingerprint, also a damaged one; None where it does not have the source.
-    Earlier releases did not save it: unless declared, it was 1."""
+@dataclass(frozen=True, slots=True)
+class SavedChunks:
+    """How a source was divided into chunks, by a saved fingerprint."""
+
+    window: int = 1
+    """Units per chunk. Earlier releases did not save it: unless declared, it was 1."""
+    part_bytes: int = 0
+    """About how many bytes a part of a large unit has; 0 where units are not cut, as in earlier releases."""
+
+
+def saved_chunks(saved: Any, name: str) -> SavedChunks | None:
+    """How a source was divided by a saved fingerprint, also a damaged one; None where it does not have the source."""
     if not isinstance(saved, Mapping) or not isinstance(sources := saved.get("sources"), Mapping) or name not in sources:
         return None
-    windows = saved.get("windows", {})
-    window = windows.get(name, 1) if isinstance(windows, Mapping) else 1
-    return window if type(window) is int and window > 0 else 1
+    return SavedChunks(_saved_number(saved, "windows", name, 1), _saved_number(saved, "parts", name, 0))
+
+
+def _saved_number(saved: Mapping[str, Any], key: str, name: str, default: int) -> int:
+    values = saved.get(key, {})
+    value = values.get(name, default) if isinstance(values, Mapping) else default
+    return value if type(value) is int and value > 0 else default
+
+
+def _cut_text(part_bytes: int) -> str:
+    return f"cut into parts of about {part_bytes:,} bytes" if part_bytes else "not cut"
 
 
 def differences_of(fingerprint: Fingerprint, saved: Any, damage: str) -> dict[str, str]:
@@ -216,7 +250,7 @@ def differences_of(fingerprint: Fingerprint, saved: Any, damage: str) -> dict[st
 def check_fingerprint(saved: Any) -> None:
     """Raises DamagedError for what `Fingerprint.to_dict` did not make, in this release or an earlier one."""
     at = "fingerprint"
-    with_keys(saved, at, needed=("seed", "batch", "sources"), allowed=("format", "files", "packages", "windows"))
+    with_keys(saved, at, needed=("seed", "batch", "sources"), allowed=("format", "files", "packages", "windows", "parts"))
     if "format" in saved:
         whole(saved["format"], f"{at}.format", least=FORMAT, most=FORMAT)
     if type(saved["seed"]) is not int:
@@ -233,6 +267,8 @@ def check_fingerprint(saved: Any) -> None:
         text(version, f"{at}.packages.{name}")
     for name, window in as_mapping(saved.get("windows", {}), f"{at}.windows").items():
         whole(window, f"{at}.windows.{name}", least=1)
+    for name, part_bytes in as_mapping(saved.get("parts", {}), f"{at}.parts").items():
+        whole(part_bytes, f"{at}.parts.{name}", least=1)
 
 
 def warn_of_unseen(fingerprint: Fingerprint) -> None:
@@ -352,6 +388,9 @@ def _label(transform: Any) -> str:
 
 def units_digest(units: Sequence[Unit]) -> str:
     digest = hashlib.blake2b(digest_size=8)
+    if isinstance(units, UnitParts):
+        digest.update(f"{units.part_bytes}\0{list(units.counts)}\n".encode())
+        units = units.units
     for unit in units:
         line = f"{unit.path}\0{unit.index}\0{unit.num_rows}\0{unit.num_bytes}\n"
         digest.update(line.encode("utf-8", "surrogatepass"))

@@ -33,8 +33,9 @@ from overlord.sources.files import FileSource, open_reader
 from overlord.sources.range_cache import FetchAhead, needed_again
 from overlord.sources.reading import SeveralReader
 from overlord.sources.storage import is_remote
+from overlord.sources.unit_parts import PartReader, UnitParts
 from overlord.sources.views import take_rows
-from overlord.stream.chunk_order import UnitRuns, chunks_per_epoch, row_order, units_of_chunk
+from overlord.stream.chunk_order import RunTurns, UnitRuns, chunks_per_epoch, row_order, units_of_chunk
 from overlord.stream.facts import LOSS_EXTRA, ChunkFacts, Ints
 
 if TYPE_CHECKING:
@@ -70,10 +71,11 @@ class ChunkMaker:
         release_gil: bool = False,
         arenas: Arenas | None = None,
         kept: tuple[EntryStore, str] | None = None,
+        has_peers: bool = False,
     ) -> None:
         """`transforms`: those of the source; they run in the calling thread alone unless given. `release_gil`: other threads
         contend for the GIL while this one makes chunks. `arenas`: memory for chunks of several units. `kept`: the cache of
-        transformed rows, and what these depend on beside their unit."""
+        transformed rows, and what these depend on beside their unit. `has_peers`: other makers make some of the chunks."""
         self._name = name
         self._source = source
         self._units = units
@@ -85,10 +87,13 @@ class ChunkMaker:
         self._spans = current_recorder().spans
         self._arenas = arenas or Arenas()
         self._reader = open_reader(source, release_gil=release_gil)
+        if isinstance(units, UnitParts):
+            self._reader = PartReader(self._reader, source.buffer_bytes // 2)
         self._transforms = (transforms or Transforms(source.transforms)) if source.transforms else None
         self._needs = NextNeeds(UnitOrder(name, seed, units, self._runs, source.units_per_chunk, source.shuffle))
         self._kept = None if kept is None else self._open_cache(*kept)
-        self._ahead = self._open_ahead()
+        # Of cut units a maker with peers gets those of its turns, which it makes far ahead anyway.
+        self._ahead = None if has_peers and isinstance(units, UnitParts) else self._open_ahead()
 
     def _open_ahead(self) -> FetchAhead | None:
         """What fetches the bytes of the next chunks from remote storage; None where there is nowhere to keep them."""
@@ -99,13 +104,16 @@ class ChunkMaker:
             return None
         return FetchAhead(source.storage, self._ranges_of, source.cache.max_bytes)
 
-    def _ranges_of(self, number: int) -> list[RangeOfFile]:
+    def _ranges_of(self, number: int) -> list[RangeOfFile] | None:
         source = self._source
         assert isinstance(source, FileSource)  # only these have ranges
         per_epoch = chunks_per_epoch(len(self._units), source.units_per_chunk)
         if source.num_epochs is not None and number >= source.num_epochs * per_epoch:
-            return []
-        return [each for unit in self.units_of(number) for each in source.byte_ranges(unit)]
+            return None
+        units = self.units_of(number)
+        # All parts of a unit are read at once, with the first of them.
+        ranges = [each for unit in units if unit.part is None or unit.part.index == 0 for each in source.byte_ranges(unit)]
+        return ranges if ranges or any(unit.part is not None for unit in units) else None
 
     def _open_cache(self, store: EntryStore, key: str) -> RowCache:
         source = self._source
@@ -137,6 +145,17 @@ class ChunkMaker:
         self._reader.close()
         if self._ahead is not None:
             self._ahead.close()
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of rows that were read and are not yet in a chunk."""
+        return self._reader.held_bytes if isinstance(self._reader, PartReader) else 0
+
+    def turns(self) -> RunTurns | None:
+        """Which chunks are parts of one unit; None where units are not cut."""
+        if not isinstance(self._units, UnitParts):
+            return None
+        return RunTurns(self._seed, self._name, self._runs, shuffle=self._source.shuffle)
 
     def expected_bytes(self, number: int) -> int:
         """The bytes of a chunk by the list of units."""

@@ -17,7 +17,7 @@ from overlord.cli.output import console, size, table, write_json
 from overlord.errors import OverlordError
 from overlord.jobfile.loading import load_job
 from overlord.jobfile.printing import as_python, as_yaml
-from overlord.roles.assembly import list_units, with_windows
+from overlord.roles.assembly import cut_units, list_units, with_windows
 from overlord.service.dry_run import read_steps
 from overlord.service.run import start
 
@@ -128,6 +128,7 @@ def check(path: Path | JobFile, as_json: bool) -> int:
             first, length = _build_first_step(job, {name: entry.rows for name, entry in listed.items()})
         except OverlordError as error:
             errors.append(describe_error(error))
+    units = cut_units(job, units)
     warnings = _warnings(with_windows(job, units), units)
     if as_json:
         write_json(

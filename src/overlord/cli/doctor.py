@@ -18,7 +18,7 @@ from overlord.cli.options import add_job_argument
 from overlord.cli.output import console, printable, size, table, write_json
 from overlord.errors import OverlordError
 from overlord.jobfile.loading import load_job
-from overlord.roles.assembly import list_units, with_windows
+from overlord.roles.assembly import list_units
 from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.shared_memory import why_unavailable
 from overlord.service.run import start
@@ -186,7 +186,7 @@ def look_at_job(job: Job) -> list[Finding]:
     for name in list(units)[:_SAMPLED_SOURCES]:
         findings.append(_read_some(job, name, units[name]))
     if not any(finding.is_error for finding in findings):
-        findings += _first_step(with_windows(job, units))
+        findings += _first_step(job)
     return findings
 
 

@@ -105,14 +105,14 @@ def _places(options: argparse.Namespace, job: Job, found: FoundRun) -> list[RowP
         reader, (column, value) = DocumentReader(job), split_where(options.where)
         listed = reader.units(options.source)
         places = [
-            RowPlace(unit, place.row)
+            RowPlace(units.with_row(unit, place.row), place.row)
             for place in reader.search(options.source, column, value)
             for unit in units.of_file(listed[place.unit].path)
             if units.index[unit] == listed[place.unit].index
         ]
         if not places:
             raise SpecError(f"source {options.source!r} has no row with {column}={value}")
-        return places
+        return list(dict.fromkeys(places))
     name_file(options, job, options.log)
     return [locate_row(units, options.source, options.file, options.row)]
 

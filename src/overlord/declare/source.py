@@ -24,6 +24,27 @@ DECLARED_BUFFER = "_declared_buffer_bytes"
 
 
 @dataclass(frozen=True, slots=True)
+class RowPart:
+    """Some of the rows of a unit: those that one of `of` parts has."""
+
+    index: int
+    of: int
+    is_strided: bool
+    """Every `of`-th row, so that the rows of a part come from all over the unit; else a range of rows."""
+
+    def rows(self, num_rows: int) -> range:
+        """Its rows, of a unit with so many."""
+        if self.is_strided:
+            return range(self.index, num_rows, self.of)
+        return range(num_rows * self.index // self.of, num_rows * (self.index + 1) // self.of)
+
+    @staticmethod
+    def with_row(row: int, num_rows: int, of: int, *, is_strided: bool) -> int:
+        """The index of the part that has a row."""
+        return row % of if is_strided else ((row + 1) * of - 1) // num_rows
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """The smallest piece of a source that is read at once: a row group, a tar shard, a byte range of JSONL."""
 
@@ -42,7 +63,9 @@ class Unit:
     follows: bool = False
     """It is read quickly only after the unit before it: shuffling keeps such units in order, among those of other files."""
     whole: Unit | None = None
-    """The unit as the source lists it, where only its first `num_rows` rows are used: see `Source.max_rows`."""
+    """The unit that this one is a part of: it has its first `num_rows` rows (see `Source.max_rows`), or those of `part`."""
+    part: RowPart | None = None
+    """Rows are numbered as in the whole unit."""
 
     def __str__(self) -> str:
         return f"{self.path}#{self.index}" if self.index else self.path
@@ -141,7 +164,8 @@ class Source:
     """Permute units each epoch, and rows inside a chunk."""
     window: int | None = None
     """Units per chunk: rows are shuffled inside a chunk. Unless given, a shuffled source has as many as make 16 MiB (less
-    with a small buffer, or with more than eight sources), but at least four chunks in an epoch."""
+    with a small buffer, or with more than eight sources), but at least four chunks in an epoch, and rows of a large unit are
+    transformed in several chunks."""
     buffer_bytes: int = 256 * MIB
     """The most memory that decoded chunks of this source may take."""
     loaders: int = 1

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from overlord.errors import ClosedError, OverlordError, WaitTimeoutError, WorkerDiedError
 from overlord.loaders.model import Partition, Share
 from overlord.loaders.routing import RoutingTable
-from overlord.roles.assembly import SOURCES, make_loader_host, publish_units
+from overlord.roles.assembly import SOURCES, make_loader_host, publish_units, turns_of
 from overlord.roles.loader_host import HostStatus, LoaderHost
 from overlord.roles.routes import TABLE
 from overlord.runtime import liveness
@@ -115,7 +115,8 @@ class Fleet:
         publish_units(engine, units)
         self._partition = partition
         self._names: list[str] = [self._spawn_host(_Host(shares, num_threads)) for shares in partition.hosts]
-        self._publish(RoutingTable.of(partition, self._names))
+        turns = {name: found for name in job.sources if (found := turns_of(job, name, units[name])) is not None}
+        self._publish(RoutingTable.of(partition, self._names, turns))
 
     @property
     def table(self) -> RoutingTable:
@@ -183,7 +184,8 @@ class Fleet:
             for index, i in enumerate(fewest[:num_shares]):
                 hosts[i].append(Share(name, index, num_shares))
             self._partition = Partition(tuple(tuple(shares) for shares in hosts))
-            self._publish(self._table.with_source(name, [self._names[i] for i in fewest[:num_shares]]))
+            names = [self._names[i] for i in fewest[:num_shares]]
+            self._publish(self._table.with_source(name, names, turns_of(job, name, units)))
 
     def tidy(self, cursors: Mapping[str, Cursor], active: Collection[str] | None = None) -> list[str]:
         """Stop hosts, and close sources in hosts, that no step can name any more. Also frees the buffers of sources that are

@@ -11,7 +11,7 @@ from overlord.loaders.model import Budget, Profile, chunks_per_step
 from overlord.loaders.partition import Partitioning
 from overlord.loaders.partition import partition as partition_of
 from overlord.loaders.shadowing import Shadowing, shadows
-from overlord.roles.assembly import list_units, with_windows
+from overlord.roles.assembly import cut_units, list_units, with_windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +57,7 @@ def profile_job(job: Job, effort: Effort | None = None, begin: Callable[[str], N
             units |= list_units({name: source})
         except Exception as error:  # noqa: BLE001 - a user's source may raise anything
             failed[name] = error
+    units = cut_units(job, units)
     found = profile_sources(with_windows(job, units), units, effort, begin)
     return SourceProfiles(found.profiles, failed | dict(found.failed))
 

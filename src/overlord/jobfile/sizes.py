@@ -8,7 +8,7 @@ from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
 from overlord.declare.source import BadRows
 from overlord.errors import DataError, SpecError
-from overlord.roles.assembly import list_units, with_windows
+from overlord.roles.assembly import cut_units, list_units, with_windows
 from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.threads import Threads
 from overlord.sources.prepared import Prepared
@@ -35,6 +35,7 @@ def measure(job: Job, unit: Literal["tokens", "rows", "bytes"] = "tokens", *, nu
     units = list_units(job.sources)
     if unit == "bytes":
         return {name: float(sum(map(job.sources[name].decoded_bytes, listed))) for name, listed in units.items()}
+    units = cut_units(job, units)
     job = with_windows(job, units)
     threads = Threads(num_usable_cores(), "overlord-measure")
     try:

@@ -125,7 +125,10 @@ class _Finder:
         known = [count for count in rows if count is not None]
         if len(known) < len(rows):
             return None
-        number = sum(known[: numbers.index(self._place.unit)]) + self._place.row
+        part, row = units.part(self._place.unit), self._place.row
+        if part is not None:
+            row = part.rows(units.rows_in_whole(self._place.unit) or 0).index(row)
+        number = sum(known[: numbers.index(self._place.unit)]) + row
         if not source.shuffle:
             return number
         return int(np.flatnonzero(row_order(self._found.job.seed, self._source, chunk, sum(known)) == number)[0])

@@ -6,14 +6,14 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from overlord.checkpoint.fingerprint import saved_window
+from overlord.checkpoint.fingerprint import SavedChunks, saved_chunks
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
 from overlord.declare.policies import Log
 from overlord.errors import StateError
 from overlord.messages import DocumentOrigin, document_ids
 from overlord.planlog.plan_log import open_segments, read_newest
-from overlord.roles.assembly import list_units, with_windows
+from overlord.roles.assembly import cut_units, list_units, with_windows
 from overlord.service.step_documents import find_origins
 
 if TYPE_CHECKING:
@@ -32,18 +32,18 @@ def locate(job: Job, documents: DocumentIds, *, log: str | os.PathLike[str] | No
     chunks was then decided before."""
     wanted, names = document_ids(documents), tuple(job.sources)
     used = [name for number, name in enumerate(names) if any(source == number for source, _, _ in wanted)]
-    windows = {} if log is None else _windows_of(log, used)
-    # A window depends on the units of its own source alone.
-    units = list_units({name: job.sources[name] for name in used}) if used else {}
-    return find_origins(wanted, names, _ChunkOrigins(with_windows(job, units, windows), units))
+    saved = {} if log is None else _chunks_of(log, used)
+    # Chunks depend on the units of their own source alone.
+    units = cut_units(job, list_units({name: job.sources[name] for name in used}), saved) if used else {}
+    return find_origins(wanted, names, _ChunkOrigins(with_windows(job, units, saved), units))
 
 
-def _windows_of(log: str | os.PathLike[str], names: Sequence[str]) -> dict[str, int]:
+def _chunks_of(log: str | os.PathLike[str], names: Sequence[str]) -> dict[str, SavedChunks]:
     newest = read_newest(open_segments(Log(log)))
     if newest is None:
         raise StateError(f"there is no log at {os.fspath(log)}; give the place that the run was started with as log=...")
-    found = {name: saved_window(newest.header.fingerprint, name) for name in names}
-    return {name: window for name, window in found.items() if window is not None}
+    found = {name: saved_chunks(newest.header.fingerprint, name) for name in names}
+    return {name: chunks for name, chunks in found.items() if chunks is not None}
 
 
 class _ChunkOrigins:

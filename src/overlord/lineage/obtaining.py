@@ -158,8 +158,8 @@ class _OnMesh(FoundRun):
 def _from_data(job: Job, step: int, where: KnownFrom, *, may_end: bool = False) -> Generator[FoundRun]:
     """Steps of a job up to a certain one; up to its last where `may_end` allows that it has fewer."""
     from overlord.checkpoint.fingerprint import Fingerprint
-    from overlord.planlog.plan_log import saved_windows
-    from overlord.roles.assembly import list_units, with_windows
+    from overlord.planlog.plan_log import chunks_of_saved
+    from overlord.roles.assembly import cut_units, list_units, with_windows
 
     state = where.state
     begin = where.first_step()
@@ -170,7 +170,9 @@ def _from_data(job: Job, step: int, where: KnownFrom, *, may_end: bool = False) 
             run = _draw(job, step, Path(folder), state, may_end=may_end)
             yield FoundRun(job, run, is_log=False, log=folder)
         return
-    job = with_windows(job, units := list_units(job.sources), saved_windows(state, None, job.sources))
+    saved = chunks_of_saved(state, None, job.sources)
+    units = cut_units(job, list_units(job.sources), saved)
+    declared, job = job, with_windows(job, units, saved)
     fingerprint = Fingerprint.of(job, units).to_dict()
     folder = (where.cache or default_cache()) / _cache_key(job, fingerprint, state)
     run = RecordedRun.at(folder)
@@ -182,7 +184,7 @@ def _from_data(job: Job, step: int, where: KnownFrom, *, may_end: bool = False) 
             f"nobody has recorded step {step:,} of this job: the steps from {begin:,} on are drawn, which reads their data. "
             "They are kept for the next time; a run with log=... records them as it goes"
         )
-        run = _draw(job, step, folder, state, may_end=may_end)
+        run = _draw(declared, step, folder, state, may_end=may_end)
     yield FoundRun(job, run, is_log=False, log=folder)
 
 

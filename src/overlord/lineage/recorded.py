@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.arrange.graph import arrange_step, deal_rows
 from overlord.arrange.mesh_tree import ClientPlaceTree
-from overlord.checkpoint.fingerprint import Fingerprint, differences_of, refuse_differences, saved_window
+from overlord.checkpoint.fingerprint import Fingerprint, SavedChunks, differences_of, refuse_differences, saved_chunks
 from overlord.declare.mesh import Mesh
 from overlord.declare.source import Unit
 from overlord.errors import SpecError, StateError
@@ -150,9 +150,9 @@ class RecordedRun:
         missing = [name for name in saved["sources"] if name not in job.sources]
         if missing:
             raise StateError(f"{self.place} is of a job with a source {missing[0]!r}, which this job does not have")
-        windows = {name: saved_window(saved, name) for name in job.sources}
+        chunks = {name: saved_chunks(saved, name) or SavedChunks() for name in job.sources}
         sources = {
-            name: source if source.window is not None else source.with_window(windows[name] or 1)
+            name: source if source.window is not None else source.with_window(chunks[name].window)
             for name, source in job.sources.items()
         }
         job = replace(job, sources=sources)

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from overlord.loaders.model import Partition
+    from overlord.stream.chunk_order import RunTurns
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """From chunk `first` up to the next stretch, chunk k of a source belongs to host k mod n of the n `hosts`."""
+    """From chunk `first` up to the next stretch, chunk k of a source belongs to host k mod n of the n `hosts`; of a source
+    with `turns` in its table, to host t mod n, where t is the run of the chunk."""
 
     first: int
     hosts: tuple[str, ...]
@@ -33,11 +35,12 @@ class Stretch:
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
     """Routes chunks to hosts. `stretches` of each source begin at chunk 0. `shadows` maps the name of a host to its
-    shadow."""
+    shadow. `turns` are of sources of which one host gets runs of chunks, because it reads each run at once."""
 
     stretches: Mapping[str, tuple[Stretch, ...]]
     shadows: Mapping[str, str] = field(default_factory=dict[str, str])
     version: int = 0
+    turns: Mapping[str, RunTurns] = field(default_factory=dict[str, "RunTurns"])
 
     def __post_init__(self) -> None:
         for source, stretches in self.stretches.items():
@@ -46,10 +49,10 @@ class RoutingTable:
                 raise SpecError(f"the stretches of source {source!r} must begin at 0 and follow each other, got {firsts}")
 
     @staticmethod
-    def of(partition: Partition, names: Sequence[str]) -> RoutingTable:
+    def of(partition: Partition, names: Sequence[str], turns: Mapping[str, RunTurns] | None = None) -> RoutingTable:
         """The table of a partition whose hosts have these names."""
         hosts = {source: tuple(names[host] for host in found) for source, found in partition.hosts_of_all().items()}
-        return RoutingTable({source: (Stretch(0, found),) for source, found in hosts.items()})
+        return RoutingTable({source: (Stretch(0, found),) for source, found in hosts.items()}, turns=turns or {})
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -59,7 +62,12 @@ class RoutingTable:
 
     def host_of(self, source: str, chunk: int) -> str:
         stretch = next(s for s in reversed(self.stretches[source]) if s.first <= chunk)
-        return stretch.hosts[chunk % len(stretch.hosts)]
+        return stretch.hosts[self.place_of(source, chunk) % len(stretch.hosts)]
+
+    def place_of(self, source: str, chunk: int) -> int:
+        """The number that says which of the hosts of its stretch has a chunk."""
+        turns = self.turns.get(source)
+        return chunk if turns is None else turns.turn(chunk)
 
     def sources_of(self, host: str) -> tuple[str, ...]:
         """The sources whose chunks a host has."""
@@ -72,9 +80,10 @@ class RoutingTable:
             before = (*before, Stretch(first if before else 0, tuple(hosts)))
         return self._newer(stretches={**self.stretches, source: before})
 
-    def with_source(self, source: str, hosts: Sequence[str]) -> RoutingTable:
+    def with_source(self, source: str, hosts: Sequence[str], turns: RunTurns | None = None) -> RoutingTable:
         """A table with one source more, whose chunks belong to these hosts."""
-        return self._newer(stretches={**self.stretches, source: (Stretch(0, tuple(hosts)),)})
+        of_all = self.turns if turns is None else {**self.turns, source: turns}
+        return self._newer(stretches={**self.stretches, source: (Stretch(0, tuple(hosts)),)}, turns=of_all)
 
     def since(self, needed: Mapping[str, int]) -> RoutingTable:
         """A table without the stretches that end before the first needed chunk of their source."""
@@ -105,10 +114,12 @@ class RoutingTable:
         *,
         stretches: Mapping[str, tuple[Stretch, ...]] | None = None,
         shadows: Mapping[str, str] | None = None,
+        turns: Mapping[str, RunTurns] | None = None,
     ) -> RoutingTable:
         """A copy with the given fields replaced and the next version."""
         return RoutingTable(
             stretches=self.stretches if stretches is None else stretches,
             shadows=self.shadows if shadows is None else shadows,
             version=self.version + 1,
+            turns=self.turns if turns is None else turns,
         )

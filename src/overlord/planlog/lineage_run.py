@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from overlord.declare.source import Unit
+from overlord.declare.source import RowPart, Unit
 from overlord.errors import OverlordError, SpecError, StateError
 from overlord.planlog.lineage import LineageWriter
 from overlord.planlog.lineage_files import LineageFiles, lineage_at
@@ -102,11 +102,42 @@ class SourceUnits:
     num_rows: list[int | None]
     follows: list[int]
     """The units that follow the one before them."""
+    parts: list[list[int]] = field(default_factory=list[list[int]])
+    """For each unit that is a part of a larger one, which has the same index: the number of the part, of how many, and 1
+    where it has every n-th row. Empty for another unit, and as a whole where there are no parts."""
 
     def unit(self, number: int) -> Unit:
         return Unit(
-            self.paths[self.path[number]], self.index[number], self.num_rows[number], follows=number in self._follows
+            self.paths[self.path[number]],
+            self.index[number],
+            self.num_rows[number],
+            follows=number in self._follows,
+            part=self.part(number),
         )
+
+    def part(self, number: int) -> RowPart | None:
+        part = self.parts[number] if self.parts else []
+        return RowPart(part[0], part[1], bool(part[2])) if part else None
+
+    def parts_of(self, number: int) -> range:
+        """The units that are parts of the same larger unit; one where units are not cut."""
+        part = self.part(number)
+        return range(number, number + 1) if part is None else range(number - part.index, number - part.index + part.of)
+
+    def rows_in_whole(self, number: int) -> int | None:
+        """The rows of a unit and of the other parts of the larger one."""
+        rows = [self.num_rows[each] for each in self.parts_of(number)]
+        known = [count for count in rows if count is not None]
+        return sum(known) if len(known) == len(rows) else None
+
+    def with_row(self, number: int, row: int) -> int:
+        """The unit that has a row of the larger one that a unit is a part of."""
+        part = self.part(number)
+        if part is None:
+            return number
+        # A unit that does not say how many rows it has is only cut into parts of every n-th row.
+        num_rows = self.rows_in_whole(number) or 0
+        return self.parts_of(number)[RowPart.with_row(row, num_rows, part.of, is_strided=part.is_strided)]
 
     def all(self) -> list[Unit]:
         return [self.unit(number) for number in range(len(self.path))]
@@ -122,7 +153,8 @@ class SourceUnits:
         before = [i for i in self.of_file(self.paths[self.path[number]]) if self.index[i] < self.index[number]]
         rows = [self.num_rows[i] for i in before]
         known = [count for count in rows if count is not None]
-        return sum(known) if len(known) == len(rows) == self.index[number] else None
+        has_all = len(known) == len(rows) and len({self.index[i] for i in before}) == self.index[number]
+        return sum(known) if has_all else None
 
     @cached_property
     def _follows(self) -> frozenset[int]:
@@ -131,7 +163,7 @@ class SourceUnits:
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """A row of a source: the number of its unit, and the row in it."""
+    """A row of a source: the number of its unit, and the row in it; of a part, the row in the whole unit."""
 
     unit: int
     row: int
@@ -145,25 +177,26 @@ def locate_row(units: SourceUnits, name: str, file: str, row: int) -> RowPlace:
         found = [number for number in units.of_file(path) if units.index[number] == int(index)]
         if not found:
             raise SpecError(f"source {name!r} has no unit {file}")
-        rows = units.num_rows[found[0]]
+        rows = units.rows_in_whole(found[0])
         if rows is not None and row >= rows:
             raise SpecError(f"source {name!r}: {file} has {rows:,} rows; there is no row {row:,}")
-        return RowPlace(found[0], row)
+        return RowPlace(units.with_row(found[0], row), row)
     of_file = units.of_file(file)
     if not of_file:
         raise SpecError(f"source {name!r} has no file {file}; `overlord trace` prints the names that it has")
+    of_file = [number for number in of_file if units.parts_of(number)[0] == number]
     if len(of_file) == 1 and units.num_rows[of_file[0]] is None:
-        return RowPlace(of_file[0], row)
+        return RowPlace(units.with_row(of_file[0], row), row)
     first = 0
     for number in of_file:
-        rows = units.num_rows[number]
+        rows = units.rows_in_whole(number)
         if rows is None:
             raise SpecError(
                 f"source {name!r}: {file} is read in {len(of_file)} parts, and how many rows each has is not known before "
                 f"it is read: name the part as `overlord trace` prints it, {file}#1, with the row in it"
             )
         if row < first + rows:
-            return RowPlace(number, row - first)
+            return RowPlace(units.with_row(number, row - first), row - first)
         first += rows
     raise SpecError(f"source {name!r}: {file} has {first:,} rows; there is no row {row:,}")
 
@@ -181,7 +214,7 @@ def skip_value(skip: Skip, units: Sequence[Unit]) -> dict[str, Any]:
             rows = [[unit, sorted(found)] for unit, found in sorted(by_unit.items())]
         else:
             first = locate_row(listed, skip.source, skip.file, 0) if "#" in skip.file else None
-            of_file = listed.of_file(skip.file) or ([] if first is None else [first.unit])
+            of_file = listed.of_file(skip.file) or ([] if first is None else listed.parts_of(first.unit))
             if not of_file:
                 raise SpecError(f"source {skip.source!r} has no file {skip.file}; `overlord trace` prints its names")
             rows = [[unit, None] for unit in of_file]
@@ -221,7 +254,12 @@ def columns_of(units: Sequence[Unit]) -> dict[str, Any]:
         "index": [unit.index for unit in units],
         "num_rows": [unit.num_rows for unit in units],
         "follows": np.flatnonzero([unit.follows for unit in units]).tolist(),
+        **({"parts": [_part_columns(unit.part) for unit in units]} if any(unit.part for unit in units) else {}),
     }
+
+
+def _part_columns(part: RowPart | None) -> list[int]:
+    return [] if part is None else [part.index, part.of, int(part.is_strided)]
 
 
 def _files(era: Era) -> LineageFiles:

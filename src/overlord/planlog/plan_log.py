@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import orjson
 
-from overlord.checkpoint.fingerprint import Fingerprint, differences_of, refuse_differences, saved_window, warn_of_unseen
+from overlord.checkpoint.fingerprint import Fingerprint, differences_of, refuse_differences, saved_chunks, warn_of_unseen
 from overlord.checkpoint.form import contents_of
 from overlord.checkpoint.state import from_state, steered_of, to_state
 from overlord.errors import SharedUseError, StateError, StorageError
@@ -56,6 +56,7 @@ from overlord.stream.progress import Progress
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from overlord.checkpoint.fingerprint import SavedChunks
     from overlord.declare.job import Job
     from overlord.declare.mesh import Mesh
     from overlord.declare.policies import Log
@@ -285,18 +286,17 @@ class PlanLog:
         self._logged_error = error
 
 
-def saved_windows(
+def chunks_of_saved(
     resume: Mapping[str, Any] | str | bytes | None, log: Log | ClusterLog | None, names: Collection[str]
-) -> dict[str, int]:
-    """The windows of sources in the state that a run continues from, or in its log. Whether these are whole is checked when
-    the run begins."""
+) -> dict[str, SavedChunks]:
+    """How sources are divided into chunks in the state that a run continues from, or in its log. Whether these are whole is
+    checked when the run begins."""
     saved: Any = None
     if resume is not None and resume != "log":
         saved = contents_of(resume).get("fingerprint")
     elif log is not None and (found := read_newest(open_segments(log))) is not None:
         saved = found.header.fingerprint
-    windows = {name: saved_window(saved, name) for name in names}
-    return {name: window for name, window in windows.items() if window is not None}
+    return {name: chunks for name in names if (chunks := saved_chunks(saved, name)) is not None}
 
 
 def begin_run(

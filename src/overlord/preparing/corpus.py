@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from overlord.checkpoint.code_reads import ReadsDescriber
 from overlord.checkpoint.fingerprint import reader_text, transform_digests, units_digest
-from overlord.chunks.transforms.apply import is_keyed_by_chunk, name_of
+from overlord.chunks.transforms.apply import is_keyed_by_chunk, keeps_rows_apart, name_of
 from overlord.declare.source import MIB, Source
 from overlord.errors import BadRowError, SpecError, StorageError
 from overlord.preparing.parts import PartRecord, PartTask, make_part, read_record, write_whole
@@ -323,6 +323,7 @@ def _finish(plan: _SourcePlan, records: Sequence[PartRecord]) -> None:
         loss_weights=plan.source.loss_weights,
         pairs=plan.source.pairs,
         whole=plan.source.is_whole,
+        keeps_rows_apart=keeps_rows_apart(plan.source.transforms[: plan.num_stages]),
     )
     write_whole(plan.folder / UNITS, units)
     write_whole(plan.folder / MANIFEST, encode_manifest(manifest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from overlord.caches.folder import CacheFolder
 from overlord.chunks.bad_rows import BadRowLog
 from overlord.chunks.chunk_maker import ChunkMaker
 from overlord.chunks.shared_rows import ChunkArenas, share_chunk
-from overlord.chunks.transforms.apply import Transforms
+from overlord.chunks.transforms.apply import Transforms, keeps_rows_apart
 from overlord.errors import SourceError, SpecError
 from overlord.loaders.model import (
     Partition,
@@ -47,13 +48,15 @@ from overlord.sources.megatron import MegatronBin
 from overlord.sources.parquet import Parquet
 from overlord.sources.prepared import Prepared
 from overlord.sources.storage import is_remote
+from overlord.sources.unit_parts import UnitParts
 from overlord.steering.steering import Steering
-from overlord.stream.chunk_order import chunks_per_epoch, default_window
+from overlord.stream.chunk_order import RunTurns, UnitRuns, chunks_per_epoch, count_parts, default_part_bytes, default_window
 from overlord.stream.drawing import Extent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from overlord.checkpoint.fingerprint import SavedChunks
     from overlord.chunks.chunk import Chunk
     from overlord.declare.batch import Batch
     from overlord.declare.job import Job
@@ -105,14 +108,57 @@ def list_units(sources: Mapping[str, Source]) -> dict[str, Sequence[Unit]]:
     return listed
 
 
-def with_windows(job: Job, units: Mapping[str, Sequence[Unit]], saved: Mapping[str, int] | None = None) -> Job:
+def cut_units(
+    job: Job, units: Mapping[str, Sequence[Unit]], saved: Mapping[str, SavedChunks] | None = None
+) -> dict[str, Sequence[Unit]]:
+    """The units of each source, large ones in parts where their rows are transformed and no window is declared: as `saved`
+    in the state that the job resumes; else by their bytes."""
+    found = dict(units)
+    for name, listed in units.items():
+        source = job.sources[name]
+        if source.window is not None or isinstance(listed, UnitParts) or any(unit.follows for unit in listed):
+            continue
+        sizes = [source.decoded_bytes(unit) for unit in listed]
+        if saved is not None and name in saved:
+            part_bytes = saved[name].part_bytes
+        else:
+            part_bytes = default_part_bytes(sizes, buffer_bytes=source.declared_buffer_bytes, num_sources=len(job.sources))
+            can_cut = (
+                _has_own_chunks(source, sizes, len(job.sources))
+                if source.shuffle
+                else all(unit.num_rows is not None for unit in listed)
+            )
+            part_bytes = part_bytes if part_bytes and can_cut and _transforms_row_by_row(source) else 0
+        if part_bytes:
+            counts = [count_parts(size, part_bytes) for size in sizes]
+            found[name] = UnitParts(listed, counts, part_bytes, is_strided=source.shuffle)
+    return found
+
+
+def _has_own_chunks(source: Source, sizes: Sequence[int], num_sources: int) -> bool:
+    """Whether units would be chunks of their own: those that are mixed with others stay whole."""
+    return default_window(sizes, buffer_bytes=source.declared_buffer_bytes, num_sources=num_sources) == 1
+
+
+def _transforms_row_by_row(source: Source) -> bool:
+    """Whether a source, or the one that it was prepared from, has transforms which are known to treat rows independently."""
+    if not isinstance(source, Prepared):
+        return bool(source.transforms) and keeps_rows_apart(source.transforms)
+    manifest = source.manifest()
+    has_some = bool(manifest.transforms or source.transforms)
+    return has_some and manifest.keeps_rows_apart and keeps_rows_apart(source.transforms)
+
+
+def with_windows(job: Job, units: Mapping[str, Sequence[Unit]], saved: Mapping[str, SavedChunks] | None = None) -> Job:
     """The job with a window for every source that is listed: as declared; else as `saved` in the state that it resumes; else
-    by the bytes of its units."""
+    by the bytes of its units. A part of a unit is a chunk."""
     sources = dict(job.sources)
     for name, source in job.sources.items():
         if source.window is not None or name not in units:
             continue
-        window = (saved or {}).get(name)
+        window = 1 if isinstance(units[name], UnitParts) else None
+        if saved is not None and name in saved:
+            window = saved[name].window
         if window is None and source.shuffle:
             sizes = [source.decoded_bytes(unit) for unit in units[name]]
             window = default_window(sizes, buffer_bytes=source.declared_buffer_bytes, num_sources=len(sources))
@@ -142,8 +188,9 @@ def make_partition(
 ) -> Partition:
     """How sources are spread over loader hosts: as `given`; or over the engine's hosts, by the bytes that steps are expected
     to take of each source; or, where all hosts run in one process, share i of every source in host i. Where hosts are
-    processes of one machine, a source that takes more than one of them can deliver gets several, and sources that are read
-    without further work get the processes that have no constructor."""
+    processes of one machine, a source that takes more than one of them can deliver gets several: few if its files are
+    compressed and cut into units, because each host decompresses all of them. Sources that are read without further work get
+    the processes that have no constructor."""
     if given is not None:
         given.check_sources(job.sources)
         return given
@@ -157,8 +204,17 @@ def make_partition(
     if engine.is_one_machine:
         if all(_is_light(source, units[name]) for name, source in job.sources.items()):
             num_hosts = hosts_beside(num_hosts, job.mesh.dp)
-        num_shares = shares_by_load(num_shares, loads, num_hosts)
+        spread = shares_by_load(num_shares, loads, num_hosts)
+        most = {name: _most_shares(source, units[name]) for name, source in job.sources.items()}
+        num_shares |= {name: max(num_shares[name], min(n, most[name])) for name, n in spread.items()}
     return evenly(num_shares, loads, num_hosts)
+
+
+def turns_of(job: Job, name: str, units: Sequence[Unit]) -> RunTurns | None:
+    """Which chunks of a source are parts of one unit, and go to one loader host; None where units are not cut."""
+    if not isinstance(units, UnitParts):
+        return None
+    return RunTurns(job.seed, name, UnitRuns.of(units), shuffle=job.sources[name].shuffle)
 
 
 def publish_units(engine: Engine, units: Mapping[str, Sequence[Unit]]) -> None:
@@ -236,11 +292,13 @@ class _SourceOpener:
         # Never less than each of the declared loaders has: when a source is spread over more of them, its chunks must still
         # fit.
         num_own = 1 if is_added else self.num_held[name]
-        part = source.buffer_bytes * num_own // self.num_shares.get(name, source.loaders if is_added else 1)
+        num_loaders = self.num_shares.get(name, source.loaders if is_added else 1)
+        part = source.buffer_bytes * num_own // num_loaders
         buffer_bytes = max(part, source.buffer_bytes // source.loaders)
         # A remote store may block at any time, so nothing is read from it before it is needed, except on threads.
         is_near = _is_near(source, units)
         is_plain = self.arenas is snapshots is None
+        turns = maker.turns()
         loader = SourceLoader(
             name,
             maker.make if is_plain else partial(_make_chunk, maker, snapshots, columns, self.arenas),
@@ -252,6 +310,8 @@ class _SourceOpener:
             makes_inline=is_near and not isinstance(self.threads, Threads),
             on_made=partial(_send_facts, engine, name) if engine.shares_memory else None,
             at_close=maker.close,
+            held_bytes=lambda: maker.held_bytes,
+            last_of_run=None if num_loaders == 1 or turns is None else turns.last_chunk,
         )
         return OpenSource(loader, bad_rows, source.decode, maker.report_bad_decode, snapshots)
 
@@ -270,6 +330,7 @@ class _SourceOpener:
             release_gil=self.is_contended,
             arenas=self.workplace.share("chunk values", partial(Arenas, _IDLE_VALUES)),
             kept=(open_cache(source.cache), key) if is_kept and source.cache and key else None,
+            has_peers=self.num_shares.get(name, 1) > 1,
         )
 
 
@@ -409,6 +470,18 @@ def _is_light(source: Source, units: Sequence[Unit]) -> bool:
     """True if a chunk of a source costs less than the batches that are made of it: columns of tokens in local files."""
     is_read_only = isinstance(source, _COLUMNAR) and not source.transforms and source.decode is None
     return is_read_only and _is_near(source, units)
+
+
+_MOST_DECOMPRESSING = 4
+"""Hosts that share a compressed source with transforms: tokenising takes some twenty times what decompressing does."""
+
+
+def _most_shares(source: Source, units: Sequence[Unit]) -> int:
+    """The most hosts that should share a source. Where reading a unit takes reading those before it, as in compressed files,
+    each host reads everything."""
+    if isinstance(units, UnitParts) or not any(unit.follows for unit in units):
+        return sys.maxsize
+    return _MOST_DECOMPRESSING if source.transforms else 1
 
 
 def _is_near(source: Source, units: Sequence[Unit]) -> bool:

@@ -337,6 +337,7 @@ class _Lookup:
         self.num_hosts = [len(table.stretches[name][-1].hosts) for name in sources]
         at = {name: index for index, name in enumerate(self.hosts)}
         self._stretches = [table.stretches[name] for name in sources]
+        self._turns = [table.turns.get(name) for name in sources]
         self._of_source: list[list[tuple[int, Ints]]] = [
             [(stretch.first, np.array([at[host] for host in stretch.hosts])) for stretch in table.stretches[name]]
             for name in sources
@@ -349,7 +350,10 @@ class _Lookup:
         for stretch in stretches[1:]:
             if stretch.first <= chunk:
                 of_chunk = stretch
-        return of_chunk.hosts[chunk % len(of_chunk.hosts)]
+        if len(of_chunk.hosts) == 1:
+            return of_chunk.hosts[0]
+        turns = self._turns[source]
+        return of_chunk.hosts[(chunk if turns is None else turns.turn(chunk)) % len(of_chunk.hosts)]
 
     def hosts_of(self, source: int) -> list[str]:
         """Every host that has chunks of a source."""
@@ -361,9 +365,10 @@ class _Lookup:
         sources: list[int] = np.unique(samples.source).tolist()
         for source in sources:
             where = np.flatnonzero(samples.source == source)
-            chunks = samples.chunk[where]
+            chunks, turns = samples.chunk[where], self._turns[source]
+            places = chunks if turns is None or self.num_hosts[source] == 1 else turns.turns(chunks)
             for first, hosts in self._of_source[source]:  # later stretches overwrite earlier ones
-                found[where] = np.where(chunks >= first, hosts[chunks % len(hosts)], found[where])
+                found[where] = np.where(chunks >= first, hosts[places % len(hosts)], found[where])
         return found
 
 

@@ -155,13 +155,18 @@ class SourceLoader:
         makes_inline: bool = False,
         on_made: Callable[[int, ChunkFacts], None] | None = None,
         at_close: Callable[[], None] | None = None,
+        held_bytes: Callable[[], int] = int,
+        last_of_run: Callable[[int], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ahead_bytes`: prefetch beyond two chunks only within these bytes, by default all of the buffer; for a source that
         is spread over many loaders, each of which must have room for its largest chunks. `inline_s`: chunks that take no
         longer are left to the thread that requests them; for loaders whose threads contend for the GIL with that thread.
         `makes_inline`: `peek` makes a chunk in the caller's thread when that is quick, for loaders without threads. Both
-        only where no read can block for long. `on_made` is called with the number and the facts of each chunk made."""
+        only where no read can block for long. `on_made` is called with the number and the facts of each chunk made.
+        `held_bytes`: what the reader keeps in memory for the next chunks, which leaves less for reading ahead.
+        `last_of_run`: the last of the chunks that this loader makes before others have their turn: while it waits for its
+        turn it makes all of them."""
         self._name = name
         self._make = make
         self._expected_bytes = expected_bytes
@@ -172,6 +177,8 @@ class SourceLoader:
         self._makes_inline = makes_inline
         self._on_made = on_made
         self._at_close = at_close
+        self._held_bytes = held_bytes
+        self._last_of_run = last_of_run
         self._clock = clock
         self._lock = threading.Lock()
         self._chunks: dict[int, HotChunk] = {}
@@ -261,7 +268,9 @@ class SourceLoader:
 
     def buffer_use(self) -> BufferUse:
         with self._lock:
-            return BufferUse(len(self._chunks), self._bytes, self._peak, self._limit, self._work.num_chunks)
+            num_bytes = self._bytes + self._held_bytes()
+            peak = max(self._peak, num_bytes)
+            return BufferUse(len(self._chunks), num_bytes, peak, self._limit, self._work.num_chunks)
 
     def work(self) -> Work:
         with self._lock:
@@ -345,9 +354,10 @@ class SourceLoader:
         wanted = self._pace.num_ahead(self._threads.num_threads)
         if self._clock() - self._copied_at < _COPIED_LATELY_S:
             wanted *= 2
+        last_of_run = -1 if self._last_of_run is None or not self._coming else self._last_of_run(self._coming[0])
         for place, number in enumerate(self._coming):
             is_due = number == self._due
-            if place >= wanted and not is_due:
+            if place >= wanted and not is_due and number > last_of_run:
                 break
             if any(number in known for known in (self._chunks, self._pending, self._facts, self._failed)):
                 continue
@@ -371,9 +381,9 @@ class SourceLoader:
         """True if so many bytes are free beside the chunks that are on their way."""
         coming = {*self._pending, *self._copying}
         reserved = sum(self._expected(other) for other in coming)
-        has_some = len(self._chunks) + len(coming) >= CHUNKS_AT_HAND
+        has_some = len(self._chunks) + len(coming) >= CHUNKS_AT_HAND and self._last_of_run is None
         limit = self._ahead_limit if has_some else self._limit
-        return not self._closed and self._bytes + reserved + num_bytes <= limit
+        return not self._closed and self._held_bytes() + self._bytes + reserved + num_bytes <= limit
 
     def _close_source(self) -> None:
         if self._at_close is not None:
@@ -478,7 +488,9 @@ class SourceLoader:
                 "raise buffer_bytes, lower window, or write the data with smaller row groups"
             )
         # A source that is spread over several loaders has its bytes over all of them, but each keeps a few chunks at hand.
-        limit = min(max(self._ahead_limit, CHUNKS_AT_HAND * size), self._limit)
+        limit = max(self._limit if self._last_of_run else self._ahead_limit, CHUNKS_AT_HAND * size)
+        held = self._held_bytes()
+        limit = min(max(limit - held, CHUNKS_AT_HAND * size), self._limit)
         for other in sorted(self._chunks) if is_needed else [k for k in self._chunks if k < self._keep_from]:
             if self._bytes + size <= limit:
                 break
@@ -486,7 +498,7 @@ class SourceLoader:
         if self._bytes + size <= limit:
             self._chunks[number] = hot
             self._bytes += size
-            self._peak = max(self._peak, self._bytes)
+            self._peak = max(self._peak, self._bytes + held)
         return hot
 
     def _drop(self, number: int) -> None:

@@ -17,7 +17,7 @@ from overlord.errors import SpecError, WaitTimeoutError
 from overlord.messages import Decision, MeshChange, SourceChange
 from overlord.planlog.lineage_run import record_units
 from overlord.planlog.plan_log import steered_on_return, write_first_segment
-from overlord.roles.assembly import are_decisions_safe, list_units, with_windows
+from overlord.roles.assembly import are_decisions_safe, cut_units, list_units, with_windows
 from overlord.roles.planner import Planner
 from overlord.roles.routes import Routes
 from overlord.service.constructor import ServingConstructor
@@ -160,7 +160,7 @@ class RunMoves:
         if not are_decisions_safe(roles.job, roles.era, roles.engine):
             raise SpecError("a source is added while a job runs on a cluster only with a log: give start(log=...)")
         job = replace(roles.job, sources={**roles.job.sources, name: source})  # checks it
-        listed = list_units({name: source})
+        listed = cut_units(job, list_units({name: source}))
         job = with_windows(job, listed)
         units = {**roles.units, **listed}
         added = _AddedSource(job, units, Fingerprint.of(job, units), change)

@@ -12,8 +12,8 @@ from overlord.declare.policies import Log
 from overlord.errors import SpecError
 from overlord.planlog.lineage_run import record_units
 from overlord.planlog.log_lock import lock_log
-from overlord.planlog.plan_log import begin_run, saved_windows
-from overlord.roles.assembly import check_caches, list_units, with_caches, with_windows
+from overlord.planlog.plan_log import begin_run, chunks_of_saved
+from overlord.roles.assembly import check_caches, cut_units, list_units, with_caches, with_windows
 from overlord.runtime.embedded import Embedded
 from overlord.runtime.engine import Engine, WorkplaceSize
 from overlord.service.loader import Loader
@@ -98,7 +98,9 @@ def _start_roles(
     log = options.log_on(engine)
     lock = _lock(log)
     try:
-        job = with_windows(job, units, saved_windows(resume, log, job.sources))
+        saved = chunks_of_saved(resume, log, job.sources)
+        units = cut_units(job, units, saved)
+        job = with_windows(job, units, saved)
         fingerprint = Fingerprint.of(job, units)
         progress, steered, era = begin_run(job, fingerprint, resume, log, accept_changes)
         if era is not None and era.has_lineage:

@@ -83,6 +83,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """These three as the original declares them."""
     whole: bool = False
     """Whether rows mean nothing without their beginning."""
+    keeps_rows_apart: bool = False
+    """Whether its transforms are known to treat rows independently, so that the original cuts large units into parts."""
     checksum: int | None = None
     """CRC-32 of all of the above; None in manifests of earlier releases."""
 

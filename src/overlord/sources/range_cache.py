@@ -112,8 +112,9 @@ def _key(wanted: RangeOfFile) -> str:
 class FetchAhead:
     """Fetches the ranges of the next chunks into the cache, in their order, on threads of its own. Thread-safe."""
 
-    def __init__(self, storage: Storage, ranges_of: Callable[[int], Sequence[RangeOfFile]], max_bytes: int) -> None:
-        """`ranges_of` returns what a chunk is read from. At most a quarter of the cache's `max_bytes` is fetched ahead."""
+    def __init__(self, storage: Storage, ranges_of: Callable[[int], Sequence[RangeOfFile] | None], max_bytes: int) -> None:
+        """`ranges_of` returns what a chunk is read from, and None where there is nothing more to fetch. At most a quarter of
+        the cache's `max_bytes` is fetched ahead."""
         self._storage = storage
         self._ranges_of = ranges_of
         self._most_bytes = min(max_bytes // 4, _MOST_AHEAD_BYTES)
@@ -174,7 +175,7 @@ class FetchAhead:
                     break
                 chunk, self._next = self._next, self._next + self._stride
                 ranges = self._ranges_of(chunk)
-                if not ranges:
+                if ranges is None:
                     break
                 self._ahead[chunk] = sum(stop - start for _, start, stop in ranges)
                 self._waiting = [(chunk, each) for each in ranges]

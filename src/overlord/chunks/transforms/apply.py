@@ -138,6 +138,12 @@ def is_keyed_by_chunk(fn: Any) -> bool:
     return fn.wants_rng if isinstance(fn, PerRow) else num_positional(fn) >= 2
 
 
+def keeps_rows_apart(transforms: Sequence[Any]) -> bool:
+    """Whether all transforms are known to treat rows independently and to tell which row each one was made from."""
+    inner = [fn.fn if isinstance(fn, InProcesses) else fn for fn in transforms]
+    return all(isinstance(fn, (PerRow, Pick)) or _is_tokenize(fn) for fn in inner)
+
+
 def name_of(fn: Any) -> str:
     """The name of a user's function in messages."""
     if isinstance(fn, PerRow):
