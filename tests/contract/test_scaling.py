@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,9 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
             send(stopped, signal.SIGCONT)
         assert [change.reason for change in changes] == ["it did not answer and was killed"]
         assert fleet.names == (shadow,), "the name means another now"
-        assert status_of(loader, shadow).process != stopped
+        ends = time.monotonic() + 60
+        while status_of(loader, shadow).process == stopped:  # one that goes on again may still answer before it ends
+            assert time.monotonic() < ends
         found += _stream(clients, 6)
         assert found == expected
 

@@ -310,7 +310,7 @@ class _SourceOpener:
             makes_inline=is_near and not isinstance(self.threads, Threads),
             on_made=partial(_send_facts, engine, name) if engine.shares_memory else None,
             at_close=maker.close,
-            held_bytes=lambda: maker.held_bytes,
+            held_bytes=int if turns is None else lambda: maker.held_bytes,
             last_of_run=None if num_loaders == 1 or turns is None else turns.last_chunk,
         )
         return OpenSource(loader, bad_rows, source.decode, maker.report_bad_decode, snapshots)
