@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 examples/integrations/on_accelerate.py --folder run 
 """
 
 import argparse
+import atexit
 import json
 import os
 import zlib
@@ -32,6 +33,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path, default=Path("run"), help="of the checkpoint and the journal")
 parser.add_argument("--data", type=Path, default=Path("data"), help="the folder of the documents, made if it is missing")
 parser.add_argument("--until", type=int, default=10, help="the step to train up to")
+
+
+@atexit.register
+def leave_process_group() -> None:
+    """A thread of gloo that still holds a tensor when the interpreter ends makes torch abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def options() -> argparse.Namespace:
