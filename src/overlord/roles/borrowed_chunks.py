@@ -151,6 +151,11 @@ class BorrowedChunks:
             missing = [key for key in self._missing(missing) if key not in absent]
         return absent | {key for key in keys if key in self._unshared}
 
+    def has(self, keys: Iterable[Key]) -> bool:
+        """True if all these chunks are borrowed."""
+        chunks = self._chunks
+        return all(number in chunks[source] for source, number in keys)
+
     def release_before(self, first: Ints) -> None:
         """Return the chunks of each source before its `first`: no step needs them any more."""
         known = self._first
@@ -351,6 +356,10 @@ class BorrowedRows:
         self._chunks = chunks
         self._routes = routes
         self._rows = RowTaker(chunks, chunks.columns, threads, arenas)
+
+    def has(self, samples: Samples) -> bool:
+        """True if the chunks of these samples are borrowed already."""
+        return self._chunks.has(_keys_of(samples))
 
     def fetch_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
         """Yield the payloads of several microbatches, in their order."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
+from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,6 +40,8 @@ from overlord.service.local_steps import (
 from overlord.service.wire import Failure, Refused, refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from overlord.batches.buffers import Arenas
     from overlord.messages import Delivery
     from overlord.runtime.shared_memory import Connection
@@ -174,9 +178,8 @@ class _TrainerSession:
             raise refusal("this server hands out no steps; ask it for the address of the rank's")
         elif isinstance(request, Fetch):
             self._lender.take_back(request.returned)
-            messages = self._fetch(self._lender, request.ticket)
             try:
-                for message in messages:
+                for message in self._fetch(self._lender, request):
                     connection.send_raw(message.data, segments=message.segments)
             except ConnectionError:
                 self._read_last(connection)
@@ -220,15 +223,18 @@ class _TrainerSession:
             return
         connection.send_raw(wire.pack(wire.Value(None)), segments=[page.segment])
 
-    def _fetch(self, lender: StepLender, ticket: wire.Ticket) -> list[LocalMessage]:
-        self._last = ticket
+    def _fetch(self, lender: StepLender, request: Fetch) -> Iterator[LocalMessage]:
+        """Yield the messages for each of the steps that are requested."""
+        self._last = ticket = request.ticket
         try:
-            answer = self._service.answer(ticket, lambda delivery: self._pack(lender, delivery))
+            for answer in self._service.answer_each(ticket, request.num_steps, partial(self._pack, lender)):
+                if isinstance(answer, list):
+                    yield from answer
+                else:
+                    yield pack_answer(_short(answer) if isinstance(answer, Failure) else answer)
         except Refused as error:
-            answer = Failure("ServiceError", str(error), [])
-        if isinstance(answer, list):
-            return answer
-        return [pack_answer(_short(answer) if isinstance(answer, Failure) else answer)]
+            refused = pack_answer(_short(Failure("ServiceError", str(error), [])))
+            yield from repeat(refused, request.num_steps)
 
     def _pack(self, lender: StepLender, delivery: Delivery) -> list[LocalMessage] | NotLocal:
         try:
