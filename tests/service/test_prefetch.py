@@ -603,7 +603,7 @@ def test_a_step_that_is_there_is_handed_over_without_another_fetch():
             def fetch(self, step: int, rank: int, wait_s: float, ahead: int = 0, generation: int | None = None) -> Any:
                 found = channel.fetch(step, rank, wait_s, ahead, generation)
                 if isinstance(found, Delivery):
-                    fetched.append((step, ahead))
+                    fetched.append((step, bool(ahead)))
                 return found
 
         client = Client(0, Counted(), fetch_ahead=2, timeout_s=30)  # type: ignore[arg-type]
