@@ -207,7 +207,8 @@ class Planner:
 
     def _share(self, planned: Planned, host: PlanHost, groups: Sequence[int]) -> SharedPlans:
         plans, step = self._window.plans_for(host, groups, planned), planned.step.number
-        return SharedPlans(plans, max(self._window.last_for_all(), step), self._window.needed_chunks(), self._id)
+        last, is_fast = max(self._window.last_for_all(), step), self._window.is_fast and self._may_go_on(self._drawer.number)
+        return SharedPlans(plans, last, self._window.needed_chunks(), self._id, is_fast)
 
     def _wake(self) -> None:
         """Go on planning ahead, in a thread, if there are steps that some group may have by now."""
@@ -252,6 +253,8 @@ class Planner:
                 except FactsMissing as found:
                     missing = found
             if missing is not None:
+                if first is not None:  # groups may wait for these steps
+                    break
                 self._facts.fetch(missing, fetched)  # without the lock
                 continue
             first, num_planned, fetched = step if first is None else first, num_planned + 1, FetchedFacts()
