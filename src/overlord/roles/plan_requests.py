@@ -254,6 +254,7 @@ class HostPlans:
                 later = {number: plan for number, plan in of_group.plans.items() if number >= of_group.noted}
                 of_group.plans = later | {plan.step: plan for plan in plans[1:]}
                 of_group.cut_to = max(of_group.cut_to, plans[-1].step)
+                self._arrived.notify_all()
         self._listener.note_plans([*plans, *self._keep(found, whole)], found.first_chunks)
         return plans[0]
 

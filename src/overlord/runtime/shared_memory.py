@@ -114,8 +114,8 @@ class SharedSegment:
 
     @staticmethod
     def of(parts: Sequence[bytes | memoryview], places: Sequence[ByteRange]) -> SharedSegment:
-        """New memory with these buffers at their places, which are rising. They are written as to a file, at half the cost of
-        copying them into a mapping, page fault by page fault. Raises OSError where the system has none left."""
+        """New memory with these buffers at their places, which are rising. They are written as to a file, at half the cost
+        of copying them into a mapping, page fault by page fault. Raises OSError where the system has none left."""
         descriptor = os.memfd_create("overlord", os.MFD_CLOEXEC)
         try:
             _write(descriptor, parts, places)
@@ -286,6 +286,8 @@ class Connection:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = _QuietSocket(fileno=end.detach())
+        self._timeout_s: float | None = None
+        self._socket.settimeout(None)
         self._room = bytearray(1 + _MESSAGE_BYTES)
 
     def send(self, value: Any, *, waits: bool = True) -> None:
@@ -369,7 +371,9 @@ class Connection:
     def receive_raw(self, timeout_s: float | None = None) -> tuple[memoryview, list[int]]:
         """Wait for a message that `send_raw` sent. The bytes are valid until the next call; the descriptors belong to the
         caller."""
-        self._socket.settimeout(timeout_s)
+        if timeout_s != self._timeout_s:  # a system call
+            self._socket.settimeout(timeout_s)
+            self._timeout_s = timeout_s
         try:
             length, ancillary, flags, _ = self._socket.recvmsg_into([self._room], _RIGHTS_BYTES, _CLOSE_ON_EXEC)
         except ConnectionResetError as error:
