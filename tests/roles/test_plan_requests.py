@@ -1,6 +1,9 @@
 """Plans of several steps in one request are those of single requests, and the planner knows as much."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +13,9 @@ from hypothesis import strategies as st
 import overlord as ol
 from overlord.arrange.plan import GroupPlan
 from overlord.messages import Later
+from overlord.roles import plan_requests
 from overlord.roles.plan_requests import HostPlans, PlanRequests
-from overlord.roles.plan_window import OldestSteps
+from overlord.roles.plan_window import OldestSteps, PlanHost, PlanRequest, SharedPlans
 from overlord.roles.planner import Planner
 from tests.small_sources import Numbered, job_of
 
@@ -31,17 +35,21 @@ class Near:
         self.name, self.engine = "planner", self
         self.is_near = is_near
         self.told: list[Any] = []
+        self.was_told = threading.Event()
+        self.num_requests = 0
         self._planner = loader._roles.planner
 
     def shares_memory_with(self, name: str) -> bool:
         return self.is_near
 
     def call(self, method: Any, *args: Any) -> Any:
+        self.num_requests += 1
         return self._planner.call(method, *args)
 
     def tell(self, method: Any, *args: Any) -> None:
         self.told.append(args)
         self._planner.tell(method, *args)
+        self.was_told.set()
 
 
 def host_of(loader: ol.Loader, is_near: bool = False) -> HostPlans:
@@ -127,6 +135,65 @@ def test_a_host_tells_the_planner_of_a_step_in_one_message_when_all_of_its_group
                 oldest = loader._roles.planner.call(Planner.status).result().oldest_needed
                 assert oldest == (step if group is groups[-1] else step - 1)
         assert len(planner.told) == 3
+
+
+class FastHost:
+    """A host with one group, whose planner says that steps are very short."""
+
+    def __init__(self, loader: ol.Loader) -> None:
+        self.plans = host_of(loader)
+        self.near: Near = self.plans._planner  # pyright: ignore[reportAttributeAccessIssue]
+        self.group = self.plans.of_group(0)
+        self._planner = loader._roles.planner
+        assert isinstance(self.group.plan(0, 0, False), GroupPlan)
+        assert isinstance(self._planner.call(Planner.plan, 4, 0, 0).result(), GroupPlan)  # so those before it are planned
+        self.last = self.receive_from(1)
+        self.near.told.clear()
+
+    def receive_from(self, step: int) -> int:
+        """Receive plans from a step on, as if the planner had sent them. Returns the last step of them."""
+        request = PlanRequest(step, 0, step - 1, False, PlanHost(self.plans._name, is_near=False), None)
+        found = self._planner.call(Planner.plans_for_host, request).result()
+        assert isinstance(found, SharedPlans)
+        self.group.receive(replace(found, is_fast=True))
+        return found.last
+
+
+def test_while_steps_are_very_short_the_news_of_several_travel_in_one_message(monkeypatch):
+    are_taken = threading.Event()
+    monkeypatch.setattr(plan_requests.time, "sleep", lambda seconds: are_taken.wait())
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader:
+        host = FastHost(loader)
+        for step in (1, 2, 3):
+            assert isinstance(host.group.plan(step, step, False), GroupPlan)
+        assert not host.near.told
+        host.near.was_told.clear()
+        are_taken.set()
+        assert host.near.was_told.wait(30)
+        ((news,),) = host.near.told
+        assert news.of_group == {0: 3}
+        assert loader._roles.planner.call(Planner.status).result().oldest_needed == 3
+
+
+def test_while_steps_are_very_short_a_group_waits_for_plans_that_are_on_their_way(monkeypatch):
+    monkeypatch.setattr(plan_requests, "_PLANS_S", 60.0)
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader, ThreadPoolExecutor() as threads:
+        host = FastHost(loader)
+        num_requests, step = host.near.num_requests, host.last + 1
+        waiting = threads.submit(host.group.plan, step, step, False)
+        host.receive_from(step)
+        assert isinstance(plan := waiting.result(), GroupPlan)
+        assert plan.step == step
+        assert host.near.num_requests == num_requests
+
+
+def test_a_group_requests_a_plan_that_does_not_come_by_itself(monkeypatch):
+    monkeypatch.setattr(plan_requests, "_PLANS_S", 0.001)
+    with ol.start(job_of({"a": Numbered(first=1)})) as loader:
+        host = FastHost(loader)
+        num_requests, step = host.near.num_requests, host.last + 1
+        assert isinstance(host.group.plan(step, step, False), GroupPlan)
+        assert host.near.num_requests == num_requests + 1
 
 
 def test_the_slowest_group_of_a_host_is_the_one_that_others_wait_for():

@@ -34,8 +34,10 @@ def test_groups_get_further_ahead_only_while_steps_are_short():
     pace = Pace()
     pace.take_steps(40, 1.0)
     assert pace.window.lead == USUAL
+    assert not pace.window.is_fast
     pace.take_steps(40, 0.001)
     assert pace.window.lead == MOST
+    assert pace.window.is_fast
     assert pace.window.last_for_all() == pace.step + MOST
     pace.take_steps(40, 0.004)
     assert USUAL < pace.window.lead < MOST

@@ -57,6 +57,16 @@ def test_an_object_opens_as_it_was(arrays, extra):
         np.testing.assert_array_equal(got, gave)
 
 
+@pytest.mark.parametrize("most_bytes", [1, 100, 1 << 20])
+def test_an_object_of_many_buffers_opens_as_it_was_however_little_the_system_writes_at_once(monkeypatch, most_bytes):
+    write = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: write(descriptor, [b"".join(parts)[:most_bytes]]))
+    monkeypatch.setattr(shared_memory, "_MOST_BUFFERS", 4)
+    value = [np.full(number % 7, number) for number in range(20)]
+    for got, gave in zip(SharedObject.of(value).open(), value, strict=True):
+        np.testing.assert_array_equal(got, gave)
+
+
 def test_arrays_of_an_opened_object_are_read_only_views(ends):
     ours, theirs = ends
     shared = SharedObject.of(np.arange(100_000))
@@ -184,14 +194,14 @@ def test_a_system_without_shared_memory_says_so(monkeypatch):
     assert "not permitted" in (why_unavailable() or "")
 
 
-def _refuse(_):
+def _refuse(*_):
     raise OSError(27, "File too large")
 
 
 @pytest.fixture
 def refused(monkeypatch):
     """A system that has no shared memory left."""
-    monkeypatch.setattr(SharedSegment, "create", _refuse)
+    monkeypatch.setattr(os, "memfd_create", _refuse)
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 16, (1 << 16) + 1, 3 << 20])
@@ -213,7 +223,7 @@ def test_without_shared_memory_a_long_message_travels_in_packets(ends, refused, 
 def test_descriptors_of_a_message_in_packets_arrive_too(ends, monkeypatch):
     ours, theirs = ends
     shared = SharedObject.of(np.arange(50_000))
-    monkeypatch.setattr(SharedSegment, "create", _refuse)
+    monkeypatch.setattr(os, "memfd_create", _refuse)
     ours.send((shared, np.arange(10_000)))
     got, array = theirs.receive(60)
     np.testing.assert_array_equal(got.open(), np.arange(50_000))

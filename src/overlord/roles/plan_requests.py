@@ -3,12 +3,13 @@ steps to each process before they are needed, for all groups whose constructors 
 requested.
 
 The planner learns as much as from single requests of groups: which step they may still come back for. A process tells it in
-one message, when all of its groups have come to a step.
+one message, when all of its groups have come to a step; while steps are very short, every few milliseconds.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from overlord.messages import Later
 from overlord.roles.plan_window import OldestSteps, PlanHost, PlanRequest
 from overlord.roles.planner import Planner
+from overlord.runtime.serving_threads import let_others_serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
 
 _TOLD_EVERY = 2
 """Steps that a group takes, while another of its process takes none, until the planner is told: it must know the slowest."""
+_NEWS_S = 0.006
+"""How long news wait for others while steps are very short: a message costs the planner as much as a tenth of a step."""
+_PLANS_S = 0.03
+"""How long a group waits then for plans that are on their way, until it requests its own."""
+_IDLE_S = 1.0
+"""After this time without news, the thread ends that tells them."""
 
 
 class PlanListener(Protocol):
@@ -106,6 +114,10 @@ class HostPlans:
         self._lock = threading.Lock()
         self._groups: dict[int, _Kept] = {}
         self._requests: dict[int, Future[SharedPlans | Later | None]] = {}  # under way, by step
+        self._arrived = threading.Condition(self._lock)
+        self._is_fast = False  # as the planner said last, see `SharedPlans`
+        self._has_news = threading.Event()
+        self._teller: threading.Thread | None = None
 
     def of_group(self, group: int) -> PlanRequests:
         with self._lock:
@@ -117,8 +129,12 @@ class HostPlans:
         with self._lock:
             of_group = self._groups[group]
             of_group.noted = max(of_group.noted, oldest)
+            if self._is_coming(of_group, step):
+                let_others_serve()
+                self._arrived.wait_for(lambda: not self._is_coming(self._groups[group], step), _PLANS_S)
+                of_group = self._groups[group]
             kept = of_group.plans.pop(step, None)
-            news = None if kept is None or not self._is_news(of_group) else self._take_news(of_group.sender)
+            news = None if kept is None or not self._is_news(of_group) else self._take_news_in_time(of_group.sender)
             under_way = self._requests.get(step) if kept is None and of_group.sender else None
         self._tell(news)
         if kept is not None:
@@ -152,6 +168,35 @@ class HostPlans:
     def _tell(self, news: OldestSteps | None) -> None:
         if news is not None:
             self._planner.tell(Planner.note_oldest, news)
+
+    def _is_coming(self, of_group: _Kept, step: int) -> bool:
+        """True if the planner is about to send the plan of a step by itself."""
+        return self._is_fast and bool(of_group.sender) and step > of_group.cut_to
+
+    def _take_news_in_time(self, planner: str) -> OldestSteps | None:
+        """What a planner is told now. While steps are very short, a thread tells it what was news meanwhile. The lock is
+        held."""
+        if not self._is_fast:
+            return self._take_news(planner)
+        self._has_news.set()
+        if self._teller is None:
+            self._teller = threading.Thread(target=self._tell_together, name="overlord-tell", daemon=True)
+            self._teller.start()
+        return None
+
+    def _tell_together(self) -> None:
+        while True:
+            while self._has_news.wait(_IDLE_S):
+                time.sleep(_NEWS_S)
+                self._has_news.clear()
+                with self._lock:
+                    found = [self._take_news(planner) for planner in {kept.sender for kept in self._groups.values()}]
+                for news in found:
+                    self._tell(news)
+            with self._lock:
+                if not self._has_news.is_set():
+                    self._teller = None
+                    return
 
     def _reading(self, planner: str) -> dict[int, _Kept]:
         """The groups that read from a planner."""
@@ -221,12 +266,14 @@ class HostPlans:
                 later = {number: plan for number, plan in of_group.plans.items() if number >= of_group.noted}
                 of_group.plans = later | {plan.step: plan for plan in plans[1:]}
                 of_group.cut_to = max(of_group.cut_to, plans[-1].step)
+                self._arrived.notify_all()
         self._listener.note_plans([*plans, *self._keep(found, whole)], found.first_chunks)
         return plans[0]
 
     def _keep(self, found: SharedPlans, whole: StepPlans = ()) -> list[GroupPlan]:
         """Keep the plans of every group that the group does not have yet; returns them."""
         with self._lock:
+            self._is_fast = found.is_fast
             missing = {
                 group: (kept.num_resets, kept.cut_to)
                 for group, kept in self._reading(found.planner).items()
@@ -244,6 +291,7 @@ class HostPlans:
                 later = {number: plan for number, plan in of_group.plans.items() if number >= of_group.noted}
                 of_group.plans = later | {plan.step: plan for plan in plans}
                 of_group.cut_to = plans[-1].step
+                self._arrived.notify_all()
             arrived += plans
         return arrived
 

@@ -115,6 +115,9 @@ class SharedPlans:
     """For each source, the first chunk that a step may name which some group may still request."""
     planner: str
     """Of the planner that made them: another one may have other plans."""
+    is_fast: bool = False
+    """True while steps are so short that groups may be further ahead than usual. More plans come by themselves then, and the
+    planner learns soon enough which steps groups are past if it is told every few milliseconds."""
 
 
 class _Needs:
@@ -166,6 +169,11 @@ class _Lead:
         if self._since >= 0 and passed > 0:
             self.now = min(max(int(_LEAD_S * passed / max(at - self._at, 1e-9)), self._usual), self._most)
         self._since, self._at = least, at
+
+    @property
+    def is_longer(self) -> bool:
+        """True while groups may be further ahead than usual."""
+        return self.now > self._usual
 
 
 class PlanWindow:
@@ -292,6 +300,11 @@ class PlanWindow:
     def lead(self) -> int:
         """How many steps a group may be ahead of the slowest one now."""
         return self._lead.now
+
+    @property
+    def is_fast(self) -> bool:
+        """True while steps are so short that groups may be further ahead than usual."""
+        return self._lead.is_longer
 
     def hosts(self) -> list[tuple[PlanHost, tuple[int, ...]]]:
         """The hosts of groups that read, each with those groups in rising order."""

@@ -207,7 +207,9 @@ class Planner:
 
     def _share(self, planned: Planned, host: PlanHost, groups: Sequence[int]) -> SharedPlans:
         plans, step = self._window.plans_for(host, groups, planned), planned.step.number
-        return SharedPlans(plans, max(self._window.last_for_all(), step), self._window.needed_chunks(), self._id)
+        last = max(self._window.last_for_all(), step)
+        is_fast = self._send is not None and self._window.is_fast and self._may_go_on(self._drawer.number)
+        return SharedPlans(plans, last, self._window.needed_chunks(), self._id, is_fast)
 
     def _wake(self) -> None:
         """Go on planning ahead, in a thread, if there are steps that some group may have by now."""
@@ -252,13 +254,18 @@ class Planner:
                 except FactsMissing as found:
                     missing = found
             if missing is not None:
+                if first is not None:  # groups may wait for these steps
+                    break
                 self._facts.fetch(missing, fetched)  # without the lock
                 continue
             first, num_planned, fetched = step if first is None else first, num_planned + 1, FetchedFacts()
         planned = None if first is None else self._window.plan(first)
         if planned is not None:
+            for_near: SharedPlans | None = None  # the same for all hosts of this machine
             for host, groups in self._window.hosts():
-                self._send(groups[0], self._share(planned, host, groups))
+                plans = for_near if host.is_near and for_near is not None else self._share(planned, host, groups)
+                self._send(groups[0], plans)
+                for_near = plans if host.is_near else for_near
             self._look_at_epochs()
         return first is not None
 

@@ -28,6 +28,7 @@ import socket
 import struct
 import sys
 import threading
+from collections import deque
 from contextlib import suppress
 from ctypes import addressof, c_char
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ _PACKET_S = 30.0
 hangs, and the connection is of no use, because the rest would be taken for the next message."""
 _INLINE, _IN_SEGMENT, _IN_PACKETS = b"\0", b"\1", b"\2"
 _MOST_DESCRIPTORS = 64
+_MOST_BUFFERS = 1024
+"""That Linux writes at once (IOV_MAX)."""
 _RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 # As plain integers: flags of an enum cost microseconds.
 _SOCKET_LEVEL = int(socket.SOL_SOCKET)
@@ -104,6 +107,18 @@ class SharedSegment:
         descriptor = os.memfd_create("overlord", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, max(num_bytes, 1))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return SharedSegment(descriptor, writable=True)
+
+    @staticmethod
+    def of(parts: Sequence[bytes | memoryview], places: Sequence[ByteRange]) -> SharedSegment:
+        """New memory with these buffers at their places, which are rising. They are written as to a file, at half the cost
+        of copying them into a mapping, page fault by page fault. Raises OSError where the system has none left."""
+        descriptor = os.memfd_create("overlord", os.MFD_CLOEXEC)
+        try:
+            _write(descriptor, parts, places)
         except BaseException:
             os.close(descriptor)
             raise
@@ -206,7 +221,7 @@ class SharedObject:
         head, buffers = _pickle(value, in_band_bytes=0)
         parts = [head, *buffers]
         places = _places_of(parts)
-        return SharedObject(_copy_together(parts, places), places)
+        return SharedObject(SharedSegment.of(parts, places), places)
 
     @property
     def num_bytes(self) -> int:
@@ -271,6 +286,8 @@ class Connection:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = _QuietSocket(fileno=end.detach())
+        self._timeout_s: float | None = None
+        self._socket.settimeout(None)
         self._room = bytearray(1 + _MESSAGE_BYTES)
 
     def send(self, value: Any, *, waits: bool = True) -> None:
@@ -285,7 +302,7 @@ class Connection:
         if buffers or len(body) > _MESSAGE_BYTES:
             places = _places_of(parts)
             try:
-                segments.append(_copy_together(parts, places))
+                segments.append(SharedSegment.of(parts, places))
                 kind = _IN_SEGMENT
             except OSError as error:
                 _warn_of_packets(f"the system refuses shared memory: {error}")
@@ -354,7 +371,9 @@ class Connection:
     def receive_raw(self, timeout_s: float | None = None) -> tuple[memoryview, list[int]]:
         """Wait for a message that `send_raw` sent. The bytes are valid until the next call; the descriptors belong to the
         caller."""
-        self._socket.settimeout(timeout_s)
+        if timeout_s != self._timeout_s:  # a system call
+            self._socket.settimeout(timeout_s)
+            self._timeout_s = timeout_s
         try:
             length, ancillary, flags, _ = self._socket.recvmsg_into([self._room], _RIGHTS_BYTES, _CLOSE_ON_EXEC)
         except ConnectionResetError as error:
@@ -486,12 +505,21 @@ def _places_of(parts: Sequence[bytes | memoryview]) -> tuple[ByteRange, ...]:
     return tuple(places)
 
 
-def _copy_together(parts: Sequence[bytes | memoryview], places: Sequence[ByteRange]) -> SharedSegment:
-    """Copy buffers to their places in a new segment."""
-    segment = SharedSegment.create(places[-1][1])
-    for part, (begin, end) in zip(parts, places, strict=True):
-        segment.memory[begin:end] = np.frombuffer(part, np.uint8)
-    return segment
+def _write(descriptor: int, parts: Sequence[bytes | memoryview], places: Sequence[ByteRange]) -> None:
+    """Write buffers to their places in an empty file."""
+    left: deque[bytes | memoryview] = deque()
+    end = 0
+    for part, (begin, part_end) in zip(parts, places, strict=True):
+        left += (bytes(begin - end), part)
+        end = part_end
+    if not end:
+        os.ftruncate(descriptor, 1)  # nothing cannot be mapped
+    while left:
+        written = os.writev(descriptor, list(itertools.islice(left, _MOST_BUFFERS)))
+        while left and written >= len(left[0]):
+            written -= len(left.popleft())
+        if written:
+            left[0] = memoryview(left[0])[written:]
 
 
 def _packets_of(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:

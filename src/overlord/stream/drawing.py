@@ -165,6 +165,10 @@ class _Block:
         )
 
 
+_Due = tuple["Span", Floats]
+"""Rows for the pool, and their times."""
+
+
 @dataclass(slots=True)
 class _Lane:
     """One source inside a queue: a range of rows of one chunk, their virtual times, and how many of them are in the pool.
@@ -342,9 +346,14 @@ class BlockMaker:
             self.has_ended = True
             self.last = self._block_of(Samples.none(self._at.names))
             return self.last
-        self._fill_pool(entered)
+        due = self._rows_due(entered)
+        while not due and len(self._pool.times) == 0:
+            self._raise_until()
+            due = self._rows_due(self._lanes)
         if not is_first:  # the first block should be there soon
-            self._extend()
+            due += self._extend()
+        if due:
+            self._pool = self._pool.with_rows(samples_of(self._at.names, [span for span, _ in due]), [at for _, at in due])
         self.last = self._block_of(self._take_known())
         self._look_ahead()
         return self.last
@@ -423,15 +432,15 @@ class BlockMaker:
         self._lanes[source] = _Lane(chunk, facts, row, times, ends.item(-1))
         self._last_times[source], self._lane_chunk[source], self._lane_rows[source] = times[-1], chunk, facts.num_rows
 
-    def _extend(self) -> None:
+    def _extend(self) -> list[_Due]:
         """Extend the lanes that bound the block, as far as the facts of their next rows are at hand: one large block costs
-        less than several small ones."""
+        less than several small ones. Returns the rows for the pool."""
         extended: list[int] = []
         for source in self._last_times.argsort(kind="stable")[:_CHUNKS_EXTENDED].tolist():
             if self._last_times[source] > self._until or not self._extend_lane(source):
                 break  # this one bounds the block
             extended.append(source)
-        self._merge(extended)
+        return self._rows_due(extended)
 
     def _extend_lane(self, source: int) -> bool:
         lane = self._lanes[source]
@@ -490,32 +499,25 @@ class BlockMaker:
         active = [i for i in np.flatnonzero(at.weights > 0).tolist() if self._extents[i].end is not None]
         return bool(read_once[active].all())
 
-    def _fill_pool(self, entered: Sequence[int]) -> None:
-        """Move rows of new lanes into the pool, up to `_until`; when it stays empty, raise `_until` and take all lanes."""
-        self._merge(entered)
-        while len(self._pool.times) == 0:
-            soonest = min(lane.times[lane.pooled] for lane in self._lanes.values() if lane.pooled < len(lane.times))
-            ahead = sum((lane.times[-1] - lane.times[0]) / len(lane.times) for lane in self._lanes.values()) / len(
-                self._lanes
-            )
-            # Each source draws one row per mean distance between its rows, so this gives about _ROWS_POOLED rows.
-            self._until = soonest + ahead * max(1, _ROWS_POOLED // len(self._lanes))
-            self._merge(self._lanes)
+    def _raise_until(self) -> None:
+        """Raise `_until`, so that the pool gets rows of all lanes."""
+        lanes = self._lanes.values()
+        soonest = min(lane.times[lane.pooled] for lane in lanes if lane.pooled < len(lane.times))
+        ahead = sum((lane.times[-1] - lane.times[0]) / len(lane.times) for lane in lanes) / len(lanes)
+        # Each source draws one row per mean distance between its rows, so this gives about _ROWS_POOLED rows.
+        self._until = soonest + ahead * max(1, _ROWS_POOLED // len(lanes))
 
-    def _merge(self, sources: Iterable[int]) -> None:
-        """Move the rows of these lanes that lie before `_until` into the pool, by time and, where equal, by source."""
-        spans: list[Span] = []
-        times: list[Floats] = []
+    def _rows_due(self, sources: Iterable[int]) -> list[_Due]:
+        """The rows of these lanes that lie before `_until` and are not in the pool yet, which they enter now."""
+        due: list[_Due] = []
         for source in sources:
             lane = self._lanes[source]
             end = int(lane.times.searchsorted(self._until, "right"))
             if end > lane.pooled:
-                spans.append(Span(source, lane.chunk, lane.facts, lane.first + lane.pooled, lane.first + end))
-                times.append(lane.times[lane.pooled : end])
+                span = Span(source, lane.chunk, lane.facts, lane.first + lane.pooled, lane.first + end)
+                due.append((span, lane.times[lane.pooled : end]))
                 lane.pooled = end
-        if not spans:
-            return
-        self._pool = self._pool.with_rows(samples_of(self._at.names, spans), times)
+        return due
 
     def _take_known(self) -> Samples:
         """Take the rows out of the pool whose turn comes before any row that is not known yet."""
