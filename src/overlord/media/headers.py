@@ -48,13 +48,14 @@ def parse_header(data: memoryview, tail: memoryview | None = None) -> ImageHeade
 def _parse_jpeg(data: memoryview, tail: memoryview | None) -> ImageHeader:
     place = 2
     while True:
-        while data[place : place + 2] == b"\xff\xff":  # markers may be padded
-            place += 1
         if place + 4 > len(data):
             raise DataError(f"JPEG of {len(data)} bytes is cut short in its header")
         if data[place] != 0xFF:
             raise DataError(f"JPEG header is damaged: no marker at byte {place}")
         marker = data[place + 1]
+        if marker == 0xFF:  # markers may be padded
+            place += 1
+            continue
         if marker in _ALONE:
             place += 2
             continue
@@ -62,7 +63,7 @@ def _parse_jpeg(data: memoryview, tail: memoryview | None) -> ImageHeader:
             break
         if marker in (0xD9, 0xDA):
             raise DataError(f"JPEG has no frame before byte {place}")
-        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+        place += 2 + (data[place + 2] << 8 | data[place + 3])
     if place + 10 > len(data):
         raise DataError(f"JPEG of {len(data)} bytes is cut short in its header")
     bits, height, width, channels = struct.unpack_from(">BHHB", data, place + 4)
@@ -86,5 +87,5 @@ def _parse_png(data: memoryview, tail: memoryview | None) -> ImageHeader:
 
 
 def _holds(data: memoryview, mark: bytes) -> bool:
-    """Whether the data contains `mark`. The end is searched first; files may have bytes appended after the mark."""
-    return mark in bytes(data[-TAIL_BYTES:]) or mark in bytes(data)
+    """Whether the data contains `mark`. The search begins at the end; files may have bytes appended after the mark."""
+    return bytes(data[-TAIL_BYTES:]).rfind(mark) >= 0 or mark in bytes(data)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -82,26 +83,18 @@ class DecodeImage:
 
         `image_pixels` is the sum over a row's images, `image_height` and `image_width` the largest of them.
         """
-        names = ("num_images", "image_height", "image_width", "image_pixels")
-        sizes = {name: np.zeros(len(column), np.int64) for name in names}
         found: list[list[tuple[int, int]]] = [[] for _ in range(len(column))]
         bad: BadImages = []
         # A Python loop: parsing a header takes microseconds and cannot be vectorised. Pixels are not decoded.
         for row, files in enumerate(_peeks_of_rows(column)):
             try:
-                shapes = [self._shape(file) for file in _files_or_raise(files)]
+                found[row] = [self._shape(file) for file in _files_or_raise(files)]
             except SourceError:
                 raise  # the source file cannot be read; the row may be fine
             except DataError as error:
                 bad.append((row, str(error)))
-                continue
-            if shapes:
-                found[row] = shapes
-                sizes["num_images"][row] = len(shapes)
-                sizes["image_height"][row] = max(height for height, _ in shapes)
-                sizes["image_width"][row] = max(width for _, width in shapes)
-                sizes["image_pixels"][row] = sum(height * width for height, width in shapes)
-        return ImageFacts(sizes, ImageSizes.of(found)), bad
+        images = ImageSizes.of(found)
+        return ImageFacts(_sizes_of_rows(images), images), bad
 
     def decode_row(
         self, column: pa.ChunkedArray | pa.Array, row: int, out: Sequence[Pixels] | None = None, only: int | None = None
@@ -156,14 +149,13 @@ class DecodeImage:
             )
 
     def _decode_jpeg_file(self, content: memoryview, header: ImageHeader, out: Pixels | None) -> Pixels:
-        simplejpeg = _simplejpeg()
         if self.size is None:
-            return _decode_jpeg(simplejpeg, content, "RGB", self.strict)
+            return _decode_jpeg(content, self.strict)
         rows, columns = self._box(header.height, header.width)
         scale = _scale(rows[1] - rows[0], columns[1] - columns[0], self.size)
         # The decoder takes the smallest scale that reaches this size, which is rounded up as the decoder does.
         least = {"min_height": -(-header.height * scale // 8), "min_width": -(-header.width * scale // 8)}
-        pixels = _decode_jpeg(simplejpeg, content, "RGB", self.strict, **least)
+        pixels = _decode_jpeg(content, self.strict, **least)
         return resize(pixels, self.size, scale_interval(rows, scale / 8), scale_interval(columns, scale / 8), out)
 
     def _decode_other(self, content: memoryview, out: Pixels | None) -> Pixels:
@@ -187,6 +179,25 @@ class DecodeImage:
         factor = min(height / self.size[0], width / self.size[1])
         top, left = (height - self.size[0] * factor) / 2, (width - self.size[1] * factor) / 2
         return (top, height - top), (left, width - left)
+
+
+def _sizes_of_rows(images: ImageSizes) -> dict[str, Ints]:
+    """What planning may ask of a row of images, which are in the order of their rows."""
+    some = np.flatnonzero(images.count)
+    first = images.first[some]
+
+    def over_rows(reduce: np.ufunc, values: Ints) -> Ints:
+        result = np.zeros(len(images), np.int64)
+        if len(some):
+            result[some] = reduce.reduceat(values, first)
+        return result
+
+    return {
+        "num_images": images.count,
+        "image_height": over_rows(np.maximum, images.height),
+        "image_width": over_rows(np.maximum, images.width),
+        "image_pixels": over_rows(np.add, images.height * images.width),
+    }
 
 
 T = TypeVar("T")
@@ -303,9 +314,12 @@ def _scale(height: float, width: float, size: tuple[int, int]) -> int:
     return 8
 
 
-def _decode_jpeg(simplejpeg: ModuleType, content: memoryview, colours: str, strict: bool, **least: int) -> Pixels:
-    with _data_errors(f"JPEG of {len(content)} bytes cannot be decoded"):
-        return simplejpeg.decode_jpeg(content, colours, strict=strict, **least)
+def _decode_jpeg(content: memoryview, strict: bool, **least: int) -> Pixels:
+    decode = _simplejpeg().decode_jpeg
+    try:
+        return decode(content, "RGB", strict=strict, **least)
+    except Exception as error:
+        raise _decoding_error(f"JPEG of {len(content)} bytes cannot be decoded", error) from error
 
 
 @contextmanager
@@ -317,7 +331,11 @@ def _data_errors(failed: str) -> Iterator[None]:
     except OverlordError:
         raise
     except Exception as error:
-        raise DataError(f"{failed}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise _decoding_error(failed, error) from error
+
+
+def _decoding_error(failed: str, error: Exception) -> DataError:
+    return DataError(f"{failed}: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
@@ -350,6 +368,7 @@ def _open_image(content: memoryview) -> Image.Image:
     return image
 
 
+@lru_cache(maxsize=1)
 def _simplejpeg() -> ModuleType:
     try:
         import simplejpeg

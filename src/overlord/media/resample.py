@@ -4,6 +4,9 @@ OpenCV has no antialiasing bilinear filter, so one is composed of its integer op
 processor. A picture that is more than four times too large is first averaged over boxes. Then it is blurred just enough that
 blur and linear interpolation together are as wide as the triangle filter that Pillow calls BILINEAR. The results agree with
 Pillow's to 40 dB and more, at a third of its cost.
+
+Interpolation from a fraction of a pixel on, which crops and JPEGs decoded at a reduced scale need, is an exception: OpenCV 5
+computes it in floats, and about one value in ten thousand differs by one on processors without AVX2.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from functools import lru_cache
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -83,9 +87,10 @@ def _blur(scale: float, box: int) -> Blur:
 
 
 def _width(sigma: float, radius: int) -> float:
-    places = np.arange(-radius, radius + 1)
-    weights = np.exp(-(places**2) / (2 * sigma**2))
-    return float((weights * places**2).sum() / weights.sum())
+    """The variance of a Gaussian over the pixels up to `radius` from the middle. Of few pixels: numpy would take longer."""
+    squares = [place**2 for place in range(1, radius + 1)]
+    weights = [math.exp(-square / (2 * sigma**2)) for square in squares]
+    return 2 * sum(map(mul, weights, squares)) / (1 + 2 * sum(weights))
 
 
 @lru_cache(maxsize=1)

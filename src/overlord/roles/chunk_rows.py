@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from overlord.batches.buffers import Arenas
-    from overlord.runtime.threads import Executor, StealingFuture
+    from overlord.runtime.threads import Executor
 
 
 class ChunkRows(Protocol):
@@ -121,30 +122,32 @@ class RowTaker:
         if not self._shelf.has_decoders:
             return
         rooms = ImageRooms(samples, self._arenas)
-        # All are submitted before any is waited for: a chunk may have few of the samples.
-        started = [one for part in parts for one in self._submit(samples, part, rooms)]
-        for part, place, row, future in started:
-            try:
-                images = future.result()
-            except SourceError:
-                raise  # the file is gone or was changed: not the fault of this row
-            except DataError as error:
-                yield part, _Decoded(place, row, rooms.blank(place), str(error))
-            else:
-                yield part, _Decoded(place, row, images)
+        calls = [(part, call) for part in parts for call in self._decoding_calls(samples, part, rooms)]
+        # Of all chunks at once, as a chunk may have few of the samples. Shared and not one future each: waiting for those
+        # would wake this thread after every picture, in turn with the threads that decode.
+        decoded = self._threads.share([call for _, call in calls])
+        yield from zip((part for part, _ in calls), decoded, strict=True)
 
-    def _submit(self, samples: Samples, part: _OfChunk, rooms: ImageRooms) -> Iterator[_Decoding]:
-        """Start to decode the images of samples of one chunk."""
+    def _decoding_calls(self, samples: Samples, part: _OfChunk, rooms: ImageRooms) -> Iterator[Callable[[], _Decoded]]:
+        """A call for each sample of one chunk, which decodes its images."""
         decoder, chunk = self._shelf.decoder(samples.source_names[part.key[0]]), part.chunk
         if decoder is None:
             return
         column = chunk.table.column(decoder.column)
         places = part.places[rooms.only[part.places] >= 0]
         rows = chunk.table_row[samples.row[places]]
-        for place, row, number in zip(places.tolist(), rows.tolist(), rooms.only[places].tolist(), strict=True):
-            only = number - 1 if number else None
-            future = self._threads.submit(decoder.decode_row, column, row, rooms.of(place), only)
-            yield _Decoding(part, place, row, future)
+        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+            yield partial(_decode_row, decoder, column, row, rooms, place)
+
+
+def _decode_row(decoder: Any, column: pa.ChunkedArray[Any], row: int, rooms: ImageRooms, place: int) -> _Decoded:
+    number = int(rooms.only[place])
+    try:
+        return _Decoded(place, row, decoder.decode_row(column, row, rooms.of(place), number - 1 if number else None))
+    except SourceError:
+        raise  # the file is gone or was changed: not the fault of this row
+    except DataError as error:
+        return _Decoded(place, row, rooms.blank(place), str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +158,6 @@ class _OfChunk:
     """Source and number."""
     places: NDArray[np.int64]
     chunk: ChunkRows
-
-
-class _Decoding(NamedTuple):
-    part: _OfChunk
-    place: int
-    table_row: int
-    images: StealingFuture[Sequence[NDArray[np.uint8]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,11 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
             extended.add(path, offset, kind, bytes(view[start : min(after, data.size)]), size)
         else:
             _check_in_one_piece(path, offset, name, kind, extended.pax)
-            target = extended.link or _text(header[157:257])
-            _add(found, kind, Member(name, start, size, bytes(view[start : start + min(size, FIRST_BYTES)])), target)
+            if kind in (_HARD_LINK, _SYMBOLIC_LINK):
+                target = extended.link or _text(header[157:257])
+                _add_link(found, _TarLink(len(found.members), target, kind == _SYMBOLIC_LINK), name, start)
+            else:
+                _add(found, kind, Member(name, start, size, bytes(view[start : start + min(size, FIRST_BYTES)])))
             if extended.kinds:
                 extended.check_names(path, offset, name)
                 extended = _Extended()
@@ -161,12 +164,13 @@ def _walk(path: str, data: pa.Buffer | FileBytes, num_bytes: int | None, found: 
     extended.check_used(path, offset)
 
 
-def _add(found: _TarContents, kind: int, member: Member, target: str) -> None:
-    if kind in (_HARD_LINK, _SYMBOLIC_LINK):
-        found.links.append(_TarLink(len(found.members), target, kind == _SYMBOLIC_LINK))
-        fault = f"is a link to {target!r}, which is no file of the archive"
-        found.members.append(Member(member.name, member.offset, 0, fault=fault))
-    elif kind in _NO_FILES:
+def _add_link(found: _TarContents, link: _TarLink, name: str, offset: int) -> None:
+    found.links.append(link)
+    found.members.append(Member(name, offset, 0, fault=f"is a link to {link.target!r}, which is no file of the archive"))
+
+
+def _add(found: _TarContents, kind: int, member: Member) -> None:
+    if kind in _NO_FILES:
         found.members.append(Member(member.name, member.offset, 0, fault=f"is {_NO_FILES[kind]}"))
     elif kind != _DIRECTORY and kind not in _LEFT_OUT and not member.name.endswith("/"):
         found.members.append(member)  # unknown kinds are files, by POSIX
@@ -262,11 +266,11 @@ def _check_sums(path: str, headers: Mapping[int, bytes]) -> None:
         blocks = np.frombuffer(b"".join(map(headers.__getitem__, places)), np.uint8).reshape(-1, BLOCK)
         # The checksum counts its own field as eight spaces.
         sums = blocks.sum(axis=1, dtype=np.int64) - blocks[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 32
-        for i, block in enumerate(blocks[:, 148:156]):
-            stated = _octal(block.tobytes())
+        for place, block, total in zip(places, blocks, sums.tolist(), strict=True):
+            stated = _octal(headers[place][148:156])
             # Old programs summed signed bytes.
-            if stated != sums[i] and stated != _signed_sum(blocks[i]):
-                raise _damage_error(path, places[i], "has a header whose checksum is wrong")
+            if stated != total and stated != _signed_sum(block):
+                raise _damage_error(path, place, "has a header whose checksum is wrong")
 
 
 def _signed_sum(block: np.ndarray) -> int:
@@ -290,8 +294,12 @@ def _octal(raw: bytes) -> int | None:
     digits = raw.split(b"\0", 1)[0].strip()
     if not digits:
         return 0
-    # int() would take a sign, underscores and 0o as well.
-    return int(digits, 8) if digits.isdigit() and not set(digits) & set(b"89") else None
+    if not digits.isdigit():  # int() would take a sign, underscores and 0o as well
+        return None
+    try:
+        return int(digits, 8)
+    except ValueError:  # there is an 8 or a 9
+        return None
 
 
 def _name(header: bytes) -> str:
