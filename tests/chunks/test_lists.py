@@ -56,23 +56,3 @@ def test_the_memory_of_a_chunk_that_was_dropped_is_used_for_the_next():
 def test_one_piece_stays_as_it_is(num_chunks):
     column = arrow.chunked_array([pa.array([[1, 2]], pa.list_(pa.int32()))] * num_chunks, pa.list_(pa.int32()))
     assert combine_lists(column, Arenas()).to_pylist() == [[1, 2]] * num_chunks
-
-
-@pytest.mark.parametrize("cuts", [(2, 5), (0, 5), (3, 3)])
-def test_lists_that_fill_one_buffer_are_not_copied(cuts: tuple[int, int]) -> None:
-    offsets = np.array([0, 2, 2, 7, 9, 12], np.int32)
-    numbers: Any = pa.array(range(12), pa.int32())
-    parts: list[Any] = []
-    for first, last in zip((0, *cuts), (*cuts, 5), strict=True):
-        own = offsets[first : last + 1]
-        values = numbers.slice(int(own[0]), int(own[-1] - own[0]))
-        parts.append(pa.ListArray.from_arrays(pa.array(own - own[0]), values))
-    combined: Any = combine_lists(pa.chunked_array(parts), Arenas())
-    combined.validate(full=True)
-    assert combined.to_pylist() == [[0, 1], [], [2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
-    assert combined.values.buffers()[1].address == numbers.buffers()[1].address
-    # A part of a buffer, or one in another order, is copied: it would keep all of the buffer.
-    for others in (parts[:-1], parts[::-1]):
-        copied: Any = combine_lists(pa.chunked_array([*others, *others]), Arenas())
-        assert copied.to_pylist() == [row for part in [*others, *others] for row in part.to_pylist()]
-        assert copied.values.buffers()[1].address != numbers.buffers()[1].address

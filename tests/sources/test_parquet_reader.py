@@ -4,7 +4,6 @@ import os
 import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
-from overlord.sources.reading import ReadResult, SeveralReader
+from overlord.sources.reading import ReadResult, TogetherReader
 from tests.sources.damage import replace
 
 
@@ -155,35 +154,38 @@ def long_lists(path, first: int, lengths=(300, 0, 500, None)) -> str:
 
 
 @pytest.mark.parametrize("release_gil", [False, True])
-def test_several_units_are_read_as_each_of_them(tmp_path, release_gil):
+def test_units_that_are_read_together_are_read_as_each_of_them(tmp_path, release_gil):
     source = ol.Parquet([long_lists(tmp_path / "a.parquet", 0), long_lists(tmp_path / "b.parquet", 1)])
     units = source.units()
     reader = source.open_reader(release_gil=release_gil)
-    assert isinstance(reader, SeveralReader)
+    assert isinstance(reader, TogetherReader)
     for numbers in [(0, 1), (4, 0, 3, 1), (3,), (2, 0), (0, 1, 2, 3, 4, 5), ()]:
         chosen = [units[i] for i in numbers]
-        found = [result.strict() for result in reader.read_several(chosen)]
-        assert found == [source.read(unit) for unit in chosen]
+        found = reader.read_together(chosen)
         if len(numbers) > 1 and not {2, 5} & {*numbers}:  # a row group without a number is read alone
-            columns: list[Any] = [table.column(0).chunk(0) for table in found]
-            assert len({column.values.buffers()[1].address for column in columns}) == 1
+            assert found is not None
+            assert found == pa.concat_tables([source.read(unit) for unit in chosen])
+            assert found.column(0).num_chunks == 1
+        else:
+            assert found is None
     reader.close()
     assert open_files(tmp_path) == 0
 
 
-def test_beside_columns_that_are_no_lists_several_units_are_read_one_by_one(tmp_path):
+def test_beside_columns_that_are_no_lists_units_are_read_one_by_one(tmp_path):
     tokens = pa.array([list(range(400))] * 6, pa.list_(pa.int32()))
     pq.write_table(pa.table({"tokens": tokens, "id": range(6)}), tmp_path / "a.parquet", row_group_size=2)
     for columns in (None, ["tokens"], ["id"]):
         source = ol.Parquet(str(tmp_path / "a.parquet"), columns=columns)
         reader, units = source.open_reader(release_gil=False), source.units()
-        assert isinstance(reader, SeveralReader)
-        assert [result.strict() for result in reader.read_several(units)] == [source.read(unit) for unit in units]
+        assert isinstance(reader, TogetherReader)
+        found = reader.read_together(units)
+        assert found == (pa.concat_tables(map(source.read, units)) if columns == ["tokens"] else None)
         reader.close()
 
 
 @pytest.mark.parametrize("damage", ["a page", "another file", "no file"])
-def test_an_error_of_several_units_names_the_one_at_fault(tmp_path, damage):
+def test_where_one_of_several_units_is_damaged_each_is_read_and_the_error_names_it(tmp_path, damage):
     paths = [long_lists(tmp_path / "a.parquet", 0), long_lists(tmp_path / "b.parquet", 1)]
     source = ol.Parquet(paths)
     units = source.units()
@@ -202,7 +204,9 @@ def test_an_error_of_several_units_names_the_one_at_fault(tmp_path, damage):
         file.unlink()
         message = r"b\.parquet"
     reader = source.open_reader(release_gil=False)
-    assert isinstance(reader, SeveralReader)
+    assert isinstance(reader, TogetherReader)
+    chosen = [units[0], units[3], units[1]]
+    assert reader.read_together(chosen) is None
     with pytest.raises(ol.errors.SourceError, match=message):
-        reader.read_several([units[0], units[3], units[1]])
+        [reader.read_rows(unit) for unit in chosen]
     reader.close()

@@ -31,7 +31,7 @@ from overlord.runtime.recorder import current_recorder
 from overlord.sources.column_types import cast_table, wider_schema, wider_type
 from overlord.sources.files import FileSource, open_reader
 from overlord.sources.range_cache import FetchAhead, needed_again
-from overlord.sources.reading import SeveralReader
+from overlord.sources.reading import TogetherReader
 from overlord.sources.storage import is_remote
 from overlord.sources.unit_parts import PartReader, UnitParts
 from overlord.sources.views import take_rows
@@ -193,10 +193,11 @@ class ChunkMaker:
     def _read(self, number: int, chosen: Sequence[int], bad_rows: BadRowSink) -> tuple[TransformedRows, int]:
         """The rows of units of a chunk, and how many transforms have run on them already."""
         units = [self._units[index] for index in chosen]
-        if len(chosen) > 1 and self._source.cache is None and isinstance(self._reader, SeveralReader):
-            results = self._read_several(self._reader, units)
-        else:
-            results = [self._read_unit(index, number) for index in chosen]
+        if len(chosen) > 1 and self._source.cache is None and isinstance(self._reader, TogetherReader):
+            rows = self._read_together(self._reader, units, chosen)
+            if rows is not None:
+                return rows, 0
+        results = [self._read_unit(index, number) for index in chosen]
         for unit, result in zip(units, results, strict=True):
             self._check_read(unit, result, bad_rows)
         tables = [result.table for result in results]
@@ -204,7 +205,7 @@ class ChunkMaker:
         if not is_uniform:
             tables = self._merge_schemas(units, tables)
         sizes = [_num_read(result) for result in results]
-        first = np.cumsum([0, *sizes[:-1]], dtype=np.int64) if len(sizes) > 1 else _FIRST_OF_ONE
+        first = _first_rows(sizes)
         mapped = tuple(data for result in results for data in result.mapped)
         row_numbers = tuple(result.row_numbers for result in results)
         lineage = Lineage(tuple(units), first, row_numbers, mapped, tuple(chosen))
@@ -241,12 +242,16 @@ class ChunkMaker:
                 f"fit the types that hold both: {error}; give each column one type"
             ) from error
 
-    def _read_several(self, reader: SeveralReader, units: Sequence[Unit]) -> list[ReadResult]:
+    def _read_together(self, reader: TogetherReader, units: Sequence[Unit], chosen: Sequence[int]) -> TransformedRows | None:
         began = time.perf_counter()
-        results = reader.read_several(units)
+        table = reader.read_together(units)
+        if table is None:
+            return None
         if self._spans.is_on:
             self._spans.add(f"read {', '.join(map(str, units))}", began, source=self._name)
-        return results
+        first = _first_rows([unit.num_rows or 0 for unit in units])
+        lineage = Lineage(tuple(units), first, (None,) * len(units), unit_numbers=tuple(chosen))
+        return TransformedRows(table, np.arange(table.num_rows), lineage, table.num_rows, is_uniform=True)
 
     def _read_unit(self, index: int, number: int) -> ReadResult:
         unit, began = self._units[index], time.perf_counter()
@@ -519,6 +524,11 @@ class ChunkMaker:
             "; tokenise text with transform=ol.Tokenize(...), or name the column with tokens=" if option == "tokens" else ""
         )
         return f"source {self._name!r} has no column {column!r} (its option {option}); it has {table.column_names}{hint}"
+
+
+def _first_rows(sizes: Sequence[int]) -> Ints:
+    """The number of each unit's first row."""
+    return np.cumsum([0, *sizes[:-1]], dtype=np.int64) if len(sizes) > 1 else _FIRST_OF_ONE
 
 
 def _num_read(result: ReadResult) -> int:

@@ -113,8 +113,8 @@ def note_bad_weights(weights: NumberLists, bad: dict[int, str]) -> None:
 
 
 def combine_lists(column: pa.ChunkedArray[Any], arenas: Arenas) -> pa.Array[Any]:
-    """A column of lists as one array. Plain numbers that do not lie one after the other already are copied into memory of
-    `arenas`: a chunk takes megabytes, and fresh ones cost more than the copy."""
+    """A column of lists as one array. Plain numbers are copied into memory of `arenas`: a chunk takes megabytes, and fresh
+    ones cost more than the copy."""
     chunks: list[Any] = column.chunks
     kind = column.type
     is_plain = pa.types.is_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type))
@@ -125,26 +125,11 @@ def combine_lists(column: pa.ChunkedArray[Any], arenas: Arenas) -> pa.Array[Any]
     total = sum(map(len, pieces))
     if total > MOST_ID:  # more than such offsets can say
         return combine_chunks(column)
-    numbers = _adjacent(chunks, offsets, total)
-    if numbers is None:
-        values = arenas.lease(total * pieces[0].itemsize).view(pieces[0].dtype)
-        np.concatenate(pieces, out=values)
-        numbers = pa.Array.from_buffers(kind.value_type, total, [None, pa.py_buffer(values.data)])
+    values = arenas.lease(total * pieces[0].itemsize).view(pieces[0].dtype)
+    np.concatenate(pieces, out=values)
+    numbers = pa.Array.from_buffers(kind.value_type, total, [None, pa.py_buffer(values.data)])
     lengths = np.concatenate([np.diff(own) for own in offsets])
     joined = np.zeros(len(lengths) + 1, np.int32)
     lengths.cumsum(out=joined[1:])
     buffers = [None, pa.py_buffer(joined.data)]
     return pa.Array.from_buffers(kind, len(lengths), buffers, children=[numbers])
-
-
-def _adjacent(chunks: Sequence[Any], offsets: Sequence[NDArray[Any]], total: int) -> pa.Array[Any] | None:
-    """The values of all lists where they lie one after the other and fill one buffer; None elsewhere."""
-    data, end = chunks[0].values.buffers()[1], 0
-    if data is None or data.size != total * (chunks[0].type.value_type.bit_width // 8):
-        return None
-    for chunk, own in zip(chunks, offsets, strict=True):
-        values, other = chunk.values, chunk.values.buffers()[1]
-        if other is None or other.address != data.address or values.offset + int(own[0]) != end:
-            return None
-        end = values.offset + int(own[-1])
-    return pa.Array.from_buffers(chunks[0].type.value_type, total, [None, data])

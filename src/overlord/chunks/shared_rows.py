@@ -236,7 +236,7 @@ class _SharedTable:
             if not is_view(table.column(name).type):
                 return None
             views.append(_SharedViews.of(name, combine_chunks(table.column(name)), files))
-        plain = table.drop_columns([column.name for column in views])
+        plain = table.drop_columns([column.name for column in views]) if views else table
         stream = table_to_stream(compact(plain)) if plain.num_columns else None
         return _SharedTable(stream, tuple(views), tuple(files))
 

@@ -82,6 +82,7 @@ class ChunkLoans:
         self._name = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._borrowers: dict[str, _Account] = {}
+        self._ends = select.poll()  # of all their processes: with many borrowers, one call each would cost more than lending
         self._is_closed = False
 
     def lend(self, request: LoanRequest, found: Sequence[RowsInMemory | ErrorEnvelope | None]) -> LoanAnswer:
@@ -90,10 +91,12 @@ class ChunkLoans:
         with self._lock:
             if self._is_closed:  # a loan made now would end with this object, while its borrower reads the memory
                 raise ClosedError("the loader host is closed and lends no more chunks")
-            self._close_accounts([*request.was, *(name for name, one in self._borrowers.items() if one.is_gone())])
+            self._close_accounts([*request.was, *self._gone()])
             account = self._borrowers.get(request.borrower)
             if account is None:
                 account = self._borrowers[request.borrower] = _Account(request.process)
+                if account.descriptor is not None:
+                    self._ends.register(account.descriptor, select.POLLIN)
             lender = account.lender
             if request.lender == self._name:
                 lender.take_back(request.returned)
@@ -124,38 +127,38 @@ class ChunkLoans:
         with self._lock:
             return sum(account.lender.lent_bytes for account in self._borrowers.values())
 
+    def _gone(self) -> list[str]:
+        """The borrowers whose processes have ended."""
+        ended = {descriptor for descriptor, _ in self._ends.poll(0)}
+        return [name for name, one in self._borrowers.items() if one.was_gone or one.descriptor in ended]
+
     def _close_accounts(self, names: Sequence[str]) -> None:
         for name in names:
             account = self._borrowers.pop(name, None)
             if account is not None:
+                if account.descriptor is not None:
+                    self._ends.unregister(account.descriptor)
                 account.close()
 
 
 class _Account:
-    """The loans of one borrower, and how to tell whether its process still runs."""
+    """The loans of one borrower, and the descriptor that tells when its process ends."""
 
     def __init__(self, process: int) -> None:
         self.lender = Lender()
-        self._descriptor: int | None = None
-        self._was_gone = False
+        self.descriptor: int | None = None
+        self.was_gone = False
         if process == os.getpid():
             return
         try:
-            self._descriptor = os.pidfd_open(process)
+            self.descriptor = os.pidfd_open(process)
         except ProcessLookupError:
-            self._was_gone = True
+            self.was_gone = True
         except (OSError, AttributeError):
             pass  # a system without such descriptors: what a lost process had stays lent
 
-    def is_gone(self) -> bool:
-        if self._descriptor is None:
-            return self._was_gone
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(0))
-
     def close(self) -> None:
         self.lender.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None

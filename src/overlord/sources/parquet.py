@@ -116,14 +116,9 @@ class ParquetReader:
     def read_rows(self, unit: Unit) -> ReadResult:
         return validate(self._decode(unit), f"row group {unit.index} of {unit.path}")
 
-    def read_several(self, units: Sequence[Unit]) -> list[ReadResult]:
-        """As `read_rows` of each. Where there are only lists to read, those of all units are decoded in one go and lie one
-        after the other in memory."""
-        tables = self._decode_together(units) if self._are_flat(units) else None
-        if tables is None:
-            return [self.read_rows(unit) for unit in units]
-        pairs = zip(units, tables, strict=True)
-        return [validate(table, f"row group {unit.index} of {unit.path}") for unit, table in pairs]
+    def read_together(self, units: Sequence[Unit]) -> pa.Table | None:
+        """The rows of all units where there are only lists to read: these are decoded in one go."""
+        return self._decode_together(units) if self._are_flat(units) else None
 
     def close(self) -> None:
         self._last_file.close()
@@ -148,9 +143,9 @@ class ParquetReader:
         chunk = detail.chunk(unit.index, column.leaf)
         return is_worth_it(chunk, unit.num_rows or 0, release_gil=self._release_gil)
 
-    def _decode_together(self, units: Sequence[Unit]) -> list[pa.Table] | None:
-        """The tables of units of nothing but lists; None where they have to be read one by one, so that an error names its
-        row group, and Arrow reads what is not flat."""
+    def _decode_together(self, units: Sequence[Unit]) -> pa.Table | None:
+        """The rows of units of nothing but lists; None where they have to be read one by one, so that an error names its row
+        group, and Arrow reads what is not flat."""
         flat: dict[str, list[FlatPages]] = {}
         try:
             for unit in units:
@@ -158,15 +153,17 @@ class ParquetReader:
                 with self._open_local(unit) as file:
                     for column in detail.lists:
                         chunk = detail.chunk(unit.index, column.leaf)
-                        flat.setdefault(column.field.name, []).append(take_apart(column, chunk, _read_chunk(file, chunk)))
+                        part = take_apart(column, chunk, _read_chunk(file, chunk))
+                        if part.num_lists != unit.num_rows:
+                            return None
+                        flat.setdefault(column.field.name, []).append(part)
             of_first: RowGroups = units[0].detail
             lists = {column.field.name: decode_lists(column, flat[column.field.name]) for column in of_first.lists}
+            table = pa.table(lists, of_first.schema)
+            table.validate(full=True)
         except (NotFlat, SourceError, pa.ArrowException, OSError, EOFError):
             return None
-        names = of_first.schema.names
-        tables = [pa.table([lists[name][i] for name in names], schema=of_first.schema) for i in range(len(units))]
-        has_all = all(table.num_rows == unit.num_rows for unit, table in zip(units, tables, strict=True))
-        return tables if has_all else None
+        return table
 
     def _decode(self, unit: Unit) -> pa.Table:
         source = self._source

@@ -47,6 +47,7 @@ _LARGEST_SHARED_BYTES = 4 << 20
 _VALUES_OF_A_BYTE = 32
 """The least number of values for each byte of levels, unless there are few. A list has about five bytes of levels."""
 _FEW_BYTES = 256
+_MOST_OFFSET = 2**31 - 1
 _MAGIC = b"PAR1"
 _KIND, _PAGE_BYTES, _COMPRESSED_BYTES, _CHECKSUM, _DATA_PAGE_HEADER, _DATA_PAGE_V2_HEADER = 1, 2, 3, 4, 5, 8
 _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
@@ -145,6 +146,10 @@ class FlatPages(NamedTuple):
     num_values: int
 
     @property
+    def num_lists(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
     def num_bytes(self) -> int:
         return len(self.dictionary) + sum(map(len, self.pages))
 
@@ -152,7 +157,7 @@ class FlatPages(NamedTuple):
 def read_lists(column: ListColumn, chunk: ColumnChunk, data: pa.Buffer) -> ArrowLists:
     """The lists of one row group, which has the column in the type of the schema; `data` is the column chunk from its first
     page on."""
-    return decode_lists(column, [take_apart(column, chunk, data)])[0]
+    return decode_lists(column, [take_apart(column, chunk, data)])
 
 
 def take_apart(column: ListColumn, chunk: ColumnChunk, data: pa.Buffer) -> FlatPages:
@@ -165,27 +170,33 @@ def take_apart(column: ListColumn, chunk: ColumnChunk, data: pa.Buffer) -> FlatP
         raise NotFlat(f"the pages could not be taken apart: {error}") from error
 
 
-def decode_lists(column: ListColumn, parts: Sequence[FlatPages]) -> list[ArrowLists]:
-    """The lists of each row group. The values of all are decoded in one go, which costs less, and lie in one buffer, one row
-    group after the other."""
+def decode_lists(column: ListColumn, parts: Sequence[FlatPages]) -> ArrowLists:
+    """The lists of row groups, one row group after the other. The values of all are decoded in one go, which costs less."""
     if len(parts) > 1 and not all(part.num_values for part in parts):
         raise NotFlat("a row group has no values")  # alone it is read
     try:
         values, num_values = _decode_flat(_flat_file(column, parts)), sum(part.num_values for part in parts)
         if len(values) != num_values:
             raise NotFlat(f"{len(values)} values, but {num_values} levels of values")
-        if len(parts) == 1:
-            return [_lists(column, parts[0].bounds, parts[0].absent, values)]
-        found: list[ArrowLists] = []
-        begin = 0
-        for part in parts:
-            found.append(_lists(column, part.bounds, part.absent, values.slice(begin, part.num_values)))
-            begin += part.num_values
-        return found
+        return _lists(column, *_joined_levels(parts), values)
     except NotFlat:
         raise
     except Exception as error:
         raise NotFlat(f"the values could not be decoded: {error}") from error
+
+
+def _joined_levels(parts: Sequence[FlatPages]) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+    """The bounds of all parts, and the levels without a value, counted from the first part on."""
+    if len(parts) == 1:
+        return parts[0].bounds, parts[0].absent
+    bounds: list[NDArray[np.int64]] = []
+    absent: list[tuple[int, int]] = []
+    first = 0
+    for part in parts:
+        bounds.append(part.bounds[:-1] + first)
+        absent += [(first + where, level) for where, level in part.absent]
+        first += int(part.bounds[-1])
+    return np.concatenate([*bounds, [first]]), absent
 
 
 def _take_apart(column: ListColumn, chunk: ColumnChunk, data: pa.Buffer) -> FlatPages:
@@ -364,6 +375,8 @@ def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int
         is_missing[np.searchsorted(bounds, where[level < column.empty_level])] = True
         mask = pa.array(is_missing) if is_missing.any() else None
         bounds = bounds - np.searchsorted(where, bounds)
+    if len(values) > _MOST_OFFSET and not pa.types.is_large_list(column.field.type):
+        raise NotFlat(f"{len(values):,} numbers, more than the column's offsets can say")  # of several row groups
     if pa.types.is_large_list(column.field.type):
         return pa.LargeListArray.from_arrays(_arrow(bounds, pa.int64()), values, type=column.field.type, mask=mask)
     offsets = _arrow(bounds.astype(np.int32), pa.int32())

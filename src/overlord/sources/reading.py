@@ -39,11 +39,12 @@ class UnitReader(Protocol):
 
 
 @runtime_checkable
-class SeveralReader(Protocol):
+class TogetherReader(Protocol):
     """A reader to which several units at once cost less than one after the other."""
 
-    def read_several(self, units: Sequence[Unit]) -> list[ReadResult]:
-        """As `UnitReader.read_rows` of each unit."""
+    def read_together(self, units: Sequence[Unit]) -> pa.Table | None:
+        """The rows of all units, as `UnitReader.read_rows` reads those of each; None where they have to be read one by one,
+        so that an error names its unit."""
         ...
 
 
