@@ -127,8 +127,8 @@ def collate(
         micro, payload, of_pairs = in_sides(micro, payload, batch)
     packed = batch.layout == "packed"
     layout = _packed_layout(micro, batch.document_multiple) if packed else _padded_layout(micro, batch)
-    segments, bounds = layout.segments, layout.bounds.astype(np.int32)
-    labels, tokens, position_ids, loss_weights, loss_mask = _large_fields(layout.num_tokens, arenas, weighted)
+    segments, bounds, num_tokens = layout.segments, layout.bounds.astype(np.int32), layout.num_tokens
+    labels, tokens, position_ids, loss_weights, loss_mask = _large_fields(num_tokens, arenas, weighted)
     np.concatenate(_pieces(layout, payload.tokens, batch.pad_token), out=tokens, casting="same_kind")
     _fill_labels(labels, loss_mask, layout, tokens, payload)
     fill_positions(position_ids, bounds[:-1], segments)
@@ -140,7 +140,7 @@ def collate(
         "max_seqlen": int(segments.max(initial=0)),
         "num_documents": len(layout.starts),
         "num_rows": micro.num_rows if micro.row_tokens or not packed else 1,
-        "num_tokens": layout.num_tokens,
+        "num_tokens": num_tokens,
         "document_starts": layout.starts.astype(np.int32),
         "document_lengths": layout.lengths.astype(np.int32),
         "document_sources": micro.samples.source.astype(np.int32),
@@ -280,16 +280,17 @@ def _full_layout(micro: MicroPlan) -> _Layout | None:
     """The layout when documents follow one another in the order of the plan and fill every row; otherwise None. This is the
     usual case, and a few array operations recognise it."""
     lengths, row_tokens = micro.samples.tokens, micro.row_tokens
-    if len(lengths) == 0 or np.count_nonzero(lengths) < len(lengths):
+    if np.count_nonzero(lengths) < len(lengths) or not len(lengths):
         return None
     bounds = np.zeros(len(lengths) + 1, np.int64)
     starts, ends = bounds[:-1], bounds[1:]
-    lengths.cumsum(out=ends)
+    np.add.accumulate(lengths, out=ends)
     if row_tokens:
+        if bounds.item(-1) != micro.num_rows * row_tokens:
+            return None
         row, place = np.divmod(starts, row_tokens)
         # As many documents begin at the start of a row as there are rows, so no document crosses a row.
-        is_full = bounds.item(-1) == micro.num_rows * row_tokens == (len(place) - np.count_nonzero(place)) * row_tokens
-        if not is_full or np.count_nonzero(row - micro.row):
+        if len(place) - np.count_nonzero(place) != micro.num_rows or np.count_nonzero(row != micro.row):
             return None
     return _Layout(starts, lengths, None, bounds, ends, gaps=None)
 
@@ -358,9 +359,13 @@ def _large_fields(n: int, arenas: Arenas | None, weighted: bool) -> tuple[NDArra
     w = n if weighted else 0
     num_bytes = 17 * n + 4 * w
     memory = np.empty(num_bytes, np.uint8) if arenas is None else arenas.lease(num_bytes)
-    labels, rest = memory[: 8 * n].view(np.int64), memory[8 * n :]
-    tokens, position_ids, rest = rest[: 4 * n].view(np.int32), rest[4 * n : 8 * n].view(np.int32), rest[8 * n :]
-    return labels, tokens, position_ids, rest[: 4 * w].view(np.float32), rest[4 * w :].view(np.bool_)
+    return (
+        np.ndarray(n, np.int64, memory),
+        np.ndarray(n, np.int32, memory, 8 * n),
+        np.ndarray(n, np.int32, memory, 12 * n),
+        np.ndarray(w, np.float32, memory, 16 * n),
+        np.ndarray(n, np.bool_, memory, 16 * n + 4 * w),
+    )
 
 
 def _fill_labels(
@@ -372,9 +377,10 @@ def _fill_labels(
 ) -> None:
     """Write the next token of each place that has a loss, and set `loss_mask` there."""
     following = payload.following if layout.order is None else payload.following[layout.order]
-    fill_next_tokens(labels, tokens, layout.ends - 1, following)
+    last_places = layout.ends - 1
+    fill_next_tokens(labels, tokens, last_places, following)
     if payload.loss_masks is None and not payload.ignored and layout.gaps is None:
-        fill_default_mask(loss_mask, layout.ends, following)
+        fill_default_mask(loss_mask, last_places, following)
         return
     for places in layout.padding_slices():
         labels[places] = NO_LOSS

@@ -40,11 +40,13 @@ def fill_next_tokens(
     labels[places] = following
 
 
-def fill_default_mask(loss_mask: NDArray[np.bool_], ends: NDArray[np.integer], following: NDArray[np.integer]) -> None:
+def fill_default_mask(
+    loss_mask: NDArray[np.bool_], last_places: NDArray[np.integer], following: NDArray[np.integer]
+) -> None:
     """Set the mask of a microbatch without padding and without masks: only the last place of a document may lack a
     label."""
     loss_mask.fill(True)
-    loss_mask[ends - 1] = following >= 0
+    loss_mask[last_places] = following >= 0
 
 
 def fill_positions(position_ids: NDArray[np.int32], starts: NDArray[np.int32], segments: NDArray[np.integer]) -> None:

@@ -103,7 +103,7 @@ class BorrowedChunks:
         """Return the chunks that no step needs any more, and request those of the next steps."""
         self.release_before(first_chunks)
         of_plans = [plan.all_samples() for plan in plans]
-        self.expect(samples for parts in of_plans for samples in parts)
+        self.expect([samples for parts in of_plans for samples in parts])
         if self.ahead is not None:
             self.ahead.release_before(first_chunks)
             self.ahead.expect([Samples.concatenate(batch) for parts in of_plans for batch in self.taken_together(parts)])
@@ -113,9 +113,9 @@ class BorrowedChunks:
         all threads busy, and the type of a column is that of all of them, as in `Routes.fetch_each`."""
         return group_parts(parts) if self.has_decoders or self.columns else [[part] for part in parts]
 
-    def expect(self, samples: Iterable[Samples]) -> None:
+    def expect(self, parts: Sequence[Samples]) -> None:
         """Request the chunks of samples that will be needed soon. Waits for nothing, and raises nothing."""
-        missing = self._missing(key for part in samples for key in _keys_of(part))
+        missing = self._missing(parts)
         if not missing or not may_share_more(ChunkArenas.most_descriptors):
             return
         try:
@@ -135,11 +135,12 @@ class BorrowedChunks:
                 finally:
                     link.lock.release()
 
-    def require(self, keys: Collection[Key]) -> set[Key]:
-        """Wait until these chunks are borrowed. Returns those that cannot be: they are not in shared memory, or their host
-        is on another machine, gone, or silent while its shadow can answer, or this process has many files open."""
-        absent = {key for key in keys if key in self._unshared}
-        missing = self._missing(keys)
+    def require(self, parts: Sequence[Samples]) -> set[Key]:
+        """Wait until the chunks of samples are borrowed. Returns those that cannot be: they are not in shared memory, or
+        their host is on another machine, gone, or silent while its shadow can answer, or this process has many files
+        open."""
+        missing = self._missing(parts)
+        absent: set[Key] = set()
         while missing:
             if not may_share_more(ChunkArenas.most_descriptors):
                 absent.update(missing)
@@ -148,8 +149,8 @@ class BorrowedChunks:
             near = {host: keys for host, keys in by_host.items() if self._routes.is_near(host)}
             absent.update(key for host, keys in by_host.items() if host not in near for key in keys)
             absent |= self._borrow(near)
-            missing = [key for key in self._missing(missing) if key not in absent]
-        return absent | {key for key in keys if key in self._unshared}
+            missing = [key for key in self._not_here(missing) if key not in absent]
+        return absent.union(*(self._unshared & _keys_of(part) for part in parts)) if self._unshared else absent
 
     def has(self, keys: Iterable[Key]) -> bool:
         """True if all these chunks are borrowed."""
@@ -164,10 +165,12 @@ class BorrowedChunks:
         self._first = first
         limits: list[int] = first.tolist()
         for chunks, limit in zip(self._chunks, limits, strict=True):
-            for number in [number for number in list(chunks) if number < limit]:
-                chunks.pop(number, None)
+            for number in list(chunks):
+                if number < limit:
+                    chunks.pop(number, None)
         with self._lock:
-            self._unshared = {(source, number) for source, number in self._unshared if number >= limits[source]}
+            if self._unshared:
+                self._unshared = {(source, number) for source, number in self._unshared if number >= limits[source]}
 
     @property
     def num_chunks(self) -> int:
@@ -179,12 +182,8 @@ class BorrowedChunks:
         return self._finders if names == self._names else [self._finders[self._numbers[name]] for name in names]
 
     def obtain(self, source: str, number: int) -> ChunkRows:
-        key = self._numbers[source], number
-        self.require([key])
-        found = self._chunks[key[0]].get(number)
-        if found is None:
-            raise _NotShared
-        return found
+        """Not waited for here: whoever takes rows requires all of their chunks together."""
+        raise _NotBorrowed(source, number)
 
     def decoder(self, source: str) -> Any:
         return self._decoders[source]
@@ -195,9 +194,22 @@ class BorrowedChunks:
     def note_delivered(self, source: str, number: int) -> None:
         """Not called: borrowed chunks are not counted down."""
 
-    def _missing(self, keys: Iterable[Key]) -> list[Key]:
+    def _missing(self, parts: Iterable[Samples]) -> list[Key]:
+        """The chunks of samples that are yet to be borrowed, those of the first samples first."""
+        chunks = self._chunks
+        # Chunks are looked up for every sample: usually all are here, and to sort out which chunks these are costs more.
+        missing = [
+            (source, number)
+            for part in parts
+            for source, number in zip(*part.table[:2].tolist(), strict=True)
+            if number not in chunks[source]
+        ]
+        return self._not_here(dict.fromkeys(missing)) if missing else missing
+
+    def _not_here(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of some chunks that are yet to be borrowed."""
         chunks, unshared = self._chunks, self._unshared
-        return [key for key in dict.fromkeys(keys) if key[1] not in chunks[key[0]] and key not in unshared]
+        return [key for key in keys if key[1] not in chunks[key[0]] and key not in unshared]
 
     def _link(self, host: str) -> LoanLink:
         with self._lock:
@@ -221,7 +233,7 @@ class BorrowedChunks:
             for host, link, keys in links:
                 try:
                     link.receive(self._routes.patience_with(host))  # of a request that was sent ahead
-                    missing = self._missing(keys)
+                    missing = self._not_here(keys)
                     if missing:
                         link.send(missing[:MOST_TOGETHER], self._first)
                         waiting.append((host, link, keys))
@@ -344,8 +356,8 @@ class LoanLink:
         self._told = dict.fromkeys(self._told, 0)
 
 
-class _NotShared(Exception):
-    """A chunk is not in shared memory, although it was a moment ago. Never leaves this module."""
+class _NotBorrowed(Exception):
+    """A chunk is not here, although it was a moment ago. Never leaves this module."""
 
 
 class BorrowedRows:
@@ -363,20 +375,20 @@ class BorrowedRows:
 
     def fetch_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
         """Yield the payloads of several microbatches, in their order."""
-        self._chunks.require({key for part in parts for key in _keys_of(part)})
+        absent = self._chunks.require(parts)
         for batch in self._chunks.taken_together(parts):
-            together = self._take(Samples.concatenate(batch))
+            together = self._take(Samples.concatenate(batch), absent)
             yield from [together] if len(batch) == 1 else together.split(map(len, batch))
 
-    def _take(self, samples: Samples) -> Payload:
+    def _take(self, samples: Samples, absent: Collection[Key]) -> Payload:
+        """The payload of samples whose chunks are here, but for those that are `absent`."""
         while True:
-            absent = self._chunks.require(_keys_of(samples))
-            if absent:
+            if absent and not _keys_of(samples).isdisjoint(absent):
                 return self._take_mixed(samples, absent)
             try:
                 return self._rows.take(samples)
-            except _NotShared:
-                continue
+            except _NotBorrowed:  # it was returned meanwhile, because other constructors do not need it any more
+                absent = self._chunks.require([samples])
 
     def _take_mixed(self, samples: Samples, absent: Collection[Key]) -> Payload:
         """The payload of samples of which some are in chunks that cannot be borrowed."""
@@ -386,7 +398,7 @@ class BorrowedRows:
         if not len(places[0]):
             return self._fetch(samples)
         parts = [samples.take(where) for where in places]
-        payloads = [self._take(parts[0]), self._fetch(parts[1])]
+        payloads = [self._take(parts[0], ()), self._fetch(parts[1])]
         return Payload.merge(payloads, places, list(map(names_of_sources, parts)))
 
     def _fetch(self, samples: Samples) -> Payload:

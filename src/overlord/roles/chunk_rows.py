@@ -179,39 +179,36 @@ class _TokenViews:
         self.tokens: list[NDArray[np.integer]] = []
         self.masks: list[NDArray[np.generic] | None] = []
         following: dict[int, int] = {}
-        finders = shelf.finders(samples.source_names)
         chunks, names, only = self.chunks, samples.source_names, samples.sizes.get(ONLY_IMAGE)
         tokens, masks = self.tokens, self.masks
+        sources, numbers, rows, starts, stops = cast("list[list[int]]", samples.table[:5].tolist())
+        found = _find_chunks(shelf, names, sources, numbers)
         # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
-        pieces = cast("Iterator[tuple[int, int, int, int, int]]", zip(*samples.table[:5].tolist(), strict=True))
-        for source, number, row, start, stop in pieces:
-            one = finders[source](number)
-            if one is None:
-                one = chunks.get((source, number)) or shelf.obtain(names[source], number)
-                chunks[source, number] = one  # there may be no room for it on the shelf
+        for one, row, start, stop in zip(found, rows, starts, stops, strict=True):
             values = one.values
             if values is None:
-                one.left -= only is None or only[len(tokens)] <= 0
+                place = len(tokens)
+                one.left -= only is None or only[place] <= 0
                 tokens.append(_NO_TOKENS)
-                chunks[source, number] = one
+                chunks[sources[place], numbers[place]] = one
                 continue
             try:
                 begin, document_end = one.begin[row], one.document_end[row]
             except IndexError:
-                raise DataError(_changed_row(names[source], number, row, "there is no such row")) from None
+                raise DataError(_changed_row(samples, len(tokens), "there is no such row")) from None
             end = begin + stop
             if end > document_end:
-                raise DataError(_changed_row(names[source], number, row, f"it ends before token {stop}"))
+                raise DataError(_changed_row(samples, len(tokens), f"it ends before token {stop}"))
             tokens.append(values[begin + start : end])
             one.left = left = one.left - stop + start
             if keep_all or left <= 0:
-                chunks[source, number] = one
-            goes_on = end < document_end
-            if goes_on:
+                place = len(tokens) - 1
+                chunks[sources[place], numbers[place]] = one
+            if end < document_end:
                 following[len(tokens) - 1] = values.item(end)
             if one.mask is not None:
                 masks += [None] * (len(tokens) - 1 - len(masks))
-                masks.append(_mask(one.mask, begin + start, end, goes_on))
+                masks.append(_mask(one.mask, begin + start, end, end < document_end))
         self.following = np.full(len(samples), NO_LOSS)
         for place, token in following.items():
             self.following[place] = token
@@ -219,9 +216,25 @@ class _TokenViews:
         masks += [None] * (len(samples) - len(masks))
 
 
-def _changed_row(source: str, chunk: int, row: int, why: str) -> str:
+def _find_chunks(
+    shelf: ChunkShelf, names: tuple[str, ...], sources: Sequence[int], numbers: Sequence[int]
+) -> Sequence[ChunkRows]:
+    """The chunk of every sample."""
+    finders = shelf.finders(names)
+    found = [finders[source](number) for source, number in zip(sources, numbers, strict=True)]
+    if all(found):
+        return cast("list[ChunkRows]", found)
+    obtained: dict[tuple[int, int], ChunkRows] = {}  # once: there may be no room for it on the shelf
+    for place, key in enumerate(zip(sources, numbers, strict=True)):
+        if found[place] is None:
+            obtained[key] = found[place] = obtained.get(key) or shelf.obtain(names[key[0]], key[1])
+    return cast("list[ChunkRows]", found)
+
+
+def _changed_row(samples: Samples, place: int, why: str) -> str:
+    source = samples.source_names[samples.source[place]]
     return (
-        f"row {row} of chunk {chunk} of source {source!r} has changed since it was planned: {why}. The source returns other "
+        f"row {samples.row[place]} of chunk {samples.chunk[place]} of source {source!r} has changed since it was planned: {why}. The source returns other "
         "rows than before, or the run was resumed from an edited state; restore the data, or start from a checkpoint"
     )
 
