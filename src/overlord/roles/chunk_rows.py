@@ -232,10 +232,11 @@ def _find_chunks(
 
 
 def _changed_row(samples: Samples, place: int, why: str) -> str:
-    source = samples.source_names[samples.source[place]]
+    source, chunk, row = (int(column[place]) for column in (samples.source, samples.chunk, samples.row))
     return (
-        f"row {samples.row[place]} of chunk {samples.chunk[place]} of source {source!r} has changed since it was planned: {why}. The source returns other "
-        "rows than before, or the run was resumed from an edited state; restore the data, or start from a checkpoint"
+        f"row {row} of chunk {chunk} of source {samples.source_names[source]!r} has changed since it was planned: {why}. "
+        "The source returns other rows than before, or the run was resumed from an edited state; restore the data, or start "
+        "from a checkpoint"
     )
 
 
