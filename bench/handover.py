@@ -52,7 +52,7 @@ class Built:
         return 0
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: int = 0, generation: int | None = None
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
     ) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._steps[step % len(self._steps)]),))
 

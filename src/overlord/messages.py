@@ -316,17 +316,6 @@ class Delivery:
     microbatches: tuple[Fields, ...]
 
 
-def num_bytes_of(microbatches: Iterable[Fields]) -> int:
-    """The bytes of their arrays; those in lists are not counted: they are few."""
-    return sum([getattr(value, "nbytes", 0) for fields in microbatches for value in fields.values()])
-
-
-MOST_AHEAD = 8
-"""Steps that a trainer may fetch ahead where they are small, so that several travel together."""
-AHEAD_BYTES = 10 << 20
-"""What these may take."""
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One rank's part of one global step: iterate over its microbatches, each a dict of arrays, which is the trainer's own.

@@ -600,10 +600,10 @@ def test_a_step_that_is_there_is_handed_over_without_another_fetch():
             def __getattr__(self, name: str) -> Any:
                 return getattr(channel, name)
 
-            def fetch(self, step: int, rank: int, wait_s: float, ahead: int = 0, generation: int | None = None) -> Any:
+            def fetch(self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None) -> Any:
                 found = channel.fetch(step, rank, wait_s, ahead, generation)
                 if isinstance(found, Delivery):
-                    fetched.append((step, bool(ahead)))
+                    fetched.append((step, ahead))
                 return found
 
         client = Client(0, Counted(), fetch_ahead=2, timeout_s=30)  # type: ignore[arg-type]

@@ -49,12 +49,10 @@ piece.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.arrange.plan import MicroPlan
 from overlord.arrange.vision.encoding import stack_images
 from overlord.batches.derived import (
     NO_LOSS,
@@ -68,13 +66,13 @@ from overlord.batches.pairs import in_sides
 from overlord.declare.source import CHOSEN_TOKENS
 from overlord.errors import DataError, SpecError
 from overlord.records import record
-from overlord.stream.facts import Samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from overlord.arrange.plan import MicroPlan
     from overlord.batches.buffers import Arenas
     from overlord.batches.payload import Payload
     from overlord.declare.batch import Batch
@@ -164,73 +162,6 @@ def collate(
             f"Batch.columns names {sorted(taken)}, but a batch has fields of that name; rename the column in a transform"
         )
     return fields | dict(payload.columns)
-
-
-def may_join(batch: Batch) -> bool:
-    """True if microbatches of such batches may lend themselves to `collate_joined`, as long as they have no loss weights."""
-    return batch.layout == "packed" and batch.document_multiple == 1 and batch.image_token is None and not batch.columns
-
-
-def can_join(micro: MicroPlan) -> bool:
-    """True if a microbatch lends itself to `collate_joined` together with others like it: text in rows of one length."""
-    samples = micro.samples
-    return micro.row_tokens > 0 and not micro.parts and samples.images is None and CHOSEN_TOKENS not in samples.sizes
-
-
-def collate_joined(
-    micros: Sequence[MicroPlan], payload: Payload, batch: Batch, arenas: Arenas | None = None
-) -> Iterator[Fields]:
-    """Yield what `collate` returns for each of several microbatches that can be joined. Where documents fill all rows,
-    every field is computed for all of them at once, and cut: numpy takes as many calls as for a single one. `payload` is
-    that of all their samples."""
-    counts = [len(micro.samples) for micro in micros]
-    joined = _join(micros, counts)
-    layout = None if joined is None or payload.loss_masks is not None or payload.ignored else _full_layout(joined)
-    if joined is None or layout is None:
-        for micro, part in zip(micros, payload.split(counts), strict=True):
-            yield collate(micro, part, batch, arenas)
-        return
-    _check_payload(joined, payload)
-    labels, tokens, position_ids, _, loss_mask = _large_fields(layout.num_tokens, arenas, weighted=False)
-    np.concatenate(payload.tokens, out=tokens, casting="same_kind")
-    _fill_labels(labels, loss_mask, layout, tokens, payload)
-    bounds = layout.bounds.astype(np.int32)
-    fill_positions(position_ids, bounds[:-1], layout.lengths)
-    ends = np.cumsum(np.array(counts))
-    begins = ends - np.array(counts)
-    samples, lengths = joined.samples, layout.lengths.astype(np.int32)
-    starts = bounds[:-1] - np.repeat(bounds[begins], counts)
-    longest = np.maximum.reduceat(lengths, begins)
-    sources, chunks, rows = samples.source.astype(np.int32), samples.chunk, samples.row.astype(np.int32)
-    for i, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-        first, last = bounds.item(begin), bounds.item(end)
-        yield {
-            "tokens": tokens[first:last],
-            "labels": labels[first:last],
-            "loss_mask": loss_mask[first:last],
-            "position_ids": position_ids[first:last],
-            "max_seqlen": longest.item(i),
-            "num_documents": end - begin,
-            "num_rows": micros[i].num_rows,
-            "num_tokens": last - first,
-            "document_starts": starts[begin:end],
-            "document_lengths": lengths[begin:end],
-            "document_sources": sources[begin:end],
-            "document_chunks": chunks[begin:end],
-            "document_rows": rows[begin:end],
-            "cu_seqlens": bounds[begin : end + 1] - first,
-        }
-
-
-def _join(micros: Sequence[MicroPlan], counts: Sequence[int]) -> MicroPlan | None:
-    """One microbatch with the rows of all; None where their rows differ in length."""
-    if len({micro.row_tokens for micro in micros}) > 1:
-        return None
-    before = [0, *accumulate(micro.num_rows for micro in micros)]
-    rows = np.concatenate([micro.row for micro in micros])
-    rows += np.repeat(before[:-1], counts)
-    samples = Samples.concatenate([micro.samples for micro in micros])
-    return MicroPlan(samples, rows, before[-1], micros[0].row_tokens)
 
 
 def document_places(micro: MicroPlan, batch: Batch) -> Ints:

@@ -27,7 +27,6 @@ from overlord.loaders.model import (
     hosts_beside,
     shares_by_load,
 )
-from overlord.messages import MOST_AHEAD
 from overlord.planlog.lineage_run import begin_lineage
 from overlord.planlog.plan_log import Era, PlanLog
 from overlord.roles.borrowed_chunks import BorrowedChunks, BorrowedRows
@@ -401,14 +400,7 @@ def make_constructor(
         threads=workplace.build_threads,
         arenas=workplace.arenas,
         weighted=job.is_weighted,
-        most_ahead=_most_ahead(job, plans_together(planner.engine)),
     )
-
-
-def _most_ahead(job: Job, plans_together: int) -> int:
-    """How many small steps a trainer may fetch ahead: more than others where plans come ahead as well, unless feedback must
-    arrive before the steps are planned that it counts for."""
-    return MOST_AHEAD if plans_together > 1 and job.prefetch and job.mix.feedback is None else job.prefetch
 
 
 def plans_together(engine: Engine) -> int:
@@ -447,7 +439,7 @@ def make_planner(  # noqa: PLR0913 - a run is put together here, by name
     """`is_safe`: the decisions of the planner outlive it; `is_served`: trainers in other processes will come;
     `plans_together`: how many plans a group gets at a time. `engine`: where processes share memory, and the planner sends
     plans to the constructors there. `skips`: what the job leaves out, with the units of its files."""
-    usual_lead = max(job.prefetch, _most_ahead(job, plans_together)) + 1 + plans_together
+    usual_lead = job.prefetch + 1 + plans_together
     max_lead = usual_lead + (_LONGER_LEAD if plans_together > 1 else 0)
     place = ClientPlaceTree(job.mesh)
     log = None if era is None else PlanLog(era, start, max_lead, steered)

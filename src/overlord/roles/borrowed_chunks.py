@@ -152,11 +152,6 @@ class BorrowedChunks:
             missing = [key for key in self._not_here(missing) if key not in absent]
         return absent.union(*(self._unshared & _keys_of(part) for part in parts)) if self._unshared else absent
 
-    def has(self, samples: Samples) -> bool:
-        """True if all chunks of these samples are borrowed."""
-        chunks = self._chunks
-        return all([number in chunks[source] for source, number in zip(*samples.table[:2].tolist(), strict=True)])
-
     def release_before(self, first: Ints) -> None:
         """Return the chunks of each source before its `first`: no step needs them any more."""
         known = self._first
@@ -368,10 +363,6 @@ class BorrowedRows:
         self._chunks = chunks
         self._routes = routes
         self._rows = RowTaker(chunks, chunks.columns, threads, arenas)
-
-    def has(self, samples: Samples) -> bool:
-        """True if the chunks of these samples are borrowed already."""
-        return self._chunks.has(samples)
 
     def fetch_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
         """Yield the payloads of several microbatches, in their order."""

@@ -9,9 +9,9 @@ A rank that is expected but has not requested a step yet holds nobody back, unle
 where the first of its group began. No step is recorded as taken by all before that rank has requested one or has left.
 
 A rank may fetch steps ahead of its trainer. Such a fetch moves nothing: where a rank stands, what was taken and whether a
-rank reads at all is decided by what its trainer takes. A fetch that is not ahead takes its step too. Steps are fetched at
-most as far ahead as they would have been built anyway, small ones up to `most_ahead`. While all ranks of a group fetch
-ahead, each step is built by the thread of the first request for it, and none before it is requested.
+rank reads at all is decided by what its trainer takes. A fetch that is not ahead takes its step too. No step is fetched
+ahead, or planned, that would not have been built ahead anyway. While all ranks of a group fetch ahead, each step is built by
+the thread of the first request for it, and none before it is requested.
 
 While the mesh changes the constructor is frozen: a step that no rank has taken yet cannot be taken, until the constructor
 thaws or is replaced.
@@ -27,18 +27,16 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from overlord.batches.collate import can_join, collate, collate_joined, may_join
+from overlord.batches.collate import collate
 from overlord.batches.slices import cp_slices, fields_for, receive_only
 from overlord.errors import ClosedError, SpecError
-from overlord.messages import AHEAD_BYTES, Delivery, Fields, Later, num_bytes_of
+from overlord.messages import Delivery, Fields, Later
 from overlord.roles.planner import Planner
 from overlord.runtime.recorder import SpanBatch, SpanRing, current_recorder
 from overlord.runtime.threads import StealingFuture
 from overlord.status import WAIT_BOUNDS_S, ConstructorCounters, RankCounters, process_use
-from overlord.stream.facts import Samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -52,6 +50,7 @@ if TYPE_CHECKING:
     from overlord.roles.plan_window import SharedPlans
     from overlord.runtime.engine import Handle
     from overlord.runtime.threads import Executor
+    from overlord.stream.facts import Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,37 +113,6 @@ class RowSource(Protocol):
         """Yield the payloads of several microbatches, in their order."""
         ...
 
-    def has(self, samples: Samples) -> bool:
-        """True if `fetch_each` does not have to wait for these."""
-        ...
-
-
-class _BuiltTogether:
-    """Steps that one thread builds together. The others that need one of them wait for it; what it leaves out is built
-    alone."""
-
-    def __init__(
-        self,
-        steps: Sequence[int],
-        build: Callable[[Sequence[int]], dict[int, _Built]],
-        build_alone: Callable[[int], _Built | Later | None],
-    ) -> None:
-        self._steps = steps
-        self._build = build
-        self._build_alone = build_alone
-        self._lock = threading.Lock()
-        self._found: dict[int, _Built] | None = None
-
-    def take(self, step: int) -> _Built | Later | None:
-        with self._lock:
-            if self._found is None:
-                try:
-                    self._found = self._build(self._steps)
-                except Exception:  # noqa: BLE001 - raised again for the step that it is of, when that is built alone
-                    self._found = {}
-            found = self._found.pop(step, None)
-        return self._build_alone(step) if found is None else found
-
 
 class DataConstructor:
     """Builds the steps of a data-parallel group and delivers them to its ranks. The module's docstring has the promises."""
@@ -162,10 +130,8 @@ class DataConstructor:
         threads: Executor,
         arenas: Arenas,
         weighted: bool = False,
-        most_ahead: int = 0,
     ) -> None:
-        """`arenas` may be shared with other groups; `weighted`: batches have loss weights; `most_ahead`: how many steps may
-        be fetched ahead where they are small, if that is more than `prefetch`."""
+        """`arenas` may be shared with other groups; `weighted`: batches have loss weights."""
         self.generation = 0
         """How often the run was moved to another state."""
         self._group = group
@@ -175,12 +141,9 @@ class DataConstructor:
         self._plans = plans
         self._rows = rows
         self._prefetch = prefetch
-        self._most_ahead = most_ahead
-        self._reach = prefetch  # how many steps may be fetched ahead now
         self._threads = threads
         self._arenas = arenas
         self._weighted = weighted
-        self._may_join = not weighted and may_join(batch)
         self._most_idle = prefetch + 2
         arenas.keep_more(self._most_idle)
         self._places = {rank: tree.coordinates(rank) for rank in tree.ranks_of(group)}
@@ -204,11 +167,11 @@ class DataConstructor:
         self._closed = False
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: int = 0, generation: int | None = None
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
     ) -> Delivery | Later | None:
         """Return a rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`. The
-        rank takes the step, unless it is fetched `ahead`, which is how many steps from this one on will be. Later, and
-        nothing changes, for a client that knows the run as of another generation."""
+        rank takes the step, unless it is fetched `ahead`. Later, and nothing changes, for a client that knows the run as of
+        another generation."""
         if rank not in self._places:
             return self._not_here(rank)
         with self._lock:
@@ -254,17 +217,17 @@ class DataConstructor:
             self._build_ahead(min(self._held.values()), oldest)
         return None
 
-    def _wait_for(self, step: int, rank: int, wait_s: float, ahead: int) -> _Built | Later | None:
+    def _wait_for(self, step: int, rank: int, wait_s: float, is_ahead: bool) -> _Built | Later | None:
         with self._lock:
             self._check_open()
             before = self._at.get(rank), self._taken.get(rank), rank in self._expected
-            later = self._find_room_ahead(step, rank) if ahead else self._move(step, rank)
+            later = self._find_room_ahead(step, rank) if is_ahead else self._move(step, rank)
             if later is not None:
                 return later
             future = self._future_of(step)
-            if ahead:
+            if is_ahead:
                 self._ahead_by_themselves.add(rank)
-                future = future or self._build_here(step, ahead)
+                future = future or StealingFuture(partial(self._build, step))  # built by this thread: nobody waits yet
             else:
                 self._ahead_by_themselves.discard(rank)
                 future = future or self._threads.submit(self._build, step)
@@ -281,7 +244,7 @@ class DataConstructor:
             return Later(f"step {step} was dropped and is built again")
         except SpecError:  # there is no such step: the rank is where it was
             self._forget(step, future)
-            if not ahead:
+            if not is_ahead:
                 self._set_back(rank, step, *before)
             raise
         except BaseException:
@@ -317,8 +280,8 @@ class DataConstructor:
             return Later(f"rank {rank} reads nothing here now: its trainer requests the first step itself")
         slowest = min(self._at, key=lambda r: self._at[r])
         oldest = self._at[slowest] if not self._awaited or self._first is None else self._first
-        if step > oldest + self._reach:
-            return Later(f"step {step} is more than {self._reach} steps ahead of rank {slowest}")
+        if step > oldest + self._prefetch:
+            return Later(f"step {step} is more than {self._prefetch} steps ahead of rank {slowest}")
         return None
 
     def receive_plans(self, plans: SharedPlans) -> None:
@@ -511,45 +474,6 @@ class DataConstructor:
             if was_expected:
                 self._expected.add(rank)
 
-    def _build_here(self, step: int, num_steps: int) -> StealingFuture[_Built | Later | None]:
-        """A step that the thread builds which asks for it: nobody waits for it yet. That thread builds the steps after it
-        too, as many as will be fetched in turn and may be fetched ahead by now. The lock is held."""
-        last = min(step + num_steps - 1, min(self._at.values()) + self._reach) if self._may_join else step
-        steps = list(takewhile(lambda number: self._future_of(number) is None, range(step, last + 1)))
-        if len(steps) < 2:
-            return StealingFuture(partial(self._build, step))
-        together = _BuiltTogether(steps, self._build_together, self._build)
-        self._steps |= {number: StealingFuture(partial(together.take, number)) for number in steps}
-        return self._steps[step]
-
-    def _build_together(self, steps: Sequence[int]) -> dict[int, _Built]:
-        """Build steps as if they were one, which takes little more than a single one does: those whose plans and rows are
-        here, if they are several. The others are left out."""
-        ready = list(takewhile(self._is_ready, steps))
-        plans = [self._plan(step) for step in ready] if len(ready) > 1 else []
-        began, spans = time.perf_counter(), self._recorder.spans
-        planned = [plan for plan in plans if plan is not None and not isinstance(plan, Later)]
-        if not planned or len(planned) < len(plans):
-            return {}
-        micros = [micro for plan in planned for micro in plan.microbatches]
-        (payload,) = self._rows.fetch_each([Samples.concatenate([micro.samples for micro in micros])])
-        whole = iter(collate_joined(micros, payload, self._batch, self._arenas))
-        of_step = [tuple(islice(whole, len(plan.microbatches))) for plan in planned]
-        self._note_size(of_step[0])
-        self._keep_buffers(len(of_step[0]))
-        if spans.is_on:
-            spans.add(f"build steps {ready[0]} to {ready[-1]} of group {self._group}", began)
-        self._built_s += time.perf_counter() - began
-        return {
-            plan.step: _Built(plan.loss_tokens, fields, plan.broadcast, self._arenas, plan.counts, (), plan.axis)
-            for plan, fields in zip(planned, of_step, strict=True)
-        }
-
-    def _is_ready(self, step: int) -> bool:
-        """True if a step can be built with others without waiting for anything."""
-        plan = self._plans.peek(step)
-        return plan is not None and all(can_join(micro) and self._rows.has(micro.samples) for micro in plan.microbatches)
-
     def _build(self, step: int) -> _Built | Later | None:
         began, spans = time.perf_counter(), self._recorder.spans
         try:
@@ -568,7 +492,6 @@ class DataConstructor:
                 for micro, payload in zip(plan.microbatches, payloads, strict=False)  # those of features come after
             ]
             rank_parts = _add_parts(plan, whole, payloads) if any(micro.parts for micro in plan.microbatches) else ()
-            self._note_size(whole)
             self._keep_buffers(len(whole) * (2 if plan.counts is None and self._tree.mesh.cp > 1 else 1))
             return _Built(plan.loss_tokens, tuple(whole), plan.broadcast, self._arenas, plan.counts, rank_parts, plan.axis)
         except Exception as error:
@@ -580,16 +503,10 @@ class DataConstructor:
                 spans.add(f"build step {step} of group {self._group}", began)
             self._built_s += time.perf_counter() - began  # an update lost to another thread is no matter
 
-    def _note_size(self, whole: Sequence[Fields]) -> None:
-        """Let small steps be fetched further ahead than others, so that several can be fetched together."""
-        if self._most_ahead > self._prefetch:
-            fitting = AHEAD_BYTES // max(num_bytes_of(whole), 1)
-            self._reach = max(self._prefetch, min(fitting, self._most_ahead))
-
     def _keep_buffers(self, per_step: int) -> None:
         """Let the pool keep the buffers of as many steps as there are at once. `per_step` is how many a step takes."""
         with self._lock:
-            more = (self._reach + 2) * per_step - self._most_idle
+            more = (self._prefetch + 2) * per_step - self._most_idle
             if more > 0 and not self._closed:
                 self._most_idle += more
                 self._arenas.keep_more(more)

@@ -54,10 +54,6 @@ class GroupPlans(Protocol):
         """See `Planner.plan`."""
         ...
 
-    def peek(self, step: int) -> GroupPlan | None:
-        """The plan of a step if it is here. It stays here until `plan`."""
-        ...
-
     def receive(self, found: SharedPlans) -> None:
         """Keep plans that the planner sent by itself."""
         ...
@@ -76,9 +72,6 @@ class SinglePlans:
 
     def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
         return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
-
-    def peek(self, step: int) -> None:
-        """None is here before it is requested."""
 
     def receive(self, found: SharedPlans) -> None:
         """Nothing is sent to a constructor in the process of its planner."""
@@ -144,11 +137,6 @@ class HostPlans:
             if found is not None:
                 return found
         return self._request(group, step, oldest, is_late)
-
-    def peek(self, group: int, step: int) -> GroupPlan | None:
-        """The plan of a group for a step, if it is here."""
-        with self._lock:
-            return self._groups[group].plans.get(step)
 
     def receive(self, found: SharedPlans) -> None:
         """Keep plans that the planner sent by itself, except for groups that have never called that planner: it may have
@@ -309,9 +297,6 @@ class PlanRequests:
 
     def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
         return self._plans.plan(self._group, step, oldest, is_late)
-
-    def peek(self, step: int) -> GroupPlan | None:
-        return self._plans.peek(self._group, step)
 
     def receive(self, found: SharedPlans) -> None:
         """Keep plans that the planner sent to this process, for this group and the others."""

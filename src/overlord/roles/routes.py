@@ -120,10 +120,6 @@ class Routes:
         host = self._lookup().host(source, chunk)
         self._engine.tell(host, LoaderHost.note_described, self._names[source], chunk, keep_from)
 
-    def has(self, samples: Samples) -> bool:  # noqa: ARG002 - hosts are asked
-        """False: it is not known what hosts have ready."""
-        return False
-
     def fetch(self, samples: Samples) -> Payload:
         """Return the payload of samples of any sources, in their order."""
         return self._request(samples)()

@@ -135,14 +135,14 @@ class FlightChannel:
         return _origin(self._welcome, self._generations[-1])
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: int = 0, generation: int | None = None
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
     ) -> Delivery | Later | None:
         self._home.check()
         if generation not in (None, self.generation()):
             return Later(MOVED)
         wait_s = max(wait_s, self._wait_s)
         known, of_server = self._welcome, self._generations[-1 if generation is None else generation]
-        ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, of_server, bool(ahead))
+        ticket = wire.Ticket(known.job, rank, step, wait_s, self._session, known.instance, of_server, ahead)
         link = self._steps
         try:
             answer = link.fetch(ticket, wait_s + _GRACE_S, self._arenas)
@@ -441,8 +441,8 @@ class RequestsAhead:
         self.stop_receiving = pipeline.stop_receiving
         self.close = pipeline.close
 
-    def request(self, step: int, num_steps: int) -> None:
-        self._pipeline.request(msgspec.structs.replace(self._ticket, step=step), num_steps)
+    def request(self, step: int) -> None:
+        self._pipeline.request(msgspec.structs.replace(self._ticket, step=step))
 
     def receive(self, timeout_s: float | None) -> Delivery | None:
         """The answer to the first request that was not answered yet; None where it is no step. Raises what a connection

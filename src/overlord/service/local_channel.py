@@ -52,7 +52,7 @@ class LocalChannel:
         return str(self._roles.generation)
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: int = 0, generation: int | None = None
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
     ) -> Delivery | Later | None:
         known = self._roles.generation if generation is None else generation
         try:

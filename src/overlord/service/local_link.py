@@ -111,9 +111,8 @@ class StepPipeline:
         self._peer = peer
         self._arenas = arenas
 
-    def request(self, ticket: wire.Ticket, num_steps: int) -> None:
-        """Request the step of a ticket and those after it, `num_steps` in all."""
-        self._peer.connection.send_raw(wire.pack(Fetch(ticket, self._peer.borrower.take_returned(), num_steps)))
+    def request(self, ticket: wire.Ticket) -> None:
+        self._peer.connection.send_raw(wire.pack(Fetch(ticket, self._peer.borrower.take_returned())))
 
     def receive(self, timeout_s: float) -> Delivery | wire.NoStep | NotLocal:
         """Returns the next answer. After an error the connection is of no use: an answer may still come."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
-from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,8 +38,6 @@ from overlord.service.local_steps import (
 from overlord.service.wire import Failure, Refused, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from overlord.batches.buffers import Arenas
     from overlord.messages import Delivery
     from overlord.runtime.shared_memory import Connection
@@ -178,8 +174,9 @@ class _TrainerSession:
             raise refusal("this server hands out no steps; ask it for the address of the rank's")
         elif isinstance(request, Fetch):
             self._lender.take_back(request.returned)
+            messages = self._fetch(self._lender, request.ticket)
             try:
-                for message in self._fetch(self._lender, request):
+                for message in messages:
                     connection.send_raw(message.data, segments=message.segments)
             except ConnectionError:
                 self._read_last(connection)
@@ -223,18 +220,15 @@ class _TrainerSession:
             return
         connection.send_raw(wire.pack(wire.Value(None)), segments=[page.segment])
 
-    def _fetch(self, lender: StepLender, request: Fetch) -> Iterator[LocalMessage]:
-        """Yield the messages for each of the steps that are requested."""
-        self._last = ticket = request.ticket
+    def _fetch(self, lender: StepLender, ticket: wire.Ticket) -> list[LocalMessage]:
+        self._last = ticket
         try:
-            for answer in self._service.answer_each(ticket, request.num_steps, partial(self._pack, lender)):
-                if isinstance(answer, list):
-                    yield from answer
-                else:
-                    yield pack_answer(_short(answer) if isinstance(answer, Failure) else answer)
+            answer = self._service.answer(ticket, lambda delivery: self._pack(lender, delivery))
         except Refused as error:
-            refused = pack_answer(_short(Failure("ServiceError", str(error), [])))
-            yield from repeat(refused, request.num_steps)
+            answer = Failure("ServiceError", str(error), [])
+        if isinstance(answer, list):
+            return answer
+        return [pack_answer(_short(answer) if isinstance(answer, Failure) else answer)]
 
     def _pack(self, lender: StepLender, delivery: Delivery) -> list[LocalMessage] | NotLocal:
         try:

@@ -21,7 +21,6 @@ from msgspec import Meta, Struct
 
 from overlord.batches.buffers import segment_of
 from overlord.batches.lending import Borrower, Lender, Loan
-from overlord.messages import num_bytes_of
 from overlord.runtime.shared_memory import SharedSegment, address_of
 from overlord.service.steps import (
     SMALL_BYTES,
@@ -52,9 +51,6 @@ MOST_LONG_BYTES = 1 << 30
 TRYING, TAKEN, STEP, WAITED_NS, IS_OPEN = range(5)
 """The words of a page of takes (`taking.py`). The service writes the last, the client the others."""
 
-MOST_TOGETHER = 16
-"""Steps of one request."""
-
 _IN_MESSAGE = 1 << 15
 """A longer body lies in shared memory."""
 _MOST_DESCRIPTORS = 60
@@ -79,11 +75,8 @@ class Returned(Struct, frozen=True, forbid_unknown_fields=True, tag="returned"):
 
 
 class Fetch(Struct, frozen=True, forbid_unknown_fields=True, tag="fetch"):
-    """Requests the step of a ticket and those after it, `num_steps` in all. Each has an answer of its own, in order."""
-
     ticket: Ticket
     returned: Returned
-    num_steps: Annotated[int, Meta(ge=1, le=MOST_TOGETHER)] = 1
 
 
 class ShareTakes(Struct, frozen=True, forbid_unknown_fields=True, tag="share_takes"):
@@ -196,8 +189,7 @@ class StepLender:
 
     def pack(self, delivery: Delivery) -> list[LocalMessage]:
         """The messages for a step; one, unless it has very many segments."""
-        num_bytes = num_bytes_of(delivery.microbatches)
-        is_copied = not self._arenas.lend_limit.allows(len(self._open) + 1, self.lent_bytes + num_bytes)
+        is_copied = not self._arenas.lend_limit.allows(len(self._open) + 1, self.lent_bytes + _num_bytes(delivery))
         self.num_copied += is_copied
         regions = _SharedRegions(is_copied)
         microbatches = [pack_fields(regions, fields, {}) for fields in delivery.microbatches]
@@ -251,6 +243,13 @@ class StepLender:
 def pack_answer(answer: Answer | NotLocal) -> LocalMessage:
     """The message for an answer that is no step."""
     return LocalMessage(pack(_Envelope(body=pack(_Body(answer)))))
+
+
+def _num_bytes(delivery: Delivery) -> int:
+    """The bytes of the arrays of a step, those in lists not counted: they are few."""
+    return sum(
+        value.nbytes for fields in delivery.microbatches for value in fields.values() if isinstance(value, np.ndarray)
+    )
 
 
 def _in_bulks(segments: list[SharedSegment]) -> list[list[SharedSegment]]:

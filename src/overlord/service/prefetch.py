@@ -2,7 +2,7 @@
 
 `StepsAhead` has a thread, which also converts steps and copies them to a device. `RequestedSteps` has none: where a step is
 only mapped from shared memory, it is enough to request it early, and its answer waits in the connection. That takes less
-processor time, and `next` takes the time to unpack the step. Small steps are requested several at a time, and further ahead.
+processor time, and `next` takes the time to unpack the step.
 
 How both behave:
 - What is fetched ahead is not taken, and moves nobody: the trainer's thread takes each step with a call of its own,
@@ -25,7 +25,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from overlord.messages import AHEAD_BYTES, MOST_AHEAD, Delivery, num_bytes_of
+from overlord.messages import Delivery
 
 if TYPE_CHECKING:
     from overlord.batches.tensors import Placed, Placer
@@ -191,21 +191,11 @@ class StepsAhead:
             self._changed.notify_all()
 
 
-_MOST_TOGETHER, _TOGETHER_BYTES = MOST_AHEAD // 2, AHEAD_BYTES // 2
-"""Of steps that are requested with one message: while the trainer takes them, those of the next are on their way."""
-_STEADY, _FORGIVEN = 8, 256
-"""After so many steps without a refusal twice as many are requested together; after so many even more than were refused."""
-
-
 class RequestedSteps:
-    """The steps of one rank that were requested ahead. It has the methods of `StepsAhead`.
-
-    Small steps are requested several at a time, as soon as it is known how small they are.
-    """
+    """The steps of one rank that were requested ahead. It has the methods of `StepsAhead`."""
 
     def __init__(self, channel: Channel, rank: int, depth: int) -> None:
-        """At most `depth` steps are requested beyond the one that the trainer has; twice as many as are requested together
-        where that is more."""
+        """At most `depth` steps are requested beyond the one that the trainer has."""
         self._channel = channel
         self._rank = rank
         self._depth = depth
@@ -213,10 +203,6 @@ class RequestedSteps:
         self._lock = threading.Lock()  # held by the thread of the trainer while it uses the pipeline
         self._pipeline: StepRequests | None = None
         self._requested: deque[int] = deque()  # steps whose answers have not been received
-        self._num_unwanted = 0  # answers that come before those, to requests that nobody waits for any more
-        self._together = 1  # steps of the next request
-        self._most_together = _MOST_TOGETHER  # less since a refusal
-        self._num_came = 0  # steps since then
         self._origin = ""
         self._placer: Placer | None = None
         self._stopped = False
@@ -276,17 +262,15 @@ class RequestedSteps:
             pipeline.stop_receiving()
 
     def _request(self, step: int) -> None:
-        """Request the steps from `step` on that were not requested yet."""
-        pipeline, together = self._pipeline, self._together
+        """Request the steps up to `depth` from `step` on that were not requested yet."""
+        pipeline = self._pipeline
         if pipeline is None or self.is_paused:
             return
         first = max(step, self._requested[-1] + 1) if self._requested else step
-        end = step + max(self._depth, 2 * together)
         try:
-            while first + together <= end:
-                pipeline.request(first, together)
-                self._requested.extend(range(first, first + together))
-                first += together
+            for number in range(first, step + self._depth):
+                pipeline.request(number)
+                self._requested.append(number)
         except OSError as error:
             _log.debug("rank %d could not request steps ahead: %s", self._rank, error)
             self._drop()
@@ -297,14 +281,10 @@ class RequestedSteps:
             return None
         is_whole = False
         try:
-            while self._num_unwanted:
-                pipeline.receive(timeout_s)
-                self._num_unwanted -= 1
             while True:
                 found = pipeline.receive(timeout_s)
                 if self._requested.popleft() == step:
                     is_whole = found is None or found.step == step
-                    self._adapt(found)
                     return found if is_whole else None
         except Exception as error:  # noqa: BLE001 - the trainer's own request of this step raises it
             _log.debug("rank %d could not receive step %d ahead: %s", self._rank, step, error)
@@ -313,24 +293,8 @@ class RequestedSteps:
             if not is_whole:  # also where a signal raises: an answer may be lost
                 self._drop()
 
-    def _adapt(self, found: Delivery | None) -> None:
-        """Choose how many steps to request together, after an answer."""
-        if found is None:
-            self._most_together, self._together, self._num_came = max(self._together // 2, 1), 1, 0
-            self._num_unwanted += len(self._requested)  # these would be refused too, or come out of turn
-            self._requested.clear()
-            return
-        self._num_came += 1
-        if self._num_came % _STEADY or self._together == _MOST_TOGETHER:
-            return
-        most = _MOST_TOGETHER if self._num_came >= _FORGIVEN else self._most_together
-        together = 2 * self._together
-        if together <= most and together * num_bytes_of(found.microbatches) <= _TOGETHER_BYTES:
-            self._together = together
-
     def _drop(self) -> None:
         self.is_paused = True
-        self._num_unwanted = 0
         self._requested.clear()
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:

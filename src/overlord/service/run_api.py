@@ -158,11 +158,10 @@ class StepSource(Protocol):
         ...
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: int = 0, generation: int | None = None
+        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
     ) -> Delivery | Later | None:
         """Returns a rank's part of a step; None past the end; Later when it is not ready within `wait_s`. The rank takes
-        the step with it. Fetched `ahead`, it is not taken until `take`, and the rank stays where it was: `ahead` is how many
-        steps from this one on are fetched so, one after the other, and may be built together.
+        the step with it. Fetched `ahead`, it is not taken until `take`, and the rank stays where it was.
 
         Only steps of the run as of `generation` are returned, by default the present one. Such a step counts as taken even
         if the run is moved before the trainer has it: the trainer must get it.
@@ -182,9 +181,7 @@ class StepSource(Protocol):
 class StepRequests(Protocol):
     """Steps of one rank and origin that are requested ahead. Answers come in the order of requests."""
 
-    def request(self, step: int, num_steps: int) -> None:
-        """Requests `num_steps` steps from this one on, with one message."""
-        ...
+    def request(self, step: int) -> None: ...
 
     def receive(self, timeout_s: float | None) -> Delivery | None:
         """Waits for the next answer; None where it is no step. After an error the pipeline is of no use."""

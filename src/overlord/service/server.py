@@ -40,7 +40,7 @@ from overlord.service.taking import TakeBoard
 from overlord.service.wire import Refused, parse, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
 
     from overlord.batches.buffers import Arenas
     from overlord.runtime.serving_threads import ServingThreads
@@ -227,32 +227,10 @@ class Service:
         self._check_job(ticket.job)
         steps = self._require_steps()
         try:
-            answer = self._fetch_patiently(steps, ticket, 1)
+            answer = self._fetch_patiently(steps, ticket)
             return pack(answer) if isinstance(answer, Delivery) else answer
         except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
             return self.failure(error, f"rank {ticket.rank} asked for step {ticket.step}")
-
-    def answer_each(self, ticket: wire.Ticket, num_steps: int, pack: Callable[[Delivery], T]) -> Iterator[T | wire.Answer]:
-        """Yield the answer to a ticket, and those for the steps after its own, which are fetched ahead: `num_steps` in all.
-        After an answer that is no step the others are the same."""
-        self._check_job(ticket.job)
-        steps = self._require_steps()
-        found: Delivery | wire.Answer | None = None
-        packed: T | wire.Answer = wire.End()
-        for left in range(num_steps, 0, -1):
-            step = ticket.step + num_steps - left
-            if found is None or isinstance(found, Delivery):
-                try:
-                    is_first = found is None
-                    found = (
-                        self._fetch_patiently(steps, ticket, left)
-                        if is_first
-                        else self._fetch_next(steps, ticket, step, left)
-                    )
-                    packed = pack(found) if isinstance(found, Delivery) else found
-                except Exception as error:  # noqa: BLE001 - as in `answer`
-                    found = packed = self.failure(error, f"rank {ticket.rank} asked for step {step}")
-            yield packed
 
     def failure(self, error: Exception, doing: str) -> wire.Failure:
         """The answer for an error. Those that are not Overlord's own are logged here."""
@@ -260,9 +238,8 @@ class Service:
             _log.error("%s", doing, exc_info=error)
         return wire.Failure.of(error)
 
-    def _fetch_patiently(self, steps: StepSource, ticket: wire.Ticket, num_steps: int) -> Delivery | wire.Answer:
-        """Fetch for a client until there is an answer or its wait is over, so that thousands of clients need not poll. The
-        first of so many steps that are fetched in turn."""
+    def _fetch_patiently(self, steps: StepSource, ticket: wire.Ticket) -> Delivery | wire.Answer:
+        """Fetch for a client until there is an answer or its wait is over, so that thousands of clients need not poll."""
         deadline = self._clock() + min(ticket.wait_s, _MOST_WAIT_S)
         pause_s = _PAUSES_S[0]
         self.takes.follow(ticket.rank, ticket.session)
@@ -278,7 +255,7 @@ class Service:
             else:
                 self.ranks.note_request(ticket.rank, ticket.session, ticket.step)
             left_s = max(deadline - self._clock(), 0.0)
-            answer = self._fetch(steps, ticket, ticket.step, min(left_s, _SLICE_S), num_steps if ticket.ahead else 0)
+            answer = self._fetch(steps, ticket, min(left_s, _SLICE_S))
             if isinstance(answer, Delivery) and not ticket.ahead:
                 answer = self._hand_out(answer, ticket, epoch)
             if isinstance(answer, Delivery):  # it counts as taken: the trainer gets it, even if the run was moved meanwhile
@@ -308,17 +285,9 @@ class Service:
             self.takes.open(ticket.rank, ticket.session, ticket.generation, epoch)
         return later or delivery
 
-    def _fetch_next(self, steps: StepSource, ticket: wire.Ticket, step: int, num_steps: int) -> Delivery | wire.Answer:
-        """Fetch a step after that of a ticket, ahead."""
-        answer = self._fetch(steps, ticket, step, min(ticket.wait_s, _SLICE_S), num_steps)
-        if isinstance(answer, Later):
-            return wire.NotReady(answer.reason)
-        return wire.End() if answer is None else answer
-
-    def _fetch(
-        self, steps: StepSource, ticket: wire.Ticket, step: int, wait_s: float, ahead: int
-    ) -> Delivery | Later | None:
-        return self._find_stop(step) or steps.fetch(step, ticket.rank, wait_s, ahead, ticket.generation)
+    def _fetch(self, steps: StepSource, ticket: wire.Ticket, wait_s: float) -> Delivery | Later | None:
+        stop = self._find_stop(ticket.step)
+        return stop or steps.fetch(ticket.step, ticket.rank, wait_s, ticket.ahead, ticket.generation)
 
     def take(self, request: wire.Take) -> wire.Refusal | None:
         """Take a step for a rank that has fetched it ahead; returns why it cannot be taken now."""

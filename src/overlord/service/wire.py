@@ -21,7 +21,7 @@ from overlord.runtime.whereabouts import MOST_NAMES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION = 5
+VERSION = 4
 """Incremented whenever a struct of this file, a request of `run_api` or the layout of a step changes."""
 
 _log = logging.getLogger(__name__)
