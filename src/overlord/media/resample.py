@@ -1,12 +1,14 @@
 """Resizing pictures with an antialiasing filter, by OpenCV.
 
-OpenCV has no antialiasing bilinear filter, so one is composed of its integer operations, whose results are the same on every
-processor. A picture that is more than four times too large is first averaged over boxes. Then it is blurred just enough that
-blur and linear interpolation together are as wide as the triangle filter that Pillow calls BILINEAR. The results agree with
-Pillow's to 40 dB and more, at a third of its cost.
+OpenCV has no antialiasing bilinear filter, so one is composed of its operations on integers. A picture that is more than
+four times too large is first averaged over boxes. Then it is blurred just enough that blur and linear interpolation together
+are as wide as the triangle filter that Pillow calls BILINEAR. The results agree with Pillow's to 40 dB and more, at a third
+of its cost.
 
-Interpolation from a fraction of a pixel on, which crops and JPEGs decoded at a reduced scale need, is an exception: OpenCV 5
-computes it in floats, and about one value in ten thousand differs by one on processors without AVX2.
+Pictures are the same on all x86 processors, with OpenCV 4.10 to 5.0: with and without AVX2, AVX-512 and Intel's primitives.
+Interpolation from a fraction of a pixel on is an exception: OpenCV 5 computes it in floats, and about one value in ten
+thousand differs by one on processors without AVX2. Crops, JPEGs decoded at a reduced scale and some pictures that were
+averaged over boxes need it. ARM was not tried.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def resize(picture: Pixels, size: tuple[int, int], rows: Interval, columns: Inte
         taps = (horizontal.taps, vertical.taps)
         picture = cv2.GaussianBlur(picture, taps, horizontal.sigma, sigmaY=vertical.sigma, borderType=cv2.BORDER_REFLECT)
     if rows == (0, picture.shape[0]) and columns == (0, picture.shape[1]):
-        return cv2.resize(picture, size[::-1], dst=out, interpolation=cv2.INTER_LINEAR_EXACT)
+        return cv2.resize(picture, size[::-1], dst=out, interpolation=cv2.INTER_LINEAR)
     steps = [(end - start) / length for (start, end), length in zip((columns, rows), size[::-1], strict=True)]
     starts = [start + step / 2 - 0.5 for (start, _), step in zip((columns, rows), steps, strict=True)]
     moved = np.array([[steps[0], 0, starts[0]], [0, steps[1], starts[1]]])
