@@ -175,9 +175,10 @@ def _merge_columns(parts: Sequence[Payload], order: NDArray[np.int64], owners: S
     import pyarrow as pa
 
     from overlord.sources.column_types import merge_arrays
+    from overlord.sources.numbers import array_of
 
     merged = {}
     for name in dict.fromkeys(name for part in parts for name in part.columns):
         arrays = [part.columns[name] if name in part.columns else pa.nulls(len(part.tokens)) for part in parts]
-        merged[name] = merge_arrays(name, arrays, owners).take(order)
+        merged[name] = merge_arrays(name, arrays, owners).take(array_of(order))
     return merged

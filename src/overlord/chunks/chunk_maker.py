@@ -30,6 +30,7 @@ from overlord.errors import DataError, SchemaError
 from overlord.runtime.recorder import current_recorder
 from overlord.sources.column_types import cast_table, wider_schema, wider_type
 from overlord.sources.files import FileSource, open_reader
+from overlord.sources.numbers import array_of, numbers_of
 from overlord.sources.range_cache import FetchAhead, needed_again
 from overlord.sources.reading import TogetherReader
 from overlord.sources.storage import is_remote
@@ -484,9 +485,9 @@ class ChunkMaker:
         if pa.types.is_fixed_size_list(kind):
             array = array.cast(pa.list_(kind.value_type))
         elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):  # Arrow's own cast returns broken lists
-            lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            lengths = numbers_of(array.value_lengths(), default=0)
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-            array = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), array.flatten())
+            array = pa.LargeListArray.from_arrays(array_of(offsets), array.flatten())
         kind = array.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         if pa.types.is_null(kind) or (is_list and pa.types.is_null(kind.value_type)):

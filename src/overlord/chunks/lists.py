@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from overlord.sources.numbers import is_present, numbers_of
 from overlord.sources.views import combine_chunks
 
 if TYPE_CHECKING:
@@ -76,19 +77,19 @@ class NumberLists:
 
 
 def list_parts(array: Any, name: str) -> NumberLists:
-    offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+    offsets = numbers_of(array.offsets).astype(np.int64, copy=False)
     lengths = offsets[1:] - offsets[:-1]
     if array.null_count:
-        lengths[~array.is_valid().to_numpy(zero_copy_only=False)] = 0
+        lengths[~is_present(array)] = 0
     values, is_null = array.values, None
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.int8())
     if values.null_count:
-        is_null = ~values.is_valid().to_numpy(zero_copy_only=False)
+        is_null = ~is_present(values)
         values = values.fill_null(0)
-    return NumberLists(name, values.to_numpy(), offsets[:-1], lengths, is_null)
+    return NumberLists(name, numbers_of(values), offsets[:-1], lengths, is_null)
 
 
 def note_bad_ids(tokens: NumberLists, special_ids: Sequence[int], bad: dict[int, str]) -> None:
@@ -120,8 +121,8 @@ def combine_lists(column: pa.ChunkedArray[Any], arenas: Arenas) -> pa.Array[Any]
     is_plain = pa.types.is_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type))
     if len(chunks) < 2 or not is_plain or any(chunk.null_count or chunk.values.null_count for chunk in chunks):
         return combine_chunks(column)
-    offsets = [chunk.offsets.to_numpy() for chunk in chunks]
-    pieces = [chunk.values.to_numpy()[own[0] : own[-1]] for chunk, own in zip(chunks, offsets, strict=True)]
+    offsets = [numbers_of(chunk.offsets) for chunk in chunks]
+    pieces = [numbers_of(chunk.values)[own[0] : own[-1]] for chunk, own in zip(chunks, offsets, strict=True)]
     total = sum(map(len, pieces))
     if total > MOST_ID:  # more than such offsets can say
         return combine_chunks(column)

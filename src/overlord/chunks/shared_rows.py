@@ -20,6 +20,7 @@ import pyarrow as pa
 from overlord.batches.buffers import Arenas, segment_of
 from overlord.chunks.chunk import Chunk
 from overlord.runtime.transport import table_from_stream, table_to_stream
+from overlord.sources.numbers import is_present
 from overlord.sources.storage import MappedFile, StoredFile, mapped_file_at
 from overlord.sources.views import VIEW, combine_chunks, compact, is_view
 
@@ -269,7 +270,7 @@ class _SharedViews:
         views = np.frombuffer(memoryview(buffers[1]), VIEW)[array.offset : array.offset + len(array)]
         validity = None
         if array.null_count:
-            validity = np.packbits(array.is_valid().to_numpy(zero_copy_only=False), bitorder="little")
+            validity = np.packbits(is_present(array), bitorder="little")
         pieces: list[tuple[int, int, int] | NDArray[np.uint8]] = []
         for piece in buffers[2:]:
             mapped = None if piece is None else mapped_file_at(piece.address)

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SchemaError
+from overlord.sources.numbers import numbers_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,4 +56,4 @@ def _numbers(column: Any) -> Any:
         return np.zeros(len(column), np.int64)
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
-    return column.fill_null(0).to_numpy() if column.null_count else column.to_numpy()
+    return numbers_of(column, default=0)

@@ -20,6 +20,7 @@ from overlord.batches.derived import NO_LOSS
 from overlord.batches.payload import Payload
 from overlord.errors import DataError, SourceError
 from overlord.sources.column_types import merge_arrays
+from overlord.sources.numbers import array_of
 from overlord.sources.views import combine_chunks, compact, take_rows
 from overlord.stream.facts import ONLY_IMAGE, Ints, Samples
 
@@ -270,7 +271,7 @@ def _columns(names: Sequence[str], parts: Sequence[_OfChunk], samples: Samples) 
             else pa.nulls(len(of_part))
             for part, of_part in zip(parts, rows, strict=True)
         ]
-        found[name] = merge_arrays(name, arrays, owners).take(back)
+        found[name] = merge_arrays(name, arrays, owners).take(array_of(back))
     return found
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.sources import thrift
+from overlord.sources.numbers import array_of
 from overlord.sources.thrift import (
     Encoded,
     binary,
@@ -378,14 +379,9 @@ def _lists(column: ListColumn, bounds: NDArray[np.int64], absent: list[tuple[int
     if len(values) > _MOST_OFFSET and not pa.types.is_large_list(column.field.type):
         raise NotFlat(f"{len(values):,} numbers, more than the column's offsets can say")  # of several row groups
     if pa.types.is_large_list(column.field.type):
-        return pa.LargeListArray.from_arrays(_arrow(bounds, pa.int64()), values, type=column.field.type, mask=mask)
-    offsets = _arrow(bounds.astype(np.int32), pa.int32())
+        return pa.LargeListArray.from_arrays(array_of(bounds), values, type=column.field.type, mask=mask)
+    offsets = array_of(bounds.astype(np.int32))
     return pa.ListArray.from_arrays(offsets, values, type=column.field.type, mask=mask)
-
-
-def _arrow(numbers: NDArray[Any], kind: pa.DataType) -> Any:
-    """The numbers, not copied. Arrow's own way imports numpy's masked arrays, before the first batch."""
-    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers.data)])
 
 
 _ZERO_BITS = tuple(tuple(bit for bit in range(8) if not byte >> bit & 1) for byte in range(256))

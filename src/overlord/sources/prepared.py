@@ -22,6 +22,7 @@ from overlord.declare.source import Unit
 from overlord.errors import SourceError, SpecError
 from overlord.sources.column_types import cast_table, has_null_type, wider_schema
 from overlord.sources.files import FileSource
+from overlord.sources.numbers import numbers_of
 from overlord.sources.parquet import Parquet, ParquetReader
 from overlord.sources.reading import BadRow, MadeRows, ReadResult, good_rows
 from overlord.sources.storage import is_remote
@@ -276,7 +277,7 @@ class PreparedReader:
             table = self._parquet.read_rows(detail.group).strict()
             origin = None
             if ROW_ORIGIN in table.column_names:
-                origin = table.column(ROW_ORIGIN).to_numpy().astype(np.int64)
+                origin = numbers_of(table.column(ROW_ORIGIN)).astype(np.int64)
                 table = table.drop_columns([ROW_ORIGIN])
             table = _with_known_types(table, detail.corpus.schema)
         rows = None

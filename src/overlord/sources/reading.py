@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import BadRowError, SourceError
+from overlord.sources.numbers import numbers_of
 from overlord.sources.views import take_rows
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def _rows_of_children(array: Any) -> dict[int, str] | None:
             found |= _rows_without_utf8(array.field(i))
         return found
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        offsets = array.offsets.to_numpy()
+        offsets = numbers_of(array.offsets)
         if offsets[0] < 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(array.values):
             return {}
         values = _rows_without_utf8(array.values)

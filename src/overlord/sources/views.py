@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from overlord.sources.numbers import array_of, is_present
 from overlord.sources.storage import (
     MappedFile,
     mapped_file_at,
@@ -122,7 +123,7 @@ class StoredValues:
         lengths = views["length"].astype(np.int64)
         long = lengths > INLINE_BYTES
         if array.null_count:
-            long &= array.is_valid().to_numpy(zero_copy_only=False)
+            long &= is_present(array)
         which = np.where(long, views["buffer"], 0)
         return StoredValues(files, np.where(long, number[which], -1), begin[which] + views["offset"], lengths)
 
@@ -148,7 +149,7 @@ def materialize(array: pa.Array) -> pa.Array:
     stored = StoredValues.of(array)
     if stored is None:
         return array.cast(plain)
-    present = array.is_valid().to_numpy(zero_copy_only=False)
+    present = is_present(array)
     lengths = np.where(present, stored.lengths, 0)
     ends = np.cumsum(lengths)
     offsets = np.concatenate([[0], ends])
@@ -168,8 +169,9 @@ def materialize(array: pa.Array) -> pa.Array:
 def take_rows(table: pa.Table, rows: NDArray[np.integer]) -> pa.Table:
     """The rows in the given order. The values of views are not read."""
     columns: list[pa.Array | pa.ChunkedArray] = []
+    places = array_of(rows)
     for column in table.columns:
-        columns.append(_take_views(column, rows) if is_view(column.type) else column.take(rows))
+        columns.append(_take_views(column, rows) if is_view(column.type) else column.take(places))
     return pa.table(columns, schema=table.schema)
 
 
@@ -180,7 +182,7 @@ def _take_views(column: pa.ChunkedArray, rows: NDArray[np.integer]) -> pa.Array:
     views = np.frombuffer(memoryview(buffers[1]), VIEW)[array.offset : array.offset + len(array)][rows]
     validity = None
     if array.null_count:
-        present = array.is_valid().to_numpy(zero_copy_only=False)[rows]
+        present = is_present(array)[rows]
         validity = pa.py_buffer(np.packbits(present, bitorder="little").data)
     return pa.Array.from_buffers(array.type, len(rows), [validity, pa.py_buffer(views.data), *buffers[2:]])
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 from overlord.declare.source import Unit
 from overlord.errors import SchemaError, SourceError, SpecError
 from overlord.sources.files import FileSource, check_columns, codec_of, decompress
+from overlord.sources.numbers import texts_of
 from overlord.sources.reading import BadRow, ReadResult, good_rows
 from overlord.sources.storage import (
     FileBytes,
@@ -98,7 +99,7 @@ class WebDataset(FileSource):
         if samples.keys and not any(name in samples.places for name in wanted):
             raise SchemaError(f"{unit.path} has no member that ends in any of {wanted}; it has {list(samples.places)}")
         bad: dict[int, str] = {}
-        columns: list[pa.Array] = [pa.array(samples.keys, pa.string())]
+        columns: list[pa.Array] = [texts_of(samples.keys)]
         for field in list(shard.schema)[1:]:
             offsets, lengths = samples.column(field.name)
             _check_fits(unit.path, field, lengths)

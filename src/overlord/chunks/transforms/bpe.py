@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from overlord.chunks.transforms.merge_ranks import Flags, NotRankable, RankedTokens, rank_tokens, token_bytes
+from overlord.sources.numbers import array_of, numbers_of, text_scalar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -433,8 +434,8 @@ class ByteLevelBpe:
         if left is None:
             return self._by_tiktoken(texts, joined)
         flat, lengths = np.zeros(0, np.int32), np.zeros(len(texts), np.int64)
-        ours = texts.filter(pa.array(~left))
-        theirs = texts.filter(pa.array(left))
+        ours = texts.filter(array_of(~left))
+        theirs = texts.filter(array_of(left))
         parts = []
         for rows, (ids, counts) in ((~left, self._by_tiktoken(ours, _join(ours))), (left, self._by_library(theirs))):
             lengths[rows] = counts
@@ -483,7 +484,7 @@ class ByteLevelBpe:
             flags = self._characters.look_up(codes_of(joined))
             if (flags & (Characters.DIFFERENT | Characters.MAY_CHANGE)).any():
                 letters: Any = pc.utf8_length(texts)  # type: ignore[call-overload]
-                sizes = letters.to_numpy(zero_copy_only=False) + len(_SEPARATOR)
+                sizes = numbers_of(letters) + len(_SEPARATOR)
                 rows = np.repeat(np.arange(len(texts)), sizes)[: len(flags)]
                 left[rows[flags & Characters.DIFFERENT != 0]] = True
                 for row in np.unique(rows[flags & Characters.MAY_CHANGE != 0]).tolist():
@@ -563,9 +564,9 @@ def _pair(merge: Any) -> Sequence[str]:
 
 def _join(texts: pa.Array) -> str:
     is_large = pa.types.is_large_string(texts.type)
-    ends: Any = pa.array([0, len(texts)], pa.int64() if is_large else pa.int32())
+    ends = array_of(np.array([0, len(texts)], np.int64 if is_large else np.int32))
     whole: Any = (pa.LargeListArray if is_large else pa.ListArray).from_arrays(ends, texts)
-    joined: Any = pc.binary_join(whole, pa.scalar(_SEPARATOR, texts.type))
+    joined: Any = pc.binary_join(whole, text_scalar(_SEPARATOR, texts.type))
     return joined[0].as_py()
 
 
@@ -586,10 +587,10 @@ def _place_to_cut(data: NDArray[np.uint8], step: int) -> int | None:
 
 
 def _contains(texts: pa.Array, token: str) -> Flags:
-    return pc.match_substring(texts, token).to_numpy(zero_copy_only=False)
+    return numbers_of(pc.match_substring(texts, token))
 
 
 def _with_prefix_space(texts: pa.Array) -> pa.Array:
-    space, nothing = (pa.scalar(each, texts.type) for each in (" ", ""))
+    space, nothing = (text_scalar(each, texts.type) for each in (" ", ""))
     is_as_it_is = pc.or_(pc.starts_with(texts, " "), pc.equal(texts, nothing))
     return pc.binary_join_element_wise(pc.if_else(is_as_it_is, nothing, space), texts, nothing)

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from overlord.errors import SchemaError
 from overlord.sources.column_types import merge_tables, wider_schema
+from overlord.sources.numbers import array_of, numbers_of
 
 if TYPE_CHECKING:
     from overlord.stream.facts import Ints
@@ -103,7 +104,7 @@ ORIGIN = "__origin__"
 def with_origin(table: pa.Table, origin: Ints) -> pa.Table:
     if ORIGIN in table.column_names:
         raise SchemaError(f"the column name {ORIGIN!r} is reserved; rename that column of the source")
-    return table.append_column(ORIGIN, pa.array(origin, pa.int64()))
+    return table.append_column(ORIGIN, array_of(origin.astype(np.int64, copy=False)))
 
 
 def without_origin(table: pa.Table) -> tuple[pa.Table, Ints | None]:
@@ -113,7 +114,7 @@ def without_origin(table: pa.Table) -> tuple[pa.Table, Ints | None]:
     column = table.column(ORIGIN)
     if column.type != pa.int64() or column.null_count:
         raise SchemaError(f"a transform changed the column {ORIGIN!r} to {column.type}; keep it or leave it out")
-    return table.drop_columns([ORIGIN]), column.to_numpy().astype(np.int64, copy=False)
+    return table.drop_columns([ORIGIN]), numbers_of(column).astype(np.int64, copy=False)
 
 
 def join_origins(origins: Sequence[Ints | None]) -> Ints | None:

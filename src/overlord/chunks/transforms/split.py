@@ -12,6 +12,7 @@ import orjson
 
 from overlord.chunks.transforms.outcome import ORIGIN, row_error
 from overlord.errors import DataError, SchemaError, SpecError
+from overlord.sources.numbers import array_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -73,7 +74,7 @@ class SplitSide:
             digest = blake2b(_bytes(value), digest_size=8, key=key).digest()
             if (int.from_bytes(digest, "little") < limit) == self.is_held_out:
                 kept.append(row)
-        return table if len(kept) == table.num_rows else table.take(np.array(kept, np.int64))
+        return table if len(kept) == table.num_rows else table.take(array_of(np.array(kept, np.int64)))
 
 
 def _bytes(value: Any) -> bytes:

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel, Tokens, library_ids
 from overlord.chunks.transforms.outcome import ORIGIN, RowError, row_error
 from overlord.errors import DataError, SchemaError, SpecError
+from overlord.sources.numbers import array_of, numbers_of, text_scalar
 
 if TYPE_CHECKING:
     import tiktoken
@@ -168,7 +169,7 @@ def _as_text(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
 def _encode(encoder: Any, column: pa.ChunkedArray, ends: _Ends, threads: Executor | None) -> pa.Array:
     """The ids of each text. Raises RowError, with the row of the column, for ids that int32 does not hold."""
     if isinstance(encoder, ByteTokenizer):
-        filled = column.cast(pa.large_string()).fill_null(pa.scalar("", pa.large_string()))
+        filled = column.cast(pa.large_string()).fill_null(text_scalar("", pa.large_string()))
         return _to_lists([ends.around(*encoder.encode_column(filled.combine_chunks()))], len(column), [0])
     slices = [piece for part in _slices(column, encoder) for piece in part]
     calls = [partial(_encode_slice, encoder, piece, ends) for piece in slices]
@@ -220,7 +221,7 @@ def _slices(column: pa.ChunkedArray, encoder: Any) -> Iterator[Iterable[_TextSli
     first = 0
     for chunk in column.chunks:
         texts: Any = chunk  # strings or large strings
-        lengths = pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        lengths = numbers_of(pc.binary_length(texts), default=0).astype(np.int64)
         is_long = (lengths > 2 * SLICE_BYTES) & isinstance(encoder, _Bpe)
         starts = np.diff(np.cumsum(lengths + _ROW_BYTES) // SLICE_BYTES) != 0
         starts |= is_long[1:] | is_long[:-1]  # a long text is a slice of its own
@@ -241,7 +242,7 @@ def _pieces(bpe: ByteLevelBpe, text: pa.Array, row: int) -> list[_TextSlice]:
 
 
 def _encode_slice(encoder: Any, piece: _TextSlice, ends: _Ends) -> tuple[Tokens, Ints]:
-    texts = piece.texts.fill_null(pa.scalar("", piece.texts.type))
+    texts = piece.texts.fill_null(text_scalar("", piece.texts.type))
     if isinstance(encoder, _Bpe):
         ids, counts = encoder.bpe.encode_column(texts)
     else:
@@ -284,7 +285,7 @@ def _to_lists(parts: list[tuple[Tokens, Ints]], num_rows: int, first_rows: Seque
     if offsets[-1] > MOST_TOKENS:
         raise DataError(f"a chunk of {offsets[-1]:,} tokens is too large for one column; lower the source's window")
     flat = parts[0][0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in parts)])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
+    return pa.ListArray.from_arrays(array_of(offsets.astype(np.int32)), array_of(flat))
 
 
 class _Encoder(Protocol):
