@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -280,7 +281,11 @@ class Action(Generic[Q, T]):
     def __init__(self, name: str, request: type[Q], reply: Any) -> None:
         self.name = name
         self.request = request
-        self._decoder: msgspec.msgpack.Decoder[Value[Any] | Failure] = msgspec.msgpack.Decoder(Value[reply] | Failure)
+        self._reply = reply
+
+    @cached_property
+    def _decoder(self) -> msgspec.msgpack.Decoder[Value[Any] | Failure]:
+        return msgspec.msgpack.Decoder(Value[self._reply] | Failure)  # made late: a trainer uses few of the actions
 
     def unpack_reply(self, data: bytes | memoryview) -> T:
         """Raises what went wrong in the service, and msgspec.DecodeError when the bytes are anything else."""
