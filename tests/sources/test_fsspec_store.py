@@ -14,8 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 import overlord as ol
 from overlord.errors import SourceError, SpecError, StorageError
 from overlord.sources import object_store
-from overlord.sources.object_store import Retry, storage_use
-from overlord.sources.storage import Storage
+from overlord.sources.object_store import Retry
+from overlord.sources.storage import Storage, storage_use
 
 QUICK = Retry(deadline_s=20, first_wait_s=0.001, max_wait_s=0.002)
 TABLE = pa.table({"tokens": [list(range(row % 9 + 1)) for row in range(60)]})

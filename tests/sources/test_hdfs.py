@@ -19,8 +19,8 @@ import overlord as ol
 from bench.slow_store import LoopbackServer
 from overlord.errors import SourceError, StorageError
 from overlord.sources import object_store
-from overlord.sources.object_store import Retry, storage_use
-from overlord.sources.storage import Storage
+from overlord.sources.object_store import Retry
+from overlord.sources.storage import Storage, storage_use
 
 pytest.importorskip("requests")
 

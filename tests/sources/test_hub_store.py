@@ -12,8 +12,8 @@ import pytest
 import overlord as ol
 from overlord.errors import SourceError, SpecError, StorageError
 from overlord.sources import hub_store, object_store
-from overlord.sources.object_store import Retry, storage_use
-from overlord.sources.storage import Storage
+from overlord.sources.object_store import Retry
+from overlord.sources.storage import Storage, storage_use
 from tests.hub import LFS_BYTES, Hub, hub_server
 
 pytest.importorskip("huggingface_hub")

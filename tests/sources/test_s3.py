@@ -32,10 +32,9 @@ from overlord.sources.object_store import (
     ListedObject,
     ObjectStore,
     Retry,
-    storage_use,
 )
 from overlord.sources.parquet import Parquet
-from overlord.sources.storage import Storage
+from overlord.sources.storage import Storage, storage_use
 from overlord.sources.webdataset import WebDataset
 
 CREDENTIALS: dict[str, Any] = {"access_key_id": "x", "secret_access_key": "y", "region": "us-east-1"}

@@ -26,7 +26,7 @@ from overlord.roles.chunk_rows import ChunkRows, Find, RowTaker
 from overlord.roles.source_loader import HotChunk, SourceLoader, Work
 from overlord.runtime.recorder import SpanBatch, current_recorder
 from overlord.runtime.transport import ErrorEnvelope
-from overlord.sources.object_store import storage_use
+from overlord.sources.storage import storage_use
 from overlord.status import BufferUse, HostCounters, process_use
 
 if TYPE_CHECKING:

@@ -344,20 +344,9 @@ def shared_store(root: str, options: tuple[tuple[str, str], ...], retry: Retry) 
         return _stores[key]
 
 
-_local_bytes = 0
-_local_lock = threading.Lock()
-
-
-def count_local_bytes(num_bytes: int) -> None:
-    """Count bytes that were read from files of this machine."""
-    global _local_bytes
-    with _local_lock:
-        _local_bytes += num_bytes
-
-
-def storage_use() -> dict[str, StorageUse]:
-    """What this process has read, by root; "local" for files of this machine."""
-    used = {"local": StorageUse(_local_bytes, 0)} if _local_bytes else {}
+def remote_use() -> dict[str, StorageUse]:
+    """What this process has read from stores, by root."""
+    used: dict[str, StorageUse] = {}
     with _stores_lock:
         stores = list(_stores.values())
     for store in stores:

@@ -32,10 +32,11 @@ from overlord.sources.object_store import (
     OBSTORE_SCHEMES,
     ListedObject,
     Retry,
-    count_local_bytes,
+    remote_use,
     shared_store,
 )
 from overlord.sources.range_cache import shared_range_cache
+from overlord.status import StorageUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -240,6 +241,22 @@ def read_into(file: StoredFile, descriptor: int, target: memoryview, start: int)
             )
         done += num_bytes
     count_local_bytes(done)
+
+
+_local_bytes = 0
+_local_lock = threading.Lock()
+
+
+def count_local_bytes(num_bytes: int) -> None:
+    """Count bytes that were read from files of this machine."""
+    global _local_bytes
+    with _local_lock:
+        _local_bytes += num_bytes
+
+
+def storage_use() -> dict[str, StorageUse]:
+    """What this process has read, by root; "local" for files of this machine."""
+    return ({"local": StorageUse(_local_bytes, 0)} if _local_bytes else {}) | remote_use()
 
 
 def check_unchanged(file: StoredFile, status: os.stat_result) -> None:
