@@ -84,7 +84,7 @@ TEXTS = 'ol.Parquet("texts.parquet", transform=ol.Tokenize("text", encoding=ol.B
 
 @pytest.mark.parametrize("source", [TOKENS, TEXTS], ids=["tokens", "texts"])
 def test_steps_of_text_do_not_import_pandas(tmp_path, source):
-    """It is installed nearly everywhere, and would cost every process half a second and 40 MB."""
+    """It is installed nearly everywhere, and every process would take time and memory for it."""
     pq.write_table(pa.table({"tokens": [[1, 2, 3]] * 200}), tmp_path / "tokens.parquet")
     pq.write_table(pa.table({"text": ["some text", None, "more"] * 50}), tmp_path / "texts.parquet")
     (tmp_path / "pandas.py").write_text("open('imported', 'w').close()\nraise ImportError('not this one')\n")

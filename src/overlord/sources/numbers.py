@@ -1,7 +1,7 @@
 """Arrow arrays of numbers as numpy's, and back, without a copy.
 
-Arrow's own conversions (`to_numpy`, `pa.array`, `pa.scalar`) import pandas wherever it is installed: half a second and 40 MB
-for every process that makes a first batch.
+Arrow's own conversions (`to_numpy`, `pa.array`, `pa.scalar`) import pandas wherever it is installed: 0.15 s and 45 MiB for
+every process that makes a first batch (pandas 3 on 2 cores).
 """
 
 from __future__ import annotations
