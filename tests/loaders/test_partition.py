@@ -11,6 +11,7 @@ from overlord.loaders.model import (
     by_share,
     evenly,
     hosts_beside,
+    in_balance,
     shares_by_load,
 )
 
@@ -64,6 +65,30 @@ def test_one_source_is_spread_over_every_host_and_light_ones_stay_whole():
     assert shares_by_load({"only": 1}, {"only": 3.0}, 16) == {"only": 16}
     assert shares_by_load({"a": 1, "b": 1, "c": 3}, {"a": 90.0, "b": 10.0, "c": 0.0}, 4) == {"a": 4, "b": 1, "c": 3}
     assert shares_by_load({"a": 1, "b": 2}, {"a": 0.0, "b": 0.0}, 4) == {"a": 1, "b": 2}
+
+
+def busiest(partition, loads):
+    return max(sum(loads[share.source] / share.of for share in host) for host in partition.hosts)
+
+
+@given(SOURCES, st.integers(1, 16), st.integers(1, 8))
+def test_finer_shares_never_make_the_busiest_host_busier(sources, num_hosts, most):
+    num_shares = {name: n for name, (n, _) in sources.items()}
+    loads = {name: load for name, (_, load) in sources.items()}
+    found = in_balance(num_shares, dict.fromkeys(sources, most), loads, num_hosts)
+    assert busiest(found, loads) <= busiest(evenly(num_shares, loads, num_hosts), loads)
+    for name, n in found.num_shares().items():
+        assert num_shares[name] <= n <= max(num_shares[name], min(most, num_hosts))
+
+
+def test_sources_are_shared_as_finely_as_even_loads_need_and_no_finer():
+    uneven = {f"source {i}": 1.0 + i % 4 for i in range(8)}  # twice 1, 2, 3 and 4: 1.25 for each of 16 hosts
+    found = in_balance(dict.fromkeys(uneven, 1), dict.fromkeys(uneven, 100), uneven, 16)
+    assert len(found.hosts) == 16
+    assert busiest(found, uneven) < 1.25 * 1.1
+    assert sum(found.num_shares().values()) <= 32
+    even = {f"source {i}": 1.0 for i in range(64)}
+    assert in_balance(dict.fromkeys(even, 1), dict.fromkeys(even, 100), even, 16).num_shares() == dict.fromkeys(even, 1)
 
 
 def test_the_shares_of_a_heavy_source_go_to_different_hosts():

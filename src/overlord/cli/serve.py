@@ -24,7 +24,7 @@ from overlord.cli.run_view import summary_line
 from overlord.errors import ServiceError, SpecError
 from overlord.jobfile.loading import JobFile, load_job
 from overlord.runtime.liveness import RANK_SILENT
-from overlord.runtime.memory import return_free_memory, share_heaps
+from overlord.runtime.memory import give_threads_heaps, return_free_memory
 from overlord.service.auth import Address, Listen, Tls
 from overlord.service.kept_run import ATTEND_S, Announcement, KeptRun, ServeRequest
 from overlord.service.run import start
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    share_heaps()
+    give_threads_heaps()
     options.run = read_run_options(options)
     return serve(options.job, to_dataclass(options, ServeOptions), options.json)
 

@@ -115,6 +115,36 @@ def shares_by_load(num_shares: Mapping[str, int], loads: Mapping[str, float], nu
     return {name: max(given, min(needed[name], num_hosts)) for name, given in num_shares.items()}
 
 
+_BALANCED = 1.1
+"""A partition whose busiest host has at most so many times the mean load is even enough."""
+_FINEST = 3
+
+
+def in_balance(
+    num_shares: Mapping[str, int], most_shares: Mapping[str, int], loads: Mapping[str, float], num_hosts: int
+) -> Partition:
+    """As `evenly`, with more shares of sources where that makes the loads of hosts more even: the fewest that do, up to
+    `most_shares` of a source. A step waits for the slowest source, so the busiest host sets the pace of all."""
+    best = evenly(num_shares, loads, num_hosts)
+    if not sum(loads.values()):
+        return best
+    for fineness in range(1, _FINEST + 1):
+        if _unevenness(best, loads, num_hosts) <= _BALANCED:
+            break
+        part = sum(loads.values()) / (fineness * num_hosts)
+        finer = {name: min(round(load / part), most_shares[name], num_hosts) for name, load in loads.items()}
+        tried = evenly({name: max(n, finer[name]) for name, n in num_shares.items()}, loads, num_hosts)
+        if _unevenness(tried, loads, num_hosts) < _unevenness(best, loads, num_hosts):
+            best = tried
+    return best
+
+
+def _unevenness(partition: Partition, loads: Mapping[str, float], num_hosts: int) -> float:
+    """The load of the busiest host over the mean of all."""
+    busiest = max(sum(loads[share.source] / share.of for share in host) for host in partition.hosts)
+    return busiest * num_hosts / sum(loads.values())
+
+
 def hosts_beside(num_processes: int, num_groups: int) -> int:
     """How many loader hosts to run in `num_processes` processes beside the data constructors of `num_groups` groups, for
     sources whose chunks cost less than the batches made of them. A loader host and a constructor in one process contend for

@@ -25,6 +25,7 @@ from overlord.loaders.model import (
     by_share,
     evenly,
     hosts_beside,
+    in_balance,
     shares_by_load,
 )
 from overlord.planlog.lineage_run import begin_lineage
@@ -202,10 +203,11 @@ def make_partition(
     most = {name: max(share.get(name, 0.0) for share in shares) for name in job.sources}
     loads = {name: _expected_load(most[name], units[name], job.mix.unit) for name in job.sources}
     if engine.is_one_machine:
-        if all(_is_light(source, units[name]) for name, source in job.sources.items()):
-            num_hosts = hosts_beside(num_hosts, job.mesh.dp)
-        spread = shares_by_load(num_shares, loads, num_hosts)
         most = {name: _most_shares(source, units[name]) for name, source in job.sources.items()}
+        if not all(_is_light(source, units[name]) for name, source in job.sources.items()):
+            return in_balance(num_shares, most, loads, num_hosts)
+        num_hosts = hosts_beside(num_hosts, job.mesh.dp)  # shares are few: each keeps chunks of its own in memory
+        spread = shares_by_load(num_shares, loads, num_hosts)
         num_shares |= {name: max(num_shares[name], min(n, most[name])) for name, n in spread.items()}
     return evenly(num_shares, loads, num_hosts)
 

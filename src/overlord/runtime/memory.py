@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-FEW_HEAPS = 2
-"""Heaps of the C library for a process of our own. By default it makes one for nearly every thread, and each keeps what its
-thread needed once; threads that hold the interpreter when they allocate do not contend for one."""
 _M_ARENA_MAX = -8
+_MOST_HEAPS = 1024
 
 
 def peak_rss_bytes() -> int:
@@ -32,12 +30,14 @@ def rss_bytes() -> int:
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_rss_bytes()
 
 
-def share_heaps(most: int = FEW_HEAPS) -> None:
-    """Have the threads of this process share a few heaps. Before they are started, and only where the whole process is ours;
-    without effect on systems with another C library."""
+def give_threads_heaps() -> None:
+    """Let every thread of this process have a heap of the C library for itself. By default there are eight for each core,
+    and threads that share one wait for each other: the `tokenizers` library, half of whose time is allocation, then takes
+    twice the processor time. Before threads are started, and only where the whole process is ours; without effect on systems
+    with another C library."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:
-        set_option(_M_ARENA_MAX, most)
+        set_option(_M_ARENA_MAX, _MOST_HEAPS)
 
 
 def return_free_memory() -> None:

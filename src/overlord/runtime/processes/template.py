@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from overlord.runtime import liveness
 from overlord.runtime.interpreters import belong_to, describe_exit, start_interpreter
-from overlord.runtime.memory import share_heaps
+from overlord.runtime.memory import give_threads_heaps
 
 _IMPORTED = (
     "overlord.service.constructor",
@@ -239,7 +239,7 @@ def _folder() -> str | None:
 def main(requests_number: int, parent: int) -> None:
     """Fork processes until the parent is gone."""
     belong_to(parent, "overlord-fork", in_one_thread=True)
-    share_heaps()  # so will the processes that are forked
+    give_threads_heaps()  # so will the processes that are forked
     warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)  # see JE_ARROW_MALLOC_CONF
     for name in _IMPORTED:
         importlib.import_module(name)
