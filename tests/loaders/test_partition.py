@@ -75,7 +75,7 @@ def busiest(partition, loads):
 def test_finer_shares_never_make_the_busiest_host_busier(sources, num_hosts, most):
     num_shares = {name: n for name, (n, _) in sources.items()}
     loads = {name: load for name, (_, load) in sources.items()}
-    found = in_balance(num_shares, dict.fromkeys(sources, most), loads, num_hosts)
+    found = in_balance(num_shares, {name: most for name in sources}, loads, num_hosts)
     assert busiest(found, loads) <= busiest(evenly(num_shares, loads, num_hosts), loads)
     for name, n in found.num_shares().items():
         assert num_shares[name] <= n <= max(num_shares[name], min(most, num_hosts))

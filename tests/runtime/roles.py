@@ -53,6 +53,9 @@ class Probe:
     def modules(self) -> list[str]:
         return sorted(sys.modules)
 
+    def folder(self) -> str:
+        return os.getcwd()
+
     def num_heaps(self, num_threads: int) -> int:
         """The heaps of the C library, after so many threads have allocated memory at once."""
         allocated = threading.Barrier(num_threads + 1)

@@ -29,11 +29,13 @@ from tests.runtime.roles import (
     Asker,
     Counter,
     Neighbour,
+    Probe,
     make_asker,
     make_counter,
     make_length,
     make_neighbour,
     make_nothing,
+    make_probe,
 )
 from tests.small_sources import Numbered, job_of
 
@@ -96,6 +98,16 @@ def test_a_name_can_mean_another_role_also_for_handles_inside_actors_and_for_ask
         assert counter.call(Counter.add, 1).result(20) == 102
     finally:
         send(stopped, signal.SIGCONT)
+
+
+def test_relative_paths_begin_where_the_run_was_started(engine: ol.Ray, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert engine.spawn("probe", make_probe).call(Probe.folder).result() == str(tmp_path)
+    other = tmp_path / "removed"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    other.rmdir()
+    assert engine.spawn("another probe", make_probe).call(Probe.folder).result() != str(other)
 
 
 def test_a_role_that_dies_whenever_it_is_asked_is_named_when_patience_ends(ray_cluster: None):

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import overlord as ol
@@ -49,9 +50,8 @@ class Trainer:
 
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        self.engine = ol.Ray("auto", loader_hosts=1)
-        self.client = attach(JOB, engine=self.engine, torch=False, timeout_s=_WAIT_S)
-        return constructor_nodes(self.engine) if rank == 0 else {}
+        self.client = attach(JOB, engine=ol.Ray("auto", loader_hosts=1), torch=False, timeout_s=_WAIT_S)
+        return kept_constructor_nodes() if rank == 0 else {}
 
     def take(self, num_steps: int) -> list[str]:
         return [digest(next(self.client)) for _ in range(num_steps)]
@@ -68,6 +68,17 @@ class Trainer:
 
 def constructor_nodes(engine: ol.Ray) -> dict[str, str]:
     return {name: report.node for name, report in health_reports(engine).items() if name.startswith("constructor")}
+
+
+def kept_constructor_nodes() -> dict[str, str]:
+    """Of the run that `attach` has put into the cluster."""
+    named: Any = list_named_actors(all_namespaces=True)
+    found: dict[str, str] = {}
+    for entry in named:
+        if entry["namespace"].startswith("overlord-run-attach") and entry["name"].startswith("constructor"):
+            report: Any = ray.get(ray.get_actor(**entry).check_health.remote())
+            found[entry["name"].partition("#")[0]] = report.node
+    return found
 
 
 def start_trainers(nodes: Sequence[str]) -> list[Any]:

@@ -161,8 +161,8 @@ DRIVER_GONE = Detector(
     then="the run goes on without it; the same command takes the run back",
 )
 RUN_HUNG = Detector(
-    watched="the process that has the run of `overlord serve job.py --ray`",
-    watcher="that command, and the planner's process: also while nobody runs the command",
+    watched="the process that has the run of `overlord serve job.py --ray`, or of `attach` on a cluster",
+    watcher="that command or rank 0, and the planner's process: also without them",
     sign="it answers a health check",
     after_s=30.0,
     checks=6,
@@ -173,6 +173,13 @@ RUN_FORGOTTEN = Detector(
     watcher="the run",
     sign="a rank reads",
     after_s=600.0,
+    then="the run ends",
+)
+RUN_LEFT = Detector(
+    watched="the trainers of a run that `attach` started on a cluster, once rank 0 is lost",
+    watcher="the run",
+    sign="a rank reads",
+    after_s=60.0,
     then="the run ends",
 )
 
@@ -329,6 +336,7 @@ DETECTORS = (
     DRIVER_GONE,
     RUN_HUNG,
     RUN_FORGOTTEN,
+    RUN_LEFT,
     PROCESS_HUNG,
     PROCESS_STARTING,
     PROCESS_GONE,

@@ -1,11 +1,13 @@
-"""A served run that outlives the process that started it: `overlord serve --ray` keeps the run in a detached actor.
+"""A served run that outlives the process that started it: `overlord serve --ray`, and `attach` on a cluster, keep the run in
+a detached actor.
 
 What it promises: the run, with its engine, its control loop over loaders and its front server, is a role of the cluster.
 When the process that started it (its *driver*) is killed, nothing happens to the run. When the role's own process is killed,
 or hangs, which the planner's process notices too, Ray starts it again; it takes over the run's roles, which have gone on
 meanwhile, and serves at the same address. Where they do not make a whole run any more it starts those that are missing from
 the plan log, and trainers reconnect. No step is lost or repeated.
-A driver that is started again under the same name takes the run back. A run that has no driver and no trainer ends.
+`overlord serve` that is started again under the same name takes the run back; `attach` replaces it. A run that has no driver
+and no trainer ends.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from overlord.service.auth import Address
 from overlord.service.run import start, take_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from overlord.declare.job import Job
     from overlord.messages import State
@@ -61,6 +63,13 @@ class ServeRequest:
     """Where metrics are served for Prometheus."""
     page: Listen | None = None
     """Where the live page is served."""
+    make_engine: Callable[[], Ray] | None = None
+    """Makes the engine in the run's process; None for one with default options."""
+    trainer_nodes: tuple[tuple[str, ...], ...] = ()
+    """The names of the node of each data-parallel group's trainers, where they are known before they connect."""
+    waits_for_all: bool = False
+    """Whether a rank that has never read holds the others back."""
+    accept_changes: Collection[str] | bool = ()
     forgotten_after_s: float = liveness.RUN_FORGOTTEN.after_s
     """The run ends after so long without a driver and a reader."""
     hung_after_s: float = liveness.RUN_HUNG.after_s
@@ -153,11 +162,15 @@ class RunKeeper:
         if loader is None:
             end_roles(roles)
             engine = self._engine_in(roles, is_restart=known is not None)
-            loader = start(request.job, engine=engine, resume=resume, **options.to_arguments())
+            changes = request.accept_changes
+            loader = start(request.job, engine=engine, resume=resume, accept_changes=changes, **options.to_arguments())
         self._loader = loader
         try:
             self._address = listen.serve(
-                self._loader.serve, leave_after_s=request.leave_after_s, resize_on_leave=request.resize_on_leave
+                self._loader.serve,
+                leave_after_s=request.leave_after_s,
+                wait_for_all=request.waits_for_all,
+                resize_on_leave=request.resize_on_leave,
             )
             metrics, page = (
                 each if each is None or known is None else listen_again(each, node_address())
@@ -176,7 +189,10 @@ class RunKeeper:
     def _engine_in(self, namespace: str, *, is_restart: bool) -> Ray:
         from overlord.runtime.ray.engine import Ray
 
-        engine = Ray("auto", hung_after_s=self._request.hung_after_s)
+        make = self._request.make_engine or partial(Ray, "auto", hung_after_s=self._request.hung_after_s)
+        engine = make()
+        if self._request.trainer_nodes and not self._request.options.near:
+            engine.expect_trainers(self._request.trainer_nodes)
         engine.keep_in(namespace, kept_by=self._namespace)
         if is_restart:
             engine.allow_lost_nodes()
@@ -198,6 +214,10 @@ class RunKeeper:
         """Hand out no new step; returns whether every rank has the last one, and the state after it."""
         drained = self._loader.drain(timeout_s)
         return drained, self._loader.state_dict()
+
+    def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
+        """As `Loader.wait_for_leave`."""
+        return self._loader.wait_for_leave(ranks, timeout_s)
 
     def status_lines(self) -> list[str]:
         return []
@@ -242,19 +262,13 @@ class KeptRun:
     ) -> tuple[KeptRun, bool]:
         """Start a run under a name, or take back one that goes on without a driver; returns whether it was taken back.
         `before_start` is called before one is started. SpecError if the name belongs to another run."""
-        from overlord.runtime.ray.detached import find_detached, spawn_detached
+        from overlord.runtime.ray.detached import find_detached
 
         namespace = f"overlord-run-{name}"
         role: DetachedRole[RunKeeper] | None = find_detached(namespace, liveness.RAY_GONE.after_s)
         if role is None:
             before_start()
-            role = spawn_detached(namespace, partial(make_run_keeper, request, namespace), liveness.RAY_GONE.after_s)
-            try:
-                role.wait_until_started(_START_S)
-            except BaseException:
-                role.stop()
-                raise
-            return KeptRun(role, driver, request.hung_after_s), False
+            return KeptRun._start(namespace, request, driver), False
         try:
             found = role.call(RunKeeper.attendance)
         except OverlordError:
@@ -272,6 +286,29 @@ class KeptRun:
             )
         return KeptRun(role, driver, request.hung_after_s), True
 
+    @staticmethod
+    def start_anew(name: str, request: ServeRequest, driver: str) -> KeptRun:
+        """Start a run under a name, in place of one that a lost process may have left there."""
+        from overlord.runtime.ray.detached import find_detached
+
+        namespace = f"overlord-run-{name}"
+        left = find_detached(namespace, liveness.RAY_GONE.after_s)
+        if left is not None:
+            left.stop()
+        return KeptRun._start(namespace, request, driver)
+
+    @staticmethod
+    def _start(namespace: str, request: ServeRequest, driver: str) -> KeptRun:
+        from overlord.runtime.ray.detached import spawn_detached
+
+        role = spawn_detached(namespace, partial(make_run_keeper, request, namespace), liveness.RAY_GONE.after_s)
+        try:
+            role.wait_until_started(_START_S)
+        except BaseException:
+            role.stop()
+            raise
+        return KeptRun(role, driver, request.hung_after_s)
+
     def announcement(self) -> Announcement:
         self.attend()
         return self._role.call(RunKeeper.announcement)
@@ -286,6 +323,9 @@ class KeptRun:
 
     def drain(self, timeout_s: float) -> tuple[bool, State]:
         return self._role.call(RunKeeper.drain, timeout_s)
+
+    def wait_for_leave(self, ranks: Collection[int], timeout_s: float) -> bool:
+        return self._role.call(RunKeeper.wait_for_leave, ranks, timeout_s)
 
     def close(self) -> None:
         """End the run."""

@@ -3,7 +3,8 @@
 Rank 0 starts the job and serves it; the others get its address through torch's own rendezvous and connect. On a single node
 the service listens on loopback only. On several nodes rank 0 listens on all interfaces, and a random token, passed through
 the rendezvous, admits only the ranks of this run. On Ray, ranks first tell rank 0 on which nodes they are, so that their
-constructors are placed there.
+constructors are placed there; in a cluster that does not end with rank 0 the run is a role of the cluster, and rank 0 a
+trainer like the others.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from overlord.declare.arguments import whole
 from overlord.errors import ServiceError, SpecError
 from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.processes.engine import default_engine
+from overlord.runtime.ray.engine import Ray
 from overlord.runtime.whereabouts import node_names
 from overlord.service.auth import Address
 from overlord.service.channel import connect
 from overlord.service.run import Loader, start
 from overlord.service.run_options import RunOptions
+from overlord.trainer.cluster_run import ClusterRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -138,6 +141,9 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     job is started: every rank connects to the service there. A process that is in no training run of torch is a world of
     one.
 
+    On a Ray cluster that runs already (`engine=ol.Ray(address)`) the run lives in the cluster: if rank 0 is lost, the other
+    ranks read on. It ends with rank 0's client, or a minute after the last rank.
+
     Every rank has to read: while one has read nothing yet, the others get only the first few steps, and after `timeout_s`
     an error that names it. Close the client of a rank that is not to read.
 
@@ -176,12 +182,25 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
     meeting_place = None if place.size == 1 else _Rendezvous(place)
     find_nodes = _share_nodes(job, place, meeting_place)
 
-    def start_job() -> tuple[Loader, str]:
+    def start_job(token: str) -> tuple[Loader | ClusterRun, str]:
         where, reason = (engine, "") if engine is not None or place.size == 1 else default_engine(job.num_workers)
         if meeting_place is not None and place.is_told:
             _check_readers(meeting_place.readers(), place.size)
-        if where is not None and not where.is_one_machine and not run.near:
-            where.expect_trainers(find_nodes())
+        if isinstance(where, Ray):
+            nodes = [] if run.near else find_nodes()
+            if meeting_place is not None and not where.cluster.is_own:
+                kept = ClusterRun(
+                    where,
+                    job,
+                    options=run,
+                    token=token,
+                    advertise=None if place.is_one_node else place.master,
+                    trainer_nodes=nodes,
+                    resume=resume,
+                    accept_changes=accept_changes,
+                )
+                return kept, "in the Ray cluster, where the run goes on if this process is lost"
+            where.expect_trainers(nodes)
         engines = _tokenizer_engines(job) if where is None or where.is_one_machine else []
         loader = start(job, engine=where, resume=resume, accept_changes=accept_changes, **run.to_arguments())
         own = f"in its own process on {num_usable_cores()} cores{f' ({reason})' if reason else ''}"
@@ -192,19 +211,21 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
 
 
 def _meet(
-    start_job: Callable[[], tuple[Loader, str]],
+    start_job: Callable[[str], tuple[Loader | ClusterRun, str]],
     world: World,
     meeting_place: _Rendezvous | None,
     linger_s: float,
     options: Mapping[str, Any],
 ) -> Client:
-    """Start the run if this is rank 0, else connect to that of rank 0. `start_job` returns also what loads, in words."""
+    """Start the run if this is rank 0, else connect to that of rank 0. `start_job` takes the token for clients, and returns
+    also what loads, in words."""
     if meeting_place is None:
-        loader, loads = start_job()
+        run, loads = start_job("")
         sys.stderr.write(f"overlord: this process reads alone: {loads}\n")
-        return _make_host_client(loader, world, 0.0, options)
+        return _make_host_client(run, Meeting(), world, 0.0, options)
     if world.rank == 0:
-        return _make_host_client(_serve(start_job, world, meeting_place.send), world, linger_s, options)
+        run, meeting = _serve(start_job, world, meeting_place.send)
+        return _make_host_client(run, meeting, world, linger_s, options)
     meeting = meeting_place.receive()
     if meeting.error is not None:
         raise ServiceError(f"rank 0 could not start the job: {meeting.error}")
@@ -234,25 +255,30 @@ def _check_readers(readers: Sequence[int], size: int) -> None:
         )
 
 
-def _serve(make: Callable[[], tuple[Loader, str]], world: World, send: Callable[[Meeting], None]) -> Loader:
+def _serve(
+    make: Callable[[str], tuple[Loader | ClusterRun, str]], world: World, send: Callable[[Meeting], None]
+) -> tuple[Loader | ClusterRun, Meeting]:
     """Start the job, serve it, and send its address to the other ranks, or the error: otherwise they would wait forever."""
     token = secrets.token_urlsafe(32)
     try:
-        loader, loads = make()
+        run, loads = make(token)
         try:
-            if world.is_one_node:
-                address = loader.serve("127.0.0.1:0", token=token, wait_for_all=True)
+            if isinstance(run, ClusterRun):
+                address = run.address
+            elif world.is_one_node:
+                address = run.serve("127.0.0.1:0", token=token, wait_for_all=True)
             else:
-                address = loader.serve("0.0.0.0:0", token=token, advertise=world.master, wait_for_all=True)
+                address = run.serve("0.0.0.0:0", token=token, advertise=world.master, wait_for_all=True)
         except BaseException:
-            loader.close()
+            run.close()
             raise
     except Exception as error:
         send(Meeting(error=f"{type(error).__name__}: {error}"))
         raise
-    send(Meeting(address, token))
+    meeting = Meeting(address, token)
+    send(meeting)
     sys.stderr.write(f"overlord: rank {world.reader} loads for {world.size} ranks at {address}: {loads}\n")
-    return loader
+    return run, meeting
 
 
 def _tokenizer_engines(job: Job) -> list[str]:
@@ -260,17 +286,26 @@ def _tokenizer_engines(job: Job) -> list[str]:
     return list(dict.fromkeys(engine for source in job.sources.values() for engine in engines_used(source.transforms)))
 
 
-def _make_host_client(loader: Loader, world: World, linger_s: float, options: Mapping[str, Any]) -> Client:
-    """Return the client of the process that has the run. Closing it waits for the other ranks to leave and then closes the
-    loader."""
-    client = loader.client(world.reader, **options)
-    client.at_close(loader.close)
-    client.at_close(lambda: _linger(loader, world, linger_s))
+def _make_host_client(
+    run: Loader | ClusterRun, meeting: Meeting, world: World, linger_s: float, options: Mapping[str, Any]
+) -> Client:
+    """Return the client of the process that has started the run. Closing it waits for the other ranks to leave and then ends
+    the run."""
+    try:
+        if isinstance(run, ClusterRun):
+            client = connect(meeting.address, rank=world.reader, token=meeting.token, **options)
+        else:
+            client = run.client(world.reader, **options)
+    except BaseException:
+        run.close()
+        raise
+    client.at_close(run.close)
+    client.at_close(lambda: _linger(run, world, linger_s))
     return client
 
 
-def _linger(loader: Loader, world: World, linger_s: float) -> None:
-    if not loader.wait_for_leave([rank for rank in range(world.size) if rank != world.reader], linger_s):
+def _linger(run: Loader | ClusterRun, world: World, linger_s: float) -> None:
+    if not run.wait_for_leave([rank for rank in range(world.size) if rank != world.reader], linger_s):
         _log.warning("the service of this training run stops, though some ranks did not leave within %.0f s", linger_s)
 
 

@@ -43,6 +43,11 @@ class Cluster:
     object_store_bytes: int | None = None
     runtime_env: Mapping[str, Any] | None = None
 
+    @property
+    def is_own(self) -> bool:
+        """Whether `join` starts it, so that it ends with this process."""
+        return self.address is None and not ("ray" in sys.modules and _ray().is_initialized())
+
     def join(self) -> None:
         """Connect this process to the cluster, or share the connection that it has."""
         global _num_users, _is_ours

@@ -19,7 +19,7 @@ from overlord.errors import ClosedError, SpecError, WaitTimeoutError
 from overlord.runtime.cores import num_usable_cores
 from overlord.runtime.engine import Workplace, WorkplaceSize
 from overlord.runtime.ray.names import Binding, HostedRole, Names, find_names
-from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release
+from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release, working_folder
 from overlord.runtime.ray.stored_calls import CallStore, JobTable
 from overlord.runtime.ray.watch import HangWatch
 
@@ -140,7 +140,15 @@ def spawn_detached(namespace: str, make: Callable[[Workplace], R], patience_s: f
         actor = (
             remote(concurrency_groups={HEALTH_CHECKS: 1})(RoleActor)
             .options(name=_ACTOR, namespace=namespace, lifetime="detached", scheduling_strategy=here, **options)
-            .remote(_ACTOR, namespace, patience_s, WorkplaceSize(), num_usable_cores(), release=own_release())
+            .remote(
+                _ACTOR,
+                namespace,
+                patience_s,
+                WorkplaceSize(),
+                num_usable_cores(),
+                release=own_release(),
+                folder=working_folder(),
+            )
         )
     except ValueError as error:  # another process was faster
         raise SpecError(f"the cluster runs {namespace!r} already: {error}") from error

@@ -15,6 +15,7 @@ import math
 import threading
 import uuid
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
@@ -138,6 +139,18 @@ class Ray:
             raise SpecError(f"patience_s is a positive number of seconds, got {patience_s}")
         if hung_after_s is not None and hung_after_s <= 0:
             raise SpecError(f"hung_after_s is a positive number of seconds or None, got {hung_after_s}")
+        self._again: Callable[[], Ray] = partial(
+            Ray,
+            "auto",
+            loader_hosts=loader_hosts,
+            loaders=loaders,
+            planner=planner,
+            constructors=constructors,
+            others=others,
+            near=tuple(near),
+            patience_s=patience_s,
+            hung_after_s=hung_after_s,
+        )
         self._loader_hosts = loader_hosts
         # A role's name begins with its kind: planner, loaders/0, constructor/3, ...
         self._options = {"loaders": loaders, "planner": planner, _CONSTRUCTOR: constructors}
@@ -190,6 +203,15 @@ class Ray:
         self._placement = RolePlacement(self._near, self._trainers, known=self._near if self._has_started else ())
         if self._hung_after_s is not None:
             self._watch = HangWatch(self._running_roles, self._hung_after_s, self._patience_s, settle=self._settle)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that roles run in."""
+        return self._cluster
+
+    def make_again(self) -> Callable[[], Ray]:
+        """What makes an engine with the same options in a process of the cluster. It can be pickled."""
+        return self._again
 
     is_in_process = False
     shares_memory = True
@@ -427,7 +449,7 @@ class Ray:
         import ray
 
         from overlord.runtime.ray.placement import strategy_for
-        from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release
+        from overlord.runtime.ray.role_actor import HEALTH_CHECKS, RoleActor, own_release, working_folder
 
         assert self._size is not None  # start opens an engine before it spawns
         host_name, options = f"{role.name}#{role.number}", self._options_of(role.name)
@@ -455,6 +477,7 @@ class Ray:
                 size,
                 num_cores,
                 release=own_release(),
+                folder=working_folder(),
                 watched=self._watched_by(role.name),
             )
         )

@@ -58,11 +58,14 @@ class RoleActor:
         num_cores: int,
         *,
         release: str,
+        folder: str | None = None,
         watched: tuple[str, float] | None = None,
     ) -> None:
-        """`release` is the one of Overlord in the process that spawned the actor. `watched` is the namespace of a detached
-        role that this process watches, and how long that may be silent."""
+        """`release` is the one of Overlord in the process that spawned the actor, and `folder` the one that its relative
+        paths begin in. `watched` is the namespace of a detached role that this process watches, and how long that may be
+        silent."""
         self._release = release
+        _enter(folder)
         pa.set_cpu_count(num_cores)
         self._names = find_names(namespace, patience_s)  # kept, because handles find it by the namespace
         self._workplace = Workplace(size)
@@ -142,6 +145,24 @@ class RoleActor:
 
     def _start_thread(self, call: Any, *args: Any) -> None:
         threading.Thread(target=call, args=args, name=f"overlord-{call.__name__}", daemon=True).start()
+
+
+def working_folder() -> str | None:
+    """Where relative paths of this process begin; None if the folder was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _enter(folder: str | None) -> None:
+    """Let relative paths mean what they do where the run was started, if this node has the folder. Ray starts processes
+    where its own daemon was started, unless a runtime environment brings a folder of its own."""
+    import ray
+
+    if folder is not None and not ray.get_runtime_context().runtime_env.get("working_dir"):
+        with suppress(OSError):
+            os.chdir(folder)
 
 
 def _allow_many_files() -> None:
