@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,28 @@ class Asker:
         self._other.call(Counter.fail, error).result()
 
 
+_loaded: list[tuple[str, int]] = []
+
+
+def load(what: str) -> None:
+    """What a template may be told to load: notes it, with its process."""
+    _loaded.append((what, os.getpid()))
+    if what == "broken":
+        raise ValueError(what)
+    if what == "threaded":
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    if what == "deadly":
+        os._exit(1)
+
+
 class Probe:
     """Says what the process that it lives in has of memory and modules."""
 
     def modules(self) -> list[str]:
         return sorted(sys.modules)
+
+    def loaded(self) -> list[tuple[str, int]]:
+        return _loaded
 
     def folder(self) -> str:
         return os.getcwd()

@@ -11,8 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
+from overlord.runtime.embedded import Embedded
+from overlord.runtime.engine import EarlyLoad, WorkplaceSize
 from overlord.runtime.memory import give_threads_heaps
 from overlord.runtime.processes import template
+from overlord.service.run import _early_loads
 from tests.runtime.roles import Probe, make_probe
 
 MOST_BY_DEFAULT = 8 * (os.cpu_count() or 1)
@@ -53,6 +56,49 @@ def test_a_worker_process_has_heaps_for_its_threads_and_imports_little_that_it_d
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     own = {name for name in imported - set(done.stdout.split()) if name.startswith(("overlord.", "numpy.", "pyarrow."))}
     assert own <= {"overlord.loaders.routing", "overlord.runtime.whereabouts"}
+
+
+def loaded_in_workers(*names: str) -> tuple[list[str], set[int]]:
+    """What two worker processes have loaded, and the processes that did."""
+    engine = ol.Processes(2)
+    engine.open(WorkplaceSize(1, 1), [EarlyLoad("tests.runtime.roles", "load", (name,)) for name in names])
+    try:
+        probes = [engine.spawn(f"probe/{i}", make_probe) for i in range(2)]
+        first, second = [probe.call(Probe.loaded).result() for probe in probes]
+        assert first == second
+        return [name for name, _ in first], {process for _, process in first}
+    finally:
+        engine.close()
+
+
+def test_worker_processes_share_what_their_template_has_loaded_once():
+    names, processes = loaded_in_workers("one", "broken", "other")
+    assert names == ["one", "broken", "other"]
+    assert len(processes) == 1
+    assert os.getpid() not in processes
+
+
+@pytest.mark.parametrize("name", ["threaded", "deadly"])
+def test_a_template_that_what_it_loads_has_spoiled_is_replaced_by_one_that_loads_nothing(name):
+    assert loaded_in_workers("one", name) == ([], set())
+
+
+def test_a_tokenizer_file_is_loaded_once_for_all_processes_that_encode_with_it(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    plain, special = ol.Tokenize(encoding=file), ol.Tokenize(encoding=str(file), special_tokens=True)
+    transforms = {
+        "a": [plain],
+        "b": [str, ol.Tokenize(encoding=str(file))],
+        "c": [special, ol.Tokenize(encoding="gpt2")],
+        "d": [ol.Tokenize(encoding=list), ol.Tokenize(encoding=ol.ByteTokenizer())],
+    }
+    job = ol.Job(
+        sources={name: ol.Parquet(str(file), transform=listed) for name, listed in transforms.items()},
+        batch=ol.Batch(samples=4, sequence_length=8),
+    )
+    found = [load.arguments for load in _early_loads(job, ol.Processes())]
+    assert found == [(str(file), False, None), (str(file), True, None)]
+    assert not _early_loads(job, Embedded())
 
 
 def test_what_worker_processes_share_exists():

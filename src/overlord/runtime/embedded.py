@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError
-from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
+from overlord.runtime.engine import EarlyLoad, Handle, Workplace, WorkplaceSize
 from overlord.runtime.recorder import Recorder, current_recorder, reset_recorder, set_recorder
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Embedded:
         self._closed = False
         self._workplace: Workplace | None = None
 
-    def open(self, size: WorkplaceSize) -> None:
+    def open(self, size: WorkplaceSize, loads: Sequence[EarlyLoad] = ()) -> None:  # noqa: ARG002 - nothing is forked
         if self._workplace is not None:
             raise SpecError("this engine runs a job already; give each overlord.start its own")
         with self.recorder.current():

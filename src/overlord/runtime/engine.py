@@ -91,8 +91,9 @@ class Engine(Protocol):
         them."""
         ...
 
-    def open(self, size: WorkplaceSize) -> None:
-        """Set what each process of this engine may use; called once, before anything is spawned."""
+    def open(self, size: WorkplaceSize, loads: Sequence[EarlyLoad] = ()) -> None:
+        """Set what each process of this engine may use; called once, before anything is spawned. Processes that are forked
+        share what `loads` load."""
         ...
 
     def place_near(self, nodes: Sequence[str]) -> None:
@@ -204,6 +205,16 @@ _QUIET_S = 0.3  # most calls end sooner, without a warning
 _CLOSE_S = 1.5  # in all; a call that still hangs then is left to its daemon thread
 _MOST_LINES = 3
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyLoad:
+    """A call of a function of a module that loads and keeps something large, which every process would load. It starts no
+    thread."""
+
+    module: str
+    function: str
+    arguments: tuple[str | bool | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from overlord.planlog.log_lock import lock_log
 from overlord.planlog.plan_log import begin_run, chunks_of_saved
 from overlord.roles.assembly import check_caches, cut_units, list_units, with_caches, with_windows
 from overlord.runtime.embedded import Embedded
-from overlord.runtime.engine import Engine, WorkplaceSize
+from overlord.runtime.engine import EarlyLoad, Engine, WorkplaceSize
 from overlord.service.loader import Loader
 from overlord.service.run_options import RunOptions, warn_of_small_store
 from overlord.service.run_roles import RunRoles
@@ -73,13 +73,24 @@ def start(  # noqa: PLR0913 - all but the job by name
     engine = engine or Embedded()
     options.place(engine)
     with engine.recorder.current():
-        engine.open(WorkplaceSize(job.num_workers, job.num_processes))  # first: its processes start while files are listed
+        # First: its processes start while files are listed.
+        engine.open(WorkplaceSize(job.num_workers, job.num_processes), _early_loads(job, engine))
         try:
             warn_of_small_store(engine, job)
             return _start_roles(job, engine, options, resume=resume, accept_changes=accept_changes)
         except BaseException:
             engine.close()
             raise
+
+
+def _early_loads(job: Job, engine: Engine) -> list[EarlyLoad]:
+    """The vocabularies that worker processes of this machine share."""
+    if engine.is_in_process or not engine.is_one_machine or not any(source.transforms for source in job.sources.values()):
+        return []
+    from overlord.chunks.transforms.apply import tokenizer_files
+
+    files = [file for source in job.sources.values() for file in tokenizer_files(source.transforms)]
+    return [EarlyLoad("overlord.chunks.transforms.tokenize", "load_encoding", file) for file in dict.fromkeys(files)]
 
 
 def _start_roles(

@@ -7,9 +7,11 @@ treat rows independently of each other. Errors that Overlord raises on purpose (
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -50,6 +52,16 @@ def engines_used(transforms: Sequence[Callable[..., Any]]) -> tuple[str, ...]:
     """What encodes the texts of each `Tokenize` of these transforms, by `Tokenize.engine_used`. Loads the encodings."""
     inner = [fn.fn if isinstance(fn, InProcesses) else fn for fn in transforms]
     return tuple(fn.engine_used for fn in inner if _is_tokenize(fn))
+
+
+def tokenizer_files(transforms: Sequence[Callable[..., Any]]) -> list[tuple[str, bool, str | None]]:
+    """The arguments of `load_encoding` for each `Tokenize` of these transforms that names a tokenizer.json and runs in the
+    process of its loader."""
+    found: list[tuple[str, bool, str | None]] = []
+    for fn in transforms:
+        if _is_tokenize(fn) and isinstance(fn.encoding, (str, Path)):
+            found.append((os.fspath(fn.encoding), fn.special_tokens, fn.engine))
+    return [each for each in dict.fromkeys(found) if each[0].endswith(".json")]
 
 
 class TransformCall:

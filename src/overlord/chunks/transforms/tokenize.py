@@ -413,6 +413,11 @@ def find_encoder(encoding: TokenizerLike, *, special_tokens: bool) -> Any:
     return _encoder(encoding, special_tokens, "tokenizers")
 
 
+def load_encoding(name: str, special_tokens: bool, engine: TokenizerEngine | None) -> None:
+    """Load what a name or a path stands for, for every `Tokenize` of this process that has these three."""
+    _encoder(name, special_tokens, engine)
+
+
 _preparing = threading.Lock()
 _MOST_PREPARED = 16
 _prepared: dict[tuple[int, bool, TokenizerEngine | None], tuple[TokenizerLike, Any]] = {}

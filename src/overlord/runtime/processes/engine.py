@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
 from overlord.runtime.cores import choose_process, kind_of, num_usable_cores, processes_for
-from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
+from overlord.runtime.engine import EarlyLoad, Handle, Workplace, WorkplaceSize
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.processes.directory import Directory
 from overlord.runtime.processes.host_process import HostProcess, ProcessSettings
@@ -115,7 +115,7 @@ class Processes:
     def __reduce__(self) -> tuple[Any, ...]:
         return self._node.__reduce__()
 
-    def open(self, size: WorkplaceSize) -> None:
+    def open(self, size: WorkplaceSize, loads: Sequence[EarlyLoad] = ()) -> None:
         reason = why_unsupported()
         if reason is not None:
             raise SpecError(f"the engine of processes cannot be used: {reason}; leave engine=Processes() out")
@@ -124,7 +124,7 @@ class Processes:
                 raise SpecError("this engine runs a job already; give each overlord.start its own")
             self._workplace = Workplace(size)
         self._home = OneProcess("the engine of a run", _ONE_PROCESS)
-        self._template.start()
+        self._template.start(loads)
         self._listener = Listener()
         run = self._listener.address
         self._node = Node(run, run, self._table, self._directory, self._patience_s)

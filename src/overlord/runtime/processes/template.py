@@ -1,4 +1,5 @@
-"""Worker processes are forked from a template: a fresh interpreter that has imported what they need and does nothing else.
+"""Worker processes are forked from a template: a fresh interpreter that has imported what they need, has loaded what a job
+says that they will (vocabularies of tokenisers), and does nothing else.
 
 Importing takes half a second of CPU time and 40 MB in every process; copies of the template share both. It has one thread,
 and nothing of the user's program, so that forking it is safe; forking the process that started the run would not be. The
@@ -21,13 +22,18 @@ import threading
 import warnings
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from overlord.runtime import liveness
+from overlord.runtime.engine import EarlyLoad  # noqa: TC001 - msgspec reads it
 from overlord.runtime.interpreters import belong_to, describe_exit, start_interpreter
 from overlord.runtime.memory import give_threads_heaps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _IMPORTED = (
     "overlord.service.constructor",
@@ -39,12 +45,19 @@ _IMPORTED = (
     "pyarrow.parquet",
 )
 """What most worker processes import. By name, because the engine knows no roles: one that is missing costs only time."""
+_NOTHING_FORKED = -1
 _START_S = liveness.PROCESS_STARTING.after_s
 _EXIT_S = liveness.WORKER_EXIT.after_s
 _MESSAGE_BYTES = 1 << 12
 
 
-class _Fork(Struct):
+class _Load(Struct, tag="load"):
+    """To the template: a call that loads what processes share."""
+
+    call: EarlyLoad
+
+
+class _Fork(Struct, tag="fork"):
     """To the template. The control connection and the listener of the new process come with it."""
 
     number: int
@@ -69,6 +82,7 @@ class _Ended(Struct, tag="ended"):
     code: int
 
 
+_TO_TEMPLATE: msgspec.json.Decoder[_Load | _Fork] = msgspec.json.Decoder(_Load | _Fork)
 _FROM_TEMPLATE: msgspec.json.Decoder[_Forked | _Failed | _Ended] = msgspec.json.Decoder(_Forked | _Failed | _Ended)
 
 
@@ -107,9 +121,10 @@ class Template:
         self._now: _Running | None = None
         self._is_closed = False
 
-    def start(self) -> None:
-        """Start the template, without waiting for it, unless it runs."""
-        self._running()
+    def start(self, loads: Sequence[EarlyLoad] = ()) -> None:
+        """Start the template, without waiting for it, and let it load what processes share. One that is started again, in
+        place of one that has ended, loads nothing: that may be what ended it."""
+        self._running().load(loads)
 
     def fork(self, index: int, control: int, listener: int) -> ForkedProcess:
         """Start a worker process, with descriptors that it gets copies of. OSError where it cannot be started."""
@@ -164,6 +179,12 @@ class _Running:
         except TimeoutError:
             self.close()
             raise OSError(f"the template of worker processes did not answer for {_START_S:.0f} s") from None
+
+    def load(self, calls: Sequence[EarlyLoad]) -> None:
+        for message in (msgspec.json.encode(_Load(call)) for call in calls):
+            if len(message) <= _MESSAGE_BYTES:
+                with suppress(OSError):  # it has ended; the processes of the next one load this themselves
+                    self._socket.send(message)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -262,11 +283,14 @@ def main(requests_number: int, parent: int) -> None:
 
 
 def _take_request(requests: socket.socket, forked: dict[int, tuple[int, int]]) -> int | None:
-    """Fork a process; returns its pidfd, -1 if it could not be forked, None if nobody asks any more."""
+    """Do what is asked; returns the pidfd of a process that was forked, -1 if none was, None if nobody asks any more."""
     data, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 2)
     if not data:
         return None
-    request = msgspec.json.decode(data, type=_Fork)
+    request = _TO_TEMPLATE.decode(data)
+    if isinstance(request, _Load):
+        _load(request.call)
+        return _NOTHING_FORKED
     try:
         pid = os.fork()
         if pid == 0:
@@ -274,13 +298,22 @@ def _take_request(requests: socket.socket, forked: dict[int, tuple[int, int]]) -
         descriptor = os.pidfd_open(pid)
     except OSError as error:
         requests.send(msgspec.json.encode(_Failed(request.number, str(error))))
-        return -1
+        return _NOTHING_FORKED
     finally:
         for number in descriptors:
             os.close(number)
     forked[descriptor] = request.number, pid
     socket.send_fds(requests, [msgspec.json.encode(_Forked(request.number, pid))], [descriptor])
     return descriptor
+
+
+def _load(call: EarlyLoad) -> None:
+    with suppress(Exception):  # the process that needs it says what is wrong
+        getattr(importlib.import_module(call.module), call.function)(*call.arguments)
+    if len(os.listdir("/proc/self/task")) > 1:
+        os._exit(1)  # processes that are forked beside another thread may inherit its locks: another template forks them
+    gc.collect()
+    gc.freeze()
 
 
 def _reap(requests: socket.socket, descriptor: int, number: int, pid: int) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
 from overlord.runtime.cores import choose_process, kind_of, processes_for
-from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
+from overlord.runtime.engine import EarlyLoad, Handle, Workplace, WorkplaceSize
 from overlord.runtime.ray.cluster import Cluster
 from overlord.runtime.recorder import Recorder
 from overlord.status import StoreUse
@@ -184,7 +184,7 @@ class Ray:
         """Pickle only the names, because a handle inside an actor only makes calls."""
         return self._names.__reduce__()
 
-    def open(self, size: WorkplaceSize) -> None:
+    def open(self, size: WorkplaceSize, loads: Sequence[EarlyLoad] = ()) -> None:  # noqa: ARG002 - Ray forks nothing
         with self._lock:
             if self._size is not None:
                 raise SpecError("this engine runs a job already; give each overlord.start its own")
