@@ -14,7 +14,7 @@ from overlord.roles.planner import Planner
 from overlord.runtime.engine import Handle
 from tests.contract.conftest import Start, on_processes, on_ray
 from tests.contract.streams import part, stream, text_job
-from tests.faults.disturbance import send
+from tests.faults.disturbance import pause, send
 
 ONE = ((Share("web"), Share("code"), Share("chat")),)
 MANY = ((Share("web", 0, 3), Share("code")), (Share("web", 1, 3), Share("chat")), (Share("web", 2, 3),))
@@ -78,7 +78,7 @@ def test_a_lost_loader_is_stood_in_for_by_its_shadow(ray_cluster: None, job: ol.
 
         monkeypatch.setattr("overlord.fleet.hosts._ANSWER_S", 1.0)
         stopped = status_of(loader, shadow).process
-        os.kill(stopped, signal.SIGSTOP)
+        pause(stopped)
         try:
             found += _stream(clients, 4)
             changes = [change for _ in range(3) for change in keeper.reconcile(14, fleet.statuses(), None, job.mix)]

@@ -204,6 +204,20 @@ def send(process: int, number: int) -> None:
         os.kill(process, number)
 
 
+def pause(process: int) -> None:
+    """Stop a process, and wait until it has: it may go on for a moment after the signal was sent."""
+    os.kill(process, signal.SIGSTOP)
+    while any(not _is_stopped(thread) for thread in Path(f"/proc/{process}/task").iterdir()):
+        time.sleep(0.001)
+
+
+def _is_stopped(thread: Path) -> bool:
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return True
+
+
 def _lives(process: int) -> bool:
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +11,7 @@ import pytest
 
 import overlord as ol
 from overlord.runtime.engine import Workplace, WorkplaceSize
+from tests.faults.disturbance import pause
 from tests.runtime.roles import Counter, make_counter
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -53,7 +53,7 @@ def test_a_stopped_role_is_replaced_told_of_and_asked_again(engine: ol.Ray, capl
     counter = engine.spawn("counter", partial(make_counter, 5))
     stopped = counter.call(Counter.pid).result()
     with caplog.at_level(logging.WARNING, "overlord.runtime.engine"):
-        os.kill(stopped, signal.SIGSTOP)
+        pause(stopped)
         assert counter.call(Counter.add, 2).result(60) == 7
     assert counter.call(Counter.pid).result() != stopped
     told = rf"role 'counter' has not answered for 1\.\d s, though its process {stopped} on node \w+ is alive"

@@ -24,7 +24,7 @@ from overlord.runtime.engine import WorkplaceSize
 from overlord.service.client import Client
 from overlord.service.constructor import ServingConstructor
 from tests.commands import python
-from tests.faults.disturbance import send
+from tests.faults.disturbance import pause, send
 from tests.runtime.roles import (
     Asker,
     Counter,
@@ -89,7 +89,7 @@ def test_a_name_can_mean_another_role_also_for_handles_inside_actors_and_for_ask
     asker = engine.spawn("asker", partial(make_asker, counter))
     assert asker.call(Asker.add, 1).result() == 1
     stopped = counter.call(Counter.pid).result()
-    os.kill(stopped, signal.SIGSTOP)
+    pause(stopped)
     try:
         waiting = asker.call(Asker.add, 1)
         engine.spawn("counter/shadow", partial(make_counter, 100))
