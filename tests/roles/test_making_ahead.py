@@ -2,6 +2,7 @@
 is told of before its time."""
 
 import time
+from collections.abc import Sequence
 
 import pyarrow as pa
 import pytest
@@ -192,3 +193,18 @@ def test_chunks_that_take_long_to_make_are_left_until_they_are_needed():
         assert host.describe("s", 1).num_rows == 1
     finally:
         host.close()
+
+
+def test_chunks_of_the_first_step_are_announced_before_those_that_other_hosts_make_meanwhile(monkeypatch):
+    told: list[tuple[str, list[int]]] = []
+    announce = LoaderHost.prefetch
+
+    def prefetch(host: LoaderHost, source: str, chunks: Sequence[int]) -> None:
+        told.append((source, [*chunks]))
+        announce(host, source, chunks)
+
+    monkeypatch.setattr(LoaderHost, "prefetch", prefetch)
+    with ol.start(job_of({name: Numbered(first=1, loaders=2) for name in ("a", "b")})):
+        assert told[:2] == [("a", [0]), ("b", [0])]
+        firsts = {(source, chunks[0]) for source, chunks in told}
+        assert firsts == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}

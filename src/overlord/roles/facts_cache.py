@@ -23,7 +23,7 @@ from overlord.stream.facts import Losses
 from overlord.stream.outliers import count_delays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from overlord.roles.routes import Routes
     from overlord.stream.facts import ChunkFacts, RowOrigins, Samples, TokenSpans
@@ -185,6 +185,14 @@ class FactsCache:
         if self._prefetched.get(source) != chunk:
             self._prefetched[source] = chunk
             self._routes.prefetch(source, chunk, self._ends[source])
+
+    def expect_all(self, chunks: Mapping[int, int]) -> None:
+        """Announce the chunk of each source that the first step needs, before those that hosts make meanwhile: else some of
+        them would wait behind these."""
+        for source, chunk in chunks.items():
+            self._routes.prefetch_first(source, chunk)
+        for source, chunk in chunks.items():
+            self.expect(source, chunk)
 
     def count_losses(self, spans: TokenSpans) -> Losses:
         if not len(spans):

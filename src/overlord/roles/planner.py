@@ -149,8 +149,8 @@ class Planner:
             lineage.look_up = self._facts.origins
         progress = self._window.first_progress()
         self._drawer = self._drawer_at(progress)
-        for source in np.flatnonzero(self._steering.schedule.at(progress.step) > 0).tolist():
-            self._facts.expect(source, int(progress.chunk[source]))
+        drawn = np.flatnonzero(self._steering.schedule.at(progress.step) > 0).tolist()
+        self._facts.expect_all({source: int(progress.chunk[source]) for source in drawn})
 
     def plan(self, step: int, group: int, oldest: int | None = None, is_late: bool = False) -> GroupPlan | Later | None:
         """The plan of one group for a step; None when the run ends before that step. `oldest` is the oldest step that the

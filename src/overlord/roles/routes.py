@@ -115,6 +115,11 @@ class Routes:
             for target in filter(None, (host, lookup.table.shadows.get(host))):
                 self._engine.tell(target, LoaderHost.prefetch, name, numbers)
 
+    def prefetch_first(self, source: int, chunk: int) -> None:
+        """Announce one chunk to its host alone, which begins with it."""
+        host = self._lookup().host(source, chunk)
+        self._engine.tell(host, LoaderHost.prefetch, self._names[source], [chunk])
+
     def note_described(self, source: int, chunk: int, keep_from: int) -> None:
         """Tell the host of a chunk that its facts are in use, as `describe` does. Nobody waits for it."""
         host = self._lookup().host(source, chunk)
