@@ -189,8 +189,7 @@ class FactsCache:
     def expect_all(self, chunks: Mapping[int, int]) -> None:
         """Announce the chunk of each source that the first step needs, before those that hosts make meanwhile: else some of
         them would wait behind these."""
-        for source, chunk in chunks.items():
-            self._routes.prefetch_first(source, chunk)
+        self._routes.prefetch_firsts(chunks)
         for source, chunk in chunks.items():
             self.expect(source, chunk)
 

@@ -115,10 +115,12 @@ class Routes:
             for target in filter(None, (host, lookup.table.shadows.get(host))):
                 self._engine.tell(target, LoaderHost.prefetch, name, numbers)
 
-    def prefetch_first(self, source: int, chunk: int) -> None:
-        """Announce one chunk to its host alone, which begins with it."""
-        host = self._lookup().host(source, chunk)
-        self._engine.tell(host, LoaderHost.prefetch, self._names[source], [chunk])
+    def prefetch_firsts(self, chunks: Mapping[int, int]) -> None:
+        """Announce one chunk of each source to its host, which begins with it. Nothing to do where sources have one host."""
+        lookup = self._lookup()
+        if any(lookup.num_hosts[source] > 1 for source in chunks):
+            for source, chunk in chunks.items():
+                self._engine.tell(lookup.host(source, chunk), LoaderHost.prefetch, self._names[source], [chunk])
 
     def note_described(self, source: int, chunk: int, keep_from: int) -> None:
         """Tell the host of a chunk that its facts are in use, as `describe` does. Nobody waits for it."""

@@ -86,8 +86,8 @@ class Tokenize:
     the same ids, if all its rules are known to mean the same there. `engine="tokenizers"` leaves it to its library;
     `engine="tiktoken"` makes it an error if tiktoken cannot encode it. `engine_used` says which engine it is.
 
-    A null text is an empty one. Names and paths are loaded when first used, in each process that uses them; tokenizer
-    objects are copied then, and never changed.
+    A null text is an empty one. Names and paths are loaded when first used, in each process that uses them, but for a
+    tokenizer.json, which worker processes of one machine share; tokenizer objects are copied then, and never changed.
     """
 
     column: str = "text"
