@@ -384,7 +384,7 @@ def test_bos_and_eos_are_whole_numbers_or_names(name: str, value: Any) -> None:
 
 def test_with_an_old_tiktoken_a_tokenizer_json_is_left_to_its_library(monkeypatch):
     tokenizers = pytest.importorskip("tokenizers")
-    monkeypatch.setattr("overlord.chunks.transforms.bpe.version", lambda _: "0.11.0")
+    monkeypatch.setattr("tiktoken.__version__", "0.11.0")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     with pytest.raises(NotByteLevel, match=r"needs tiktoken 0\.14 or newer, and 0\.11\.0 is installed"):
         ByteLevelBpe.of(tokenizer)

@@ -45,6 +45,7 @@ import threading
 import types
 import uuid
 import weakref
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -535,7 +536,9 @@ class Describer:
             self.packages[top] = version_of(top)
 
     def note_used(self, package: str) -> None:
-        """Note the version of a package that is not imported yet."""
+        """Note the version of a package that may not be imported yet."""
+        with suppress(ImportError):  # it will be used, and says its version sooner than its metadata are found
+            importlib.import_module(package)
         if package not in self.packages and (version := version_of(package)):
             self.packages[package] = version
 

@@ -9,20 +9,20 @@ differently, or text that is not in the normal form that the tokenizer asks for.
 from __future__ import annotations
 
 import re
+import threading
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from overlord.chunks.transforms.merge_ranks import Flags, NotRankable, RankedTokens, rank_tokens, token_bytes
-from overlord.sources.numbers import array_of, numbers_of, text_scalar
+from overlord.chunks.transforms.merge_ranks import Flags, NotRankable, RankedTokens, bytes_of_tokens, rank_tokens
+from overlord.sources.numbers import array_of, numbers_of, text_data, text_offsets, text_scalar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -199,10 +199,9 @@ class Spaces:
         mark = f"\\x{ord(_MARK):02x}"
         return [*(each.replace("[^", f"[^{mark}") for each in alternatives[:-2]), r"\s+", mark]
 
-    def mark(self, text: str, characters: Characters, added: Sequence[str]) -> str:
-        """The text with marks. `added` are the tokens that a text is cut at before it is split: it ends where one begins."""
-        codes = codes_of(text)
-        known = characters.look_up(codes)
+    def mark(self, text: str, codes: Codes, known: NDArray[np.uint8], added: Sequence[str]) -> str:
+        """The text with marks, from what is known of its characters. `added` are the tokens that a text is cut at before it
+        is split: it ends where one begins."""
         is_space = known & Characters.SPACE != 0
         is_word = known & (Characters.SPACE | Characters.NUMBER if self.stops_at_numbers else Characters.SPACE) == 0
         at = np.flatnonzero(is_space[1:-1] & is_space[:-2] & is_word[2:]) + 1
@@ -211,7 +210,7 @@ class Spaces:
             cuts &= (codes[at] != 10) & (codes[at] != 13)
         at = at[cuts]
         if added and len(at):
-            first = np.unique([ord(token[0]) for token in added])
+            first = list({ord(token[0]) for token in added})
             maybe = np.flatnonzero(np.isin(codes[at + 1], first))  # a few, and a look at the text for each
             begins = [text.startswith(tuple(added), i) for i in (at[maybe] + 1).tolist()]
             at = np.delete(at, maybe[np.array(begins, bool)])
@@ -229,6 +228,8 @@ class AddedTokens:
     """By their ids: found by tiktoken as the library finds them."""
     awkward: tuple[str, ...]
     """Rows that contain one of these are left to the library."""
+    ids: Mapping[str, int]
+    """By the text of a token: also of those that are not looked for."""
 
     @staticmethod
     def of(added: Sequence[Mapping[str, Any]], with_special: bool, normalize: Callable[[str], str] | None) -> AddedTokens:
@@ -244,7 +245,7 @@ class AddedTokens:
                 awkward.append(content)
             else:
                 plain[content] = each["id"]
-        return AddedTokens(plain, tuple(awkward))
+        return AddedTokens(plain, tuple(awkward), {each["content"]: each["id"] for each in added})
 
 
 def _overlapping(contents: Sequence[str], active: set[str]) -> set[str]:
@@ -288,7 +289,9 @@ class Characters:
     def look_up(self, codes: Codes) -> NDArray[np.uint8]:
         found = self._known[codes]
         if codes.itemsize > 1 and (unknown := found == self.UNKNOWN).any():
-            self._learn(np.unique(codes[unknown]))
+            is_new = np.zeros(len(self._known), bool)  # not np.unique, which imports all of numpy.ma
+            is_new[codes[unknown]] = True
+            self._learn(np.flatnonzero(is_new).astype(np.uint32))
             found = self._known[codes]
         return found
 
@@ -370,15 +373,18 @@ class ByteLevelBpe:
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        load: Callable[[], tokenizers.Tokenizer],
         splitting: Splitting,
         added: AddedTokens,
         ranked: RankedTokens,
         normalize: Callable[[str], str] | None,
     ) -> None:
+        """`load` returns the library's tokenizer, which must not be changed afterwards."""
         import tiktoken
 
-        self.tokenizer = tokenizer
+        self._load = load
+        self._loading = threading.Lock()
+        self._loaded: tokenizers.Tokenizer | None = None
         self._added = added
         self._has_prefix_space = splitting.has_prefix_space
         self._normalize = normalize
@@ -389,55 +395,85 @@ class ByteLevelBpe:
         self._allowed = {*special, _SEPARATOR}
         self._separator = size + len(special)
         self._ids = np.concatenate([ranked.ids, np.array([*added.plain.values()], np.int32)])
+        self._ranks = {token: rank for rank, token in enumerate(ranked.tokens)}
         self._encoding = tiktoken.Encoding(
             "tokenizer.json",
             pat_str=splitting.pattern,
-            mergeable_ranks={token: rank for rank, token in enumerate(ranked.tokens)},
+            mergeable_ranks=self._ranks,
             special_tokens={**special, _SEPARATOR: self._separator},
         )
 
     @staticmethod
     def of(tokenizer: tokenizers.Tokenizer) -> ByteLevelBpe:
         """Raises NotByteLevel. The tokenizer must not be changed afterwards."""
-        try:
-            found = version("tiktoken")
-        except PackageNotFoundError:
-            raise NotByteLevel("needs tiktoken, which is not installed") from None
-        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < LEAST_TIKTOKEN:
-            raise NotByteLevel(f"needs tiktoken {'.'.join(map(str, LEAST_TIKTOKEN))} or newer, and {found} is installed")
+        _check_tiktoken()
         try:
             rules = orjson.loads(tokenizer.to_str())
         except Exception as error:  # noqa: BLE001 - the library raises a bare Exception for parts written in Python
             raise NotByteLevel(f"cannot be looked into: {error}") from None
+        return ByteLevelBpe._of_rules(rules, not tokenizer.encode_special_tokens, lambda: tokenizer)
+
+    @staticmethod
+    def of_file(data: bytes, *, special_tokens: bool, load: Callable[[], tokenizers.Tokenizer]) -> ByteLevelBpe:
+        """From the bytes of a tokenizer.json. `load` has the library read them too, with the same `special_tokens`, which
+        takes longer than all else: it is called when the library is first needed, for most texts never.
+
+        Raises NotByteLevel, also for a file that the library may read otherwise than it is written: `of` knows.
+        """
+        _check_tiktoken()
+        try:
+            return ByteLevelBpe._of_rules(_rules_as_read(data), special_tokens, load)
+        except NotByteLevel:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise NotByteLevel(f"{_NOT_AS_READ}: {error!r}") from None
+
+    @staticmethod
+    def _of_rules(rules: Mapping[str, Any], special_tokens: bool, load: Callable[[], tokenizers.Tokenizer]) -> ByteLevelBpe:
+        from tokenizers import normalizers
+
         _check_model(rules["model"])
         _check_ends(rules.get("post_processor"))
         names = [part.get("type") for part in _flat(rules["normalizer"], "normalizers")]
         if names not in ([], ["NFC"]):
             raise NotByteLevel(f"has the normalizer {', '.join(map(str, names))}")
         splitting = Splitting.of(rules["pre_tokenizer"])
-        normalize = tokenizer.normalizer.normalize_str if names and tokenizer.normalizer is not None else None
-        added = AddedTokens.of(rules["added_tokens"], not tokenizer.encode_special_tokens, normalize)
+        normalize = normalizers.NFC().normalize_str if names else None
+        added = AddedTokens.of(rules["added_tokens"], special_tokens, normalize)
         if splitting.has_prefix_space:  # it is put before each part of a text that is cut by an added token
-            added = AddedTokens({}, (*added.awkward, *added.plain))
+            added = replace(added, plain={}, awkward=(*added.awkward, *added.plain))
         try:
             ranked = rank_tokens(rules["model"]["vocab"], [_pair(merge) for merge in rules["model"]["merges"]])
         except NotRankable as error:
             raise NotByteLevel(str(error)) from None
-        if rules["model"].get("ignore_merges"):
+        if rules["model"].get("ignore_merges") and (ranked.left_out or splitting.has_prefix_space):
+            tokenizer = load()
             _check_whole_words(ranked.left_out, tokenizer, splitting)
-        return ByteLevelBpe(tokenizer, splitting, added, ranked, normalize)
+            return ByteLevelBpe(lambda: tokenizer, splitting, added, ranked, normalize)
+        return ByteLevelBpe(load, splitting, added, ranked, normalize)
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, loaded when it is first needed."""
+        with self._loading:
+            if self._loaded is None:
+                self._loaded = self._load()
+                del self._load  # with the bytes of the file
+            return self._loaded
 
     def encode_column(self, texts: pa.Array) -> tuple[Tokens, Ints]:
         """(all ids, number of ids of each text) of strings or large strings without nulls."""
         joined = _join(texts)
-        left = self._rows_left(texts, joined)
+        codes = codes_of(joined)
+        known = self._characters.look_up(codes)
+        left = self._rows_left(texts, joined, known)
         if left is None:
-            return self._by_tiktoken(texts, joined)
+            return self._by_tiktoken(texts) if self._has_prefix_space else self._encode(texts, joined, codes, known)
         flat, lengths = np.zeros(0, np.int32), np.zeros(len(texts), np.int64)
         ours = texts.filter(array_of(~left))
         theirs = texts.filter(array_of(left))
         parts = []
-        for rows, (ids, counts) in ((~left, self._by_tiktoken(ours, _join(ours))), (left, self._by_library(theirs))):
+        for rows, (ids, counts) in ((~left, self._by_tiktoken(ours)), (left, self._by_library(theirs))):
             lengths[rows] = counts
             parts.append((rows, ids))
         flat = np.empty(lengths.sum(), np.int32)
@@ -468,9 +504,13 @@ class ByteLevelBpe:
         return pa.LargeStringArray.from_buffers(len(ends), pa.py_buffer(offsets), text[0].as_buffer())
 
     def id_of(self, token: str) -> int | None:
-        return self.tokenizer.token_to_id(token)
+        if token in self._added.ids:
+            return self._added.ids[token]
+        (value,) = bytes_of_tokens([token])
+        rank = None if value is None else self._ranks.get(value)
+        return int(self._ids[rank]) if rank is not None else self.tokenizer.token_to_id(token)
 
-    def _rows_left(self, texts: pa.Array, joined: str) -> Flags | None:
+    def _rows_left(self, texts: pa.Array, joined: str, known: NDArray[np.uint8]) -> Flags | None:
         """The rows to leave to the library; None if there are none."""
         left = np.zeros(len(texts), bool)
         for token in self._added.awkward:
@@ -480,25 +520,29 @@ class ByteLevelBpe:
             left |= _contains(texts, _SEPARATOR[0])
         if _MARK in joined:
             left |= _contains(texts, _MARK)
-        if not joined.isascii():
-            flags = self._characters.look_up(codes_of(joined))
-            if (flags & (Characters.DIFFERENT | Characters.MAY_CHANGE)).any():
-                letters: Any = pc.utf8_length(texts)  # type: ignore[call-overload]
-                sizes = numbers_of(letters) + len(_SEPARATOR)
-                rows = np.repeat(np.arange(len(texts)), sizes)[: len(flags)]
-                left[rows[flags & Characters.DIFFERENT != 0]] = True
-                for row in np.unique(rows[flags & Characters.MAY_CHANGE != 0]).tolist():
-                    text = texts[row].as_py()
-                    left[row] |= self._normalize is not None and self._normalize(text) != text
+        if not joined.isascii() and (known & (Characters.DIFFERENT | Characters.MAY_CHANGE)).any():
+            import pyarrow.compute as pc
+
+            letters: Any = pc.utf8_length(texts)  # type: ignore[call-overload]
+            sizes = numbers_of(letters) + len(_SEPARATOR)
+            rows = np.repeat(np.arange(len(texts)), sizes)[: len(known)]
+            left[rows[known & Characters.DIFFERENT != 0]] = True
+            for row in {*rows[known & Characters.MAY_CHANGE != 0].tolist()}:
+                text = texts[row].as_py()
+                left[row] |= self._normalize is not None and self._normalize(text) != text
         return left if left.any() else None
 
-    def _by_tiktoken(self, texts: pa.Array, joined: str) -> tuple[Tokens, Ints]:
+    def _by_tiktoken(self, texts: pa.Array) -> tuple[Tokens, Ints]:
+        joined = _join(_with_prefix_space(texts) if self._has_prefix_space else texts)
+        codes = codes_of(joined)
+        return self._encode(texts, joined, codes, self._characters.look_up(codes))
+
+    def _encode(self, texts: pa.Array, joined: str, codes: Codes, known: NDArray[np.uint8]) -> tuple[Tokens, Ints]:
+        """The ids of texts that tiktoken encodes, from the text that they make together."""
         if not len(texts):
             return np.zeros(0, np.int32), np.zeros(0, np.int64)
-        if self._has_prefix_space:
-            joined = _join(_with_prefix_space(texts))
         if self._spaces is not None:
-            joined = self._spaces.mark(joined, self._characters, tuple(self._added.plain))
+            joined = self._spaces.mark(joined, codes, known, tuple(self._added.plain))
         try:
             ranks = self._encoding.encode_to_numpy(joined, allowed_special=self._allowed, disallowed_special=())
         except ValueError:  # more spaces in a row than a pattern with a lookahead can step back over
@@ -522,6 +566,56 @@ def library_ids(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
     """
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # skips offsets
     return (encode([text], add_special_tokens=False)[0].ids for text in texts)
+
+
+def _check_tiktoken() -> None:
+    try:
+        import tiktoken
+    except ModuleNotFoundError:
+        raise NotByteLevel("needs tiktoken, which is not installed") from None
+    found = tiktoken.__version__
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < LEAST_TIKTOKEN:
+        raise NotByteLevel(f"needs tiktoken {'.'.join(map(str, LEAST_TIKTOKEN))} or newer, and {found} is installed")
+
+
+_NOT_AS_READ = "is not written as its library writes it"
+_OPTIONS = {
+    "Split": ("pattern", "behavior", "invert"),
+    "ByteLevel": ("add_prefix_space", "trim_offsets"),
+    "Digits": ("individual_digits",),
+}
+"""What the library requires of the parts of a pre-tokenizer."""
+
+
+def _rules_as_read(data: bytes) -> Mapping[str, Any]:
+    """The rules of a tokenizer.json that the library reads as they are written. Raises NotByteLevel for others, or what
+    looking into them raises: older releases and other programs leave options out, or give ids that the library changes."""
+    rules = orjson.loads(data)
+    vocabulary, decoder = rules["model"]["vocab"], rules["decoder"]
+    parts = _flat(rules["pre_tokenizer"], "pretokenizers")
+    is_as_read = (
+        rules["version"] == "1.0"
+        and (decoder is None or decoder["type"] == "ByteLevel")
+        and all(name in part for part in parts for name in _OPTIONS[part["type"]])
+        and sorted(vocabulary.values()) == list(range(len(vocabulary)))
+        and _have_their_ids(rules["added_tokens"], vocabulary)
+    )
+    if not is_as_read:
+        raise NotByteLevel(_NOT_AS_READ)
+    return rules
+
+
+def _have_their_ids(added: Sequence[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bool:
+    """Whether added tokens have the ids that the library gives them, whatever the file says: that of the vocabulary, or the
+    next one above it."""
+    following = len(vocabulary)
+    for each in added:
+        if each["id"] != vocabulary.get(each["content"], following) or not each["content"]:
+            return False
+        following += each["content"] not in vocabulary
+        if not all(isinstance(each[name], bool) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")):
+            return False
+    return len({each["content"] for each in added}) == len(added)
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
@@ -551,7 +645,7 @@ def _check_whole_words(left_out: Sequence[str], tokenizer: tokenizers.Tokenizer,
         raise NotByteLevel("ignores merges, and puts a space before the text")
     for token in left_out:
         try:
-            text = (token_bytes(token) or b"").decode()
+            text = (bytes_of_tokens([token])[0] or b"").decode()
         except UnicodeDecodeError:
             continue  # words are whole characters
         if tokenizer.pre_tokenizer is not None and len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) == 1:
@@ -563,11 +657,9 @@ def _pair(merge: Any) -> Sequence[str]:
 
 
 def _join(texts: pa.Array) -> str:
-    is_large = pa.types.is_large_string(texts.type)
-    ends = array_of(np.array([0, len(texts)], np.int64 if is_large else np.int32))
-    whole: Any = (pa.LargeListArray if is_large else pa.ListArray).from_arrays(ends, texts)
-    joined: Any = pc.binary_join(whole, text_scalar(_SEPARATOR, texts.type))
-    return joined[0].as_py()
+    # pyarrow.compute can join texts too, but its import takes as long as encoding half a megabyte.
+    data = text_data(texts)
+    return _SEPARATOR.encode().join([data[begin:end] for begin, end in pairwise(text_offsets(texts).tolist())]).decode()
 
 
 def _bytes_of(text: pa.Array) -> NDArray[np.uint8]:
@@ -587,10 +679,14 @@ def _place_to_cut(data: NDArray[np.uint8], step: int) -> int | None:
 
 
 def _contains(texts: pa.Array, token: str) -> Flags:
+    import pyarrow.compute as pc
+
     return numbers_of(pc.match_substring(texts, token))
 
 
 def _with_prefix_space(texts: pa.Array) -> pa.Array:
+    import pyarrow.compute as pc
+
     space, nothing = (text_scalar(each, texts.type) for each in (" ", ""))
     is_as_it_is = pc.or_(pc.starts_with(texts, " "), pc.equal(texts, nothing))
     return pc.binary_join_element_wise(pc.if_else(is_as_it_is, nothing, space), texts, nothing)

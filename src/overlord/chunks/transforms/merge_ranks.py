@@ -19,14 +19,16 @@ for must be unreachable: none of its listed pairs may be left over when the chos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -38,11 +40,11 @@ _MOST_ID = 2**24
 _MOST_ROUNDS = 32
 
 
-_HASH_BITS = 22
+_MOST_HASH_BITS = 22
 
 
-def _hash(keys: _Ints) -> NDArray[np.uint64]:
-    return (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _HASH_BITS)
+def _hash(keys: _Ints, num_bits: int) -> NDArray[np.uint64]:
+    return (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - num_bits)
 
 
 class NotRankable(ValueError):
@@ -67,13 +69,25 @@ def _alphabet() -> dict[str, int]:
 
 
 ALPHABET = _alphabet()
-_TO_LATIN_1 = str.maketrans({letter: chr(byte) for letter, byte in ALPHABET.items()})
-_LETTERS = frozenset(ALPHABET)
+_BYTE_OF = np.full(max(map(ord, ALPHABET)) + 2, -1, np.int16)
+"""By the number of a letter; the last entry stands for all others, which stand for no byte."""
+_BYTE_OF[[ord(letter) for letter in ALPHABET]] = [*ALPHABET.values()]
 
 
-def token_bytes(token: str) -> bytes | None:
-    """The bytes of a token of a byte-level vocabulary; None where it has other letters, so that no text contains it."""
-    return token.translate(_TO_LATIN_1).encode("latin-1") if _LETTERS.issuperset(token) else None
+def bytes_of_tokens(tokens: Sequence[str]) -> list[bytes | None]:
+    """The bytes of each token of a byte-level vocabulary; None where it has other letters, so that no text contains it."""
+    letters = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32)
+    values = _BYTE_OF[np.minimum(letters, len(_BYTE_OF) - 1)]
+    ends = np.cumsum(np.fromiter(map(len, tokens), np.int64, len(tokens)))
+    data = values.astype(np.uint8).tobytes()
+    found: list[bytes | None] = [data[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
+    for at in np.searchsorted(ends, np.flatnonzero(values < 0), "right").tolist():
+        found[at] = None
+    return found
+
+
+def _ids_of(vocabulary: Mapping[str, int], tokens: Iterable[str]) -> _Ints:
+    return np.fromiter(map(vocabulary.__getitem__, tokens), np.int64)
 
 
 def rank_tokens(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]) -> RankedTokens:
@@ -81,18 +95,23 @@ def rank_tokens(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]) 
     missing = sorted(byte for letter, byte in ALPHABET.items() if letter not in vocabulary)
     if missing:
         raise NotRankable(f"has no token for the byte {missing[0]:#04x}")
-    if len(set(vocabulary.values())) != len(vocabulary) or not 0 <= max(vocabulary.values()) <= _MOST_ID:
+    known_ids = np.fromiter(vocabulary.values(), np.int64, len(vocabulary))
+    if len(set(vocabulary.values())) != len(vocabulary) or known_ids.min() < 0 or known_ids.max() > _MOST_ID:
         raise NotRankable("gives one id to several tokens, or has ids that are too large")
-    bytes_of = {token: value for token in vocabulary if (value := token_bytes(token)) is not None}
-    found = _Merges.of(vocabulary, [(left, right) for left, right in merges if left + right in bytes_of])
+    tokens = [*vocabulary]
+    bytes_of = bytes_of_tokens(tokens)
+    at = np.full(known_ids.max() + 1, -1)  # the place of a token among `tokens`, by its id
+    at[known_ids] = np.arange(len(tokens))
+    can_occur = np.array([value is not None for value in bytes_of])
+    found = _Merges.of(vocabulary, merges)
+    found = found.take(can_occur[at[found.made]])
     chosen = found.choose()
     found.check(chosen)
-    by_id = {i: token for token, i in vocabulary.items()}
-    single = [vocabulary[letter] for letter, _ in sorted(ALPHABET.items(), key=lambda entry: entry[1])]
-    ids = np.array([*single, *found.made[chosen].tolist()], np.int32)
-    ranked = [by_id[i] for i in ids.tolist()]
-    left_out = sorted(bytes_of.keys() - set(ranked))
-    return RankedTokens([bytes_of[token] for token in ranked], ids, left_out)
+    ids = np.concatenate([_ids_of(vocabulary, sorted(ALPHABET, key=ALPHABET.__getitem__)), found.made[chosen]])
+    can_occur[at[ids]] = False
+    left_out = sorted(tokens[place] for place in np.flatnonzero(can_occur).tolist())
+    ranked = [value for place in at[ids].tolist() if (value := bytes_of[place]) is not None]
+    return RankedTokens(ranked, ids.astype(np.int32), left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +126,14 @@ class _Split:
     """The pairs that merge, as left * size + right, sorted."""
     pair_place: _Ints
     may_merge: Flags
-    """By the hash of a pair."""
+    """By the hash of a pair, of `hash_bits`."""
+    hash_bits: int
 
     def place_of_pair(self, left: _Ints, right: _Ints) -> _Ints:
         """_NEVER for a pair that does not merge."""
         found = np.full(len(left), _NEVER)
         wanted = left * len(self.place) + right
-        maybe = np.flatnonzero(self.may_merge[_hash(wanted)])  # few do, and a search takes ten times as long
+        maybe = np.flatnonzero(self.may_merge[_hash(wanted, self.hash_bits)])  # few do, and a search takes ten times as long
         if len(maybe):
             wanted = wanted[maybe]
             at = np.minimum(np.searchsorted(self.pairs, wanted), len(self.pairs) - 1)
@@ -161,12 +181,18 @@ class _Merges:
     single: _Ints
 
     @staticmethod
-    def of(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> _Merges:
-        left = np.array([vocabulary[left] for left, _ in merges], np.int64)
-        right = np.array([vocabulary[right] for _, right in merges], np.int64)
-        made = np.array([vocabulary[left + right] for left, right in merges], np.int64)
-        single = np.array([vocabulary[letter] for letter in ALPHABET], np.int64)
+    def of(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]) -> _Merges:
+        lefts, rights = [left for left, _ in merges], [right for _, right in merges]  # zip(*merges) takes twice as long
+        single = _ids_of(vocabulary, ALPHABET)
+        try:
+            left, right = _ids_of(vocabulary, lefts), _ids_of(vocabulary, rights)
+            made = _ids_of(vocabulary, map(operator.add, lefts, rights))
+        except KeyError as error:
+            raise NotRankable(f"has a merge of a token that is not in its vocabulary: {error}") from None
         return _Merges(left, right, made, max(vocabulary.values()) + 1, single)
+
+    def take(self, wanted: Flags) -> _Merges:
+        return replace(self, left=self.left[wanted], right=self.right[wanted], made=self.made[wanted])
 
     def choose(self) -> _Ints:
         """One merge for each token that can be made, by its place. Only a guess where several merges make one token:
@@ -176,6 +202,9 @@ class _Merges:
         chosen = np.sort(first)
         if len(chosen) == len(self.made):
             return chosen
+        pairs = np.sort(self.left * self.size + self.right)
+        if (pairs[1:] == pairs[:-1]).any():
+            raise NotRankable("lists a merge twice")
         for _ in range(_MOST_ROUNDS):
             # All pairs, at the first place of their token: as tiktoken merges.
             split = self._split(chosen, np.arange(len(self.made)), first_place)
@@ -208,9 +237,10 @@ class _Merges:
         place[self.single] = -1
         keys = self.left[pairs] * self.size + self.right[pairs]
         order = np.argsort(keys)
-        may_merge = np.zeros(1 << _HASH_BITS, bool)
-        may_merge[_hash(keys)] = True
-        return _Split(place, left, right, keys[order], pair_place[order], may_merge)
+        hash_bits = min(_MOST_HASH_BITS, 5 + len(keys).bit_length())  # few of all pairs have the hash of one that merges
+        may_merge = np.zeros(1 << hash_bits, bool)
+        may_merge[_hash(keys, hash_bits)] = True
+        return _Split(place, left, right, keys[order], pair_place[order], may_merge, hash_bits)
 
     def _is_after_parts(self, split: _Split, merges: _Ints, place: _Ints) -> Flags:
         return np.maximum(split.place[self.left[merges]], split.place[self.right[merges]]) < place

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from overlord.chunks.transforms.bpe import ByteLevelBpe, NotByteLevel, Tokens, library_ids
 from overlord.chunks.transforms.outcome import ORIGIN, RowError, row_error
 from overlord.errors import DataError, SchemaError, SpecError
-from overlord.sources.numbers import array_of, numbers_of, text_scalar
+from overlord.sources.numbers import array_of, is_present, text_offsets, text_scalar
 
 if TYPE_CHECKING:
     import tiktoken
@@ -221,7 +221,7 @@ def _slices(column: pa.ChunkedArray, encoder: Any) -> Iterator[Iterable[_TextSli
     first = 0
     for chunk in column.chunks:
         texts: Any = chunk  # strings or large strings
-        lengths = numbers_of(pc.binary_length(texts), default=0).astype(np.int64)
+        lengths = np.where(is_present(texts), np.diff(text_offsets(texts)), 0).astype(np.int64)
         is_long = (lengths > 2 * SLICE_BYTES) & isinstance(encoder, _Bpe)
         starts = np.diff(np.cumsum(lengths + _ROW_BYTES) // SLICE_BYTES) != 0
         starts |= is_long[1:] | is_long[:-1]  # a long text is a slice of its own
@@ -242,7 +242,7 @@ def _pieces(bpe: ByteLevelBpe, text: pa.Array, row: int) -> list[_TextSlice]:
 
 
 def _encode_slice(encoder: Any, piece: _TextSlice, ends: _Ends) -> tuple[Tokens, Ints]:
-    texts = piece.texts.fill_null(text_scalar("", piece.texts.type))
+    texts = piece.texts.fill_null(text_scalar("", piece.texts.type)) if piece.texts.null_count else piece.texts
     if isinstance(encoder, _Bpe):
         ids, counts = encoder.bpe.encode_column(texts)
     else:
@@ -415,7 +415,9 @@ def find_encoder(encoding: TokenizerLike, *, special_tokens: bool) -> Any:
 
 def load_encoding(name: str, special_tokens: bool, engine: TokenizerEngine | None) -> None:
     """Load what a name or a path stands for, for every `Tokenize` of this process that has these three."""
-    _encoder(name, special_tokens, engine)
+    encoder = _encoder(name, special_tokens, engine)
+    if isinstance(encoder, _Bpe):
+        _ = encoder.bpe.tokenizer  # loads the library's too: processes that are forked from this one share it
 
 
 _preparing = threading.Lock()
@@ -462,8 +464,12 @@ def _choose_engine(tokenizer: Any, name: str, engine: TokenizerEngine | None) ->
             raise SpecError(f"Tokenize: engine='tiktoken' cannot encode with {name}: it {error}; leave engine out") from None
         _log.info("%s is encoded by the tokenizers library, because it %s", name, error)
         return _Tokenizers(tokenizer, f"tokenizers: it {error}")
-    _log.info("%s is encoded by tiktoken, with the same ids", name)
+    _log_engine(name)
     return made
+
+
+def _log_engine(name: str) -> None:
+    _log.info("%s is encoded by tiktoken, with the same ids", name)
 
 
 def _configure(tokenizer: Any, special_tokens: bool) -> Any:
@@ -490,7 +496,7 @@ def _configure(tokenizer: Any, special_tokens: bool) -> Any:
 @lru_cache(maxsize=16)
 def _load(name: str, special_tokens: bool, engine: TokenizerEngine | None) -> Any:
     if name.endswith(".json") or os.sep in name:
-        return _choose_engine(_configure(_tokenizer_file(name), special_tokens), name, engine)
+        return _load_file(name, special_tokens, engine)
     try:
         import tiktoken
     except ModuleNotFoundError:
@@ -503,11 +509,25 @@ def _load(name: str, special_tokens: bool, engine: TokenizerEngine | None) -> An
     return _Tiktoken(tiktoken.get_encoding(name), special_tokens)
 
 
-def _tokenizer_file(path: str) -> Any:
+def _load_file(path: str, special_tokens: bool, engine: TokenizerEngine | None) -> _Bpe | _Tokenizers:
     try:
         import tokenizers
     except ModuleNotFoundError:
         raise SpecError("tokenizer.json files need an extra: pip install 'overlord-dataloader[tokenizers]'") from None
     if not os.path.isfile(path):
         raise SpecError(f"encoding: there is no tokenizer file {path}")
-    return tokenizers.Tokenizer.from_file(path)
+    data = Path(path).read_bytes()
+
+    def load() -> tokenizers.Tokenizer:
+        found = tokenizers.Tokenizer.from_buffer(data)
+        found.encode_special_tokens = not special_tokens
+        found.no_padding()
+        found.no_truncation()
+        return found
+
+    if engine != "tokenizers":
+        with suppress(NotByteLevel):  # if its library cannot help either, `_choose_engine` says why
+            made = _Bpe(ByteLevelBpe.of_file(data, special_tokens=special_tokens, load=load))
+            _log_engine(path)
+            return made
+    return _choose_engine(load(), path, engine)
