@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -123,7 +124,8 @@ def test_a_report_that_comes_twice_or_late_is_counted_once_or_not(caplog):
     assert value["losses"] == {"a": 1.0, "b": 2.0}
     assert value["reports"] == FEEDBACK.every
     assert "rank 0 had reported step 0 before" in caplog.text
-    assert "for step 1 is not used: it is late: steps before 10 were decided on" in caplog.text
+    # The planner has decided at step 5, and at step 10 too if it was that far ahead.
+    assert re.search(r"for step 1 is not used: it is late: steps before (5|10) were decided on", caplog.text)
 
 
 def test_what_is_not_a_number_is_an_error_at_once():
