@@ -60,7 +60,14 @@ class Prebuilt:
         return 0
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+        self,
+        step: int,
+        rank: int,
+        wait_s: float,
+        ahead: bool = False,
+        generation: int | None = None,
+        *,
+        most_unbuilt: int = 0,
     ) -> Delivery | Later | None:
         return Delivery(step, 1, (dict(self._micro),))
 

@@ -150,7 +150,7 @@ def time_counters() -> float:
     rounds = 20_000
     began = time.thread_time()
     for step in range(rounds):
-        meter.note_tokens(0, step, [micro] * 8)
+        meter.note_tokens(0, step, sum([each["num_tokens"] for each in [micro] * 8]))
         meter._meter_of(0).note_wait(step, 0.0001)
         mine.note(Step(step, 1, (micro,) * 8), 0.0001, 0.002)
         mine.to_dict()

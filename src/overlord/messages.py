@@ -307,6 +307,13 @@ class Later:
     reason: str
 
 
+class Unbuilt(Protocol):
+    """A microbatch that the receiver builds, see `batches/unbuilt.py`."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
 @record
 class Delivery:
     """One rank's part of a step."""
@@ -314,6 +321,10 @@ class Delivery:
     step: int
     loss_tokens: int | float
     microbatches: tuple[Fields, ...]
+    unbuilt: tuple[Unbuilt, ...] = ()
+    """In place of `microbatches`, for a client that said that it can build them."""
+    following: tuple[Delivery, ...] = ()
+    """The next steps, where these came along: unbuilt, too."""
 
 
 @dataclass(frozen=True, slots=True)

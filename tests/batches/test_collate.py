@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from overlord.batches.collate import PADDING_SEGMENT, collate
+from overlord.batches.collate import collate
+from overlord.batches.text_fields import PADDING_SEGMENT
 from overlord.errors import DataError, SpecError
 from tests.batches.microbatches import Microbatch, microbatch, microbatches
 

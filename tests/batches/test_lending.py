@@ -122,6 +122,63 @@ def test_memory_of_a_lost_borrower_is_not_reused():
     assert (view == 1).all()
 
 
+class Chain(Pair):
+    """A lender, its borrower, and a second borrower to whom that one lends the memory on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.borrower = Borrower(lends_on=True)
+        self.last = Pair()
+
+    def hand_on(self, array):
+        (ours,) = self.hand_over(array)
+        (theirs,) = self.last.hand_over(ours)
+        return theirs
+
+    def freed(self) -> bool:
+        gc.collect()
+        self.last.settle()
+        returned, kept = self.borrower.take_returned()
+        assert not kept
+        return bool(returned)
+
+
+def test_memory_that_is_lent_on_is_returned_when_the_last_borrower_has_returned_it():
+    chain, arenas = Chain(), Arenas(4, shared=True)
+    theirs = chain.hand_on(leased(arenas, 3))
+    np.testing.assert_array_equal(theirs, np.full(1000, 3))
+    assert not chain.freed()
+    del theirs
+    assert chain.freed()
+
+
+def test_memory_that_was_lent_on_to_a_lost_process_is_not_used_again():
+    chain, arenas = Chain(), Arenas(4, shared=True)
+    theirs = chain.hand_on(leased(arenas, 3))
+    chain.last.lender.close()
+    gc.collect()
+    assert chain.borrower.take_returned() == ([], [0])
+    chain.lender.retire([0])
+    gc.collect()
+    assert arenas.num_idle == 0
+    np.testing.assert_array_equal(theirs, np.full(1000, 3))
+
+
+def test_a_borrower_in_the_process_of_its_lender_keeps_no_memory_that_the_lender_drops():
+    lender, borrower, arenas = Lender(), Borrower(lends_on=True), Arenas(0, shared=True)
+    memory = leased(arenas, 3)
+    lent = lender.lend([memory])
+    (segment,) = lent.unmapped
+    borrower.map(segment.number, segment)
+    view = borrower.borrow(lent.loans[0])
+    assert segment_of(view) is segment_of(memory)
+    number = lent.loans[0].segment
+    del view, memory, lent, segment
+    lender.take_back(borrower.take_returned()[0])
+    gc.collect()
+    assert lender.take_gone() == [number]
+
+
 def test_memory_that_a_fork_may_read_is_not_reused():
     pair, arenas = Pair(), Arenas(2, shared=True)
     view = pair.hand_over(leased(arenas, 1))[0]

@@ -57,7 +57,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def fetch_ahead(client: ol.Client, num_steps: int) -> None:
     """Wait until a client has fetched that many steps ahead, or requested them."""
     if isinstance(client._ahead, RequestedSteps):
-        assert len(client._ahead._requested) == num_steps
+        assert len(client._ahead._received) + client._ahead._num_requested == num_steps
         return
     wait_until(lambda: isinstance(client._ahead, StepsAhead) and len(client._ahead._ready) == num_steps)
 

@@ -167,11 +167,22 @@ def _allow_more_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-class _Arena(np.ndarray):
+class SegmentMemory(np.ndarray):
+    """Memory by which arrays are found to lie in a segment."""
+
+    def find_segment(self) -> SharedSegment | None:
+        """The segment, if this process can share it with others."""
+        return None
+
+
+class _Arena(SegmentMemory):
     """A pooled buffer. A subclass of its own, because numpy collapses `.base` chains of arrays of one class, which would
     drop the lease in between."""
 
     segment: SharedSegment | None = None
+
+    def find_segment(self) -> SharedSegment | None:
+        return self.segment
 
 
 class _Lease(np.ndarray):
@@ -187,10 +198,11 @@ class _Lease(np.ndarray):
 
 
 def segment_of(array: NDArray[Any]) -> SharedSegment | None:
-    """The shared memory that an array lies in; None for an array in private memory."""
+    """The shared memory that an array lies in; None for an array in private memory, or in memory that another process lends
+    to this one alone."""
     base: Any = array
     while base is not None:
-        if isinstance(base, _Arena):
-            return base.segment
+        if isinstance(base, SegmentMemory):
+            return base.find_segment()
         base = getattr(base, "base", None)  # an array with strides of its own has an object of numpy's as its base
     return None

@@ -7,6 +7,9 @@ it with the last mapping. The same holds for loans that are open while the borro
 counted.
 
 Borrowers keep segments mapped, because mapping memory costs more than copying it. The lender tells which of them are gone.
+
+A borrower may lend on what it has borrowed. It returns a loan when all of its own borrowers have; where one of these was
+lost, it says, as of loans that a forked child may read, that the memory may be read for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.batches.buffers import segment_of
+from overlord.batches.buffers import SegmentMemory, segment_of
 from overlord.runtime.shared_memory import address_of
 
 if TYPE_CHECKING:
@@ -54,8 +57,9 @@ class Lent:
 class Lender:
     """Lends arrays to one borrower. One thread at a time may use it."""
 
-    def __init__(self) -> None:
-        self._numbers = count()
+    def __init__(self, first: int = 0) -> None:
+        """`first`: the number of the first loan. Where a borrower has several lenders, their numbers differ."""
+        self._numbers = count(first)
         self._lent: dict[int, tuple[SharedSegment, list[NDArray[Any]]]] = {}
         self._known: dict[int, weakref.ref[SharedSegment]] = {}
         self._gone: deque[int] = deque()
@@ -117,9 +121,14 @@ class Lender:
 
 
 class Borrower:
-    """Borrows arrays from one lender. Views may be collected in any thread; one thread at a time may use the rest."""
+    """Borrows arrays from one lender. Views may be collected in any thread; one thread at a time may use the rest.
 
-    def __init__(self) -> None:
+    One that `lends_on` can lend the same memory to further processes, for which it keeps descriptors. Memory that one of
+    these may read for ever is not returned to be used again.
+    """
+
+    def __init__(self, *, lends_on: bool = False) -> None:
+        self._lends_on = lends_on
         self._mapped: dict[int, _Mapped] = {}
         # No lock: a loan is returned by a finalizer, which may run inside any other call. A deque is atomic.
         self._returned: deque[int] = deque()
@@ -127,7 +136,11 @@ class Borrower:
 
     def map(self, number: int, segment: SharedSegment) -> None:
         """Note the memory of a segment that the lender calls `number`."""
-        self._mapped[number] = segment.memory.view(_Mapped)
+        self._mapped[number] = mapped = segment.memory.view(_Mapped)
+        if self._lends_on:
+            # The segment of a lender in this process is its own to drop: it holds it as long as there are loans.
+            is_received = not segment.memory.flags.writeable
+            mapped.received, mapped.segment = segment if is_received else None, weakref.ref(segment)
 
     def unmap(self, numbers: Iterable[int]) -> None:
         """Forget segments that ceased to exist; views of them stay valid."""
@@ -159,8 +172,14 @@ def _drain(numbers: deque[int]) -> list[int]:
     return drained
 
 
-class _Mapped(np.ndarray):
+class _Mapped(SegmentMemory):
     """A mapped segment. A class of its own, for the reason that `_Arena` in `buffers` has."""
+
+    received: SharedSegment | None = None
+    segment: weakref.ref[SharedSegment] | None = None
+
+    def find_segment(self) -> SharedSegment | None:
+        return None if self.segment is None else self.segment()
 
 
 class _Borrowed(np.ndarray):
@@ -173,7 +192,9 @@ class _Borrowed(np.ndarray):
 
     def __del__(self) -> None:
         # No global of this module but the counter: at interpreter exit globals become None.
-        (self.returned if self.num_forks == _num_forks else self.kept).append(self.loan)
+        segment = self.base.find_segment()  # type: ignore[union-attr] - a _Mapped, by construction
+        is_kept = self.num_forks != _num_forks or (segment is not None and segment.is_retired)
+        (self.kept if is_kept else self.returned).append(self.loan)
 
 
 _num_forks = 0

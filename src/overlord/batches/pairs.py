@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from overlord.batches.derived import NO_LOSS
+from overlord.batches.text_fields import NO_LOSS
 from overlord.declare.source import CHOSEN_TOKENS
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from overlord.batches.collate import document_places
+from overlord.batches.text_fields import document_places
 from overlord.planlog.lineage import UNKNOWN
 
 if TYPE_CHECKING:

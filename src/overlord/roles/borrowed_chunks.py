@@ -3,10 +3,10 @@ out of them.
 
 What it promises: `fetch_each` returns the payload that loader hosts would return for the same samples, whatever happens to
 hosts meanwhile. A chunk is requested once for all constructors of the process, with others of its host, and before it is
-needed if the plan is known early enough. It is returned when the planner says that no step needs it any more. A chunk that
-is needed after that is requested again. Chunks that are not in shared memory, or whose host is on another machine, gone or
-silent, are read through `Routes`, which waits for the host or takes its shadow; rows on other machines for several steps at
-a time (`rows_ahead.py`).
+needed if the plan is known early enough. It is returned when the planner says that no step needs it any more, and trainers
+that build steps from it have returned it. A chunk that is needed after that is requested again. Chunks that are not in
+shared memory, or whose host is on another machine, gone or silent, are read through `Routes`, which waits for the host or
+takes its shadow; rows on other machines for several steps at a time (`rows_ahead.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from overlord.batches.lending import Borrower
 from overlord.batches.payload import Payload
+from overlord.batches.unbuilt import ChunkPlace
 from overlord.chunks.shared_rows import ChunkArenas, RowsInMemory
 from overlord.errors import ClosedError, WaitTimeoutError
 from overlord.roles.chunk_loans import MOST_TOGETHER, LentChunk, LoanAnswer, LoanRequest
@@ -53,9 +54,11 @@ Key = tuple[int, int]
 """A source's number, and a chunk's."""
 
 _NEVER = 1 << 62  # tokens left: a borrowed chunk is not counted down
+_MOST_LOCATED = 500
+"""Chunks of a step that a trainer builds: a message tells at most four times as many."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class BorrowedChunk:
     """The rows of a chunk in memory of its loader host."""
 
@@ -67,18 +70,23 @@ class BorrowedChunk:
     table_row: Ints
     mapped: tuple[MappedFile, ...]
     """The files that the table points into."""
+    place: ChunkPlace | None
+    """For a trainer that builds its steps itself; None where it cannot."""
     left: int = _NEVER
 
     @staticmethod
     def of(rows: RowsInMemory) -> BorrowedChunk:
         opened = rows.open()
         table, mapped = opened.columns.open()
-        begin, end = opened.begin.data, opened.document_end.data
-        return BorrowedChunk(opened.values, begin, end, opened.mask, table, opened.table_row, mapped)
+        values, begin, end, mask = opened.values, opened.begin, opened.document_end, opened.mask
+        place = ChunkPlace.of(rows.memory, values, begin, end, mask)
+        return BorrowedChunk(values, begin.data, end.data, mask, table, opened.table_row, mapped, place)
 
 
 class BorrowedChunks:
     """The borrowed chunks of this process. The module's docstring has the promises. Thread-safe."""
+
+    counts_down = False
 
     def __init__(
         self, routes: Routes, sources: Mapping[str, Source], columns: Sequence[str] = (), ahead: RowsAhead | None = None
@@ -170,6 +178,9 @@ class BorrowedChunks:
     @property
     def num_chunks(self) -> int:
         return sum(map(len, self._chunks))
+
+    def find(self, key: Key) -> BorrowedChunk | None:
+        return self._chunks[key[0]].get(key[1])
 
     # The shelf that rows are taken from
 
@@ -268,7 +279,7 @@ class LoanLink:
         self._name = uuid.uuid4().hex
         self._was: list[str] = []
         self._lender: str = ""
-        self._borrower = Borrower()
+        self._borrower = Borrower(lends_on=True)
         self._sent: tuple[Sequence[Key], Reply[LoanAnswer]] | None = None
         self._is_silent = False
         self._told: dict[int, int] = {}  # of each source that the host has lent chunks of, the first that may be needed
@@ -307,7 +318,7 @@ class LoanLink:
         self._sent, self._is_silent = None, False
         self._was.clear()
         if answer.lender != self._lender:  # the first answer, or the host was made again
-            self._lender, self._borrower = answer.lender, Borrower()
+            self._lender, self._borrower = answer.lender, Borrower(lends_on=True)
             self._told = dict.fromkeys(self._told, 0)
         for number, segment in answer.segments:
             self._borrower.map(number, segment)
@@ -347,7 +358,7 @@ class LoanLink:
         """After an answer was lost: the host lends everything again, to another name."""
         self._was.append(self._name)
         self._name = uuid.uuid4().hex
-        self._lender, self._borrower = "", Borrower()
+        self._lender, self._borrower = "", Borrower(lends_on=True)
         self._told = dict.fromkeys(self._told, 0)
 
 
@@ -370,6 +381,23 @@ class BorrowedRows:
         for batch in self._chunks.taken_together(parts):
             together = self._take(Samples.concatenate(batch), absent)
             yield from [together] if len(batch) == 1 else together.split(map(len, batch))
+
+    def locate(self, parts: Sequence[Samples], *, waits: bool) -> dict[Key, BorrowedChunk] | None:
+        """The chunks in shared memory that the tokens of several microbatches lie in; None where some are to be fetched, or
+        where more than tokens is delivered, or where one is not here yet, unless it is waited for."""
+        chunks = self._chunks
+        if chunks.has_decoders or chunks.columns or (waits and chunks.require(parts)):
+            return None
+        keys = set[Key]().union(*map(_keys_of, parts))
+        if len(keys) > _MOST_LOCATED:
+            return None
+        located: dict[Key, BorrowedChunk] = {}
+        for key in keys:
+            found = chunks.find(key)
+            if found is None or found.place is None:
+                return None
+            located[key] = found
+        return located
 
     def _take(self, samples: Samples, absent: Collection[Key]) -> Payload:
         """The payload of samples whose chunks are here, but for those that are `absent`."""

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.arrange.vision.images import sizes_of
-from overlord.batches.derived import NO_LOSS
 from overlord.batches.payload import Payload
+from overlord.batches.text_fields import token_views
 from overlord.errors import DataError, SourceError
 from overlord.sources.column_types import merge_arrays
 from overlord.sources.numbers import array_of
@@ -81,6 +81,11 @@ class ChunkShelf(Protocol):
         """True if some source has images that are decoded on delivery."""
         ...
 
+    @property
+    def counts_down(self) -> bool:
+        """True if a chunk is dropped when all of it was taken."""
+        ...
+
 
 class RowTaker:
     """Takes the payload of planned samples from the chunks of a shelf."""
@@ -95,11 +100,16 @@ class RowTaker:
     def take(self, samples: Samples) -> Payload:
         """Return the payload of planned samples, in their order."""
         shelf = self._shelf
-        keep_all = bool(self._columns) or shelf.has_decoders
-        views = _TokenViews(shelf, samples, keep_all)
+        found = find_chunks(shelf, samples)
+        views = token_views(found, samples)
+        if shelf.counts_down:
+            _count_down(found, samples)
         images: dict[int, Sequence[NDArray[np.uint8]]] = {}
         ignored: set[int] = set()
-        parts = [_OfChunk(key, places, views.chunks[key]) for key, places in _places_by_chunk(samples)] if keep_all else []
+        has_more = bool(self._columns) or shelf.has_decoders
+        parts = (
+            [_OfChunk(key, places, found[places.item(0)]) for key, places in _places_by_chunk(samples)] if has_more else []
+        )
         for part, decoded in self._decode(samples, parts):
             images[decoded.place] = decoded.images
             part.chunk.left -= len(decoded.images)
@@ -107,12 +117,14 @@ class RowTaker:
                 source, number = part.key
                 shelf.note_bad_decode(samples.source_names[source], number, part.chunk, decoded.table_row, decoded.error)
                 ignored.add(decoded.place)
-        for source, number in [key for key, chunk in views.chunks.items() if chunk.left <= 0]:
-            shelf.note_delivered(samples.source_names[source], number)
+        if shelf.counts_down and any(one.left <= 0 for one in found):
+            for key, places in _places_by_chunk(samples):
+                if found[places.item(0)].left <= 0:
+                    shelf.note_delivered(samples.source_names[key[0]], key[1])
         return Payload(
             tokens=views.tokens,
             following=views.following,
-            loss_masks=views.masks if views.some_mask else None,
+            loss_masks=views.loss_masks,
             images=[images.get(i, ()) for i in range(len(samples))] if images else None,
             columns=_columns(self._columns, parts, samples),
             ignored=frozenset(ignored),
@@ -169,58 +181,10 @@ class _Decoded:
     error: str | None = None
 
 
-_NO_TOKENS = np.zeros(0, np.int32)
-
-
-class _TokenViews:
-    """Views of the tokens of samples, and the chunks they are of: all chunks, or only those that are now delivered whole."""
-
-    def __init__(self, shelf: ChunkShelf, samples: Samples, keep_all: bool) -> None:
-        self.chunks: dict[tuple[int, int], ChunkRows] = {}
-        self.tokens: list[NDArray[np.integer]] = []
-        self.masks: list[NDArray[np.generic] | None] = []
-        following: dict[int, int] = {}
-        chunks, names, only = self.chunks, samples.source_names, samples.sizes.get(ONLY_IMAGE)
-        tokens, masks = self.tokens, self.masks
-        sources, numbers, rows, starts, stops = cast("list[list[int]]", samples.table[:5].tolist())
-        found = _find_chunks(shelf, names, sources, numbers)
-        # A loop over samples: collation needs one view of each anyway, and with many sources a chunk has few of them.
-        for one, row, start, stop in zip(found, rows, starts, stops, strict=True):
-            values = one.values
-            if values is None:
-                place = len(tokens)
-                one.left -= only is None or only[place] <= 0
-                tokens.append(_NO_TOKENS)
-                chunks[sources[place], numbers[place]] = one
-                continue
-            try:
-                begin, document_end = one.begin[row], one.document_end[row]
-            except IndexError:
-                raise DataError(_changed_row(samples, len(tokens), "there is no such row")) from None
-            end = begin + stop
-            if end > document_end:
-                raise DataError(_changed_row(samples, len(tokens), f"it ends before token {stop}"))
-            tokens.append(values[begin + start : end])
-            one.left = left = one.left - stop + start
-            if keep_all or left <= 0:
-                place = len(tokens) - 1
-                chunks[sources[place], numbers[place]] = one
-            if end < document_end:
-                following[len(tokens) - 1] = values.item(end)
-            if one.mask is not None:
-                masks += [None] * (len(tokens) - 1 - len(masks))
-                masks.append(_mask(one.mask, begin + start, end, end < document_end))
-        self.following = np.full(len(samples), NO_LOSS)
-        for place, token in following.items():
-            self.following[place] = token
-        self.some_mask = bool(masks)
-        masks += [None] * (len(samples) - len(masks))
-
-
-def _find_chunks(
-    shelf: ChunkShelf, names: tuple[str, ...], sources: Sequence[int], numbers: Sequence[int]
-) -> Sequence[ChunkRows]:
+def find_chunks(shelf: ChunkShelf, samples: Samples) -> Sequence[ChunkRows]:
     """The chunk of every sample."""
+    names = samples.source_names
+    sources, numbers = cast("list[list[int]]", samples.table[:2].tolist())
     finders = shelf.finders(names)
     found = [finders[source](number) for source, number in zip(sources, numbers, strict=True)]
     if all(found):
@@ -232,18 +196,11 @@ def _find_chunks(
     return cast("list[ChunkRows]", found)
 
 
-def _changed_row(samples: Samples, place: int, why: str) -> str:
-    source, chunk, row = (int(column[place]) for column in (samples.source, samples.chunk, samples.row))
-    return (
-        f"row {row} of chunk {chunk} of source {samples.source_names[source]!r} has changed since it was planned: {why}. "
-        "The source returns other rows than before, or the run was resumed from an edited state; restore the data, or start "
-        "from a checkpoint"
-    )
-
-
-def _mask(mask: NDArray[np.generic], begin: int, end: int, goes_on: bool) -> NDArray[np.generic]:
-    """One entry per token, and one for the token after them; 0 where there is none."""
-    return mask[begin : end + 1] if goes_on else np.append(mask[begin:end], np.zeros(1, mask.dtype))
+def _count_down(found: Sequence[ChunkRows], samples: Samples) -> None:
+    """Note what was taken of each chunk."""
+    only, starts, stops = samples.sizes.get(ONLY_IMAGE), *cast("list[list[int]]", samples.table[3:5].tolist())
+    for place, (one, start, stop) in enumerate(zip(found, starts, stops, strict=True)):
+        one.left -= stop - start if one.values is not None else int(only is None or only[place] <= 0)
 
 
 def _places_by_chunk(samples: Samples) -> Iterator[tuple[tuple[int, int], NDArray[np.int64]]]:

@@ -5,13 +5,16 @@ steps are kept until all ranks have taken them, and at most `prefetch` steps bey
 stops reading stops its group instead of filling memory. A step that is requested again after that is built again. The
 constructor decides nothing.
 
+A trainer that has the group to itself may build its steps from chunks in shared memory. It then gets plans and chunks in
+place of batches, and a few steps more ahead, of which nothing is kept here, as far as they are planned by then.
+
 A rank that is expected but has not requested a step yet holds nobody back, unless the run waits for all ranks: then it is
 where the first of its group began. No step is recorded as taken by all before that rank has requested one or has left.
 
 A rank may fetch steps ahead of its trainer. Such a fetch moves nothing: where a rank stands, what was taken and whether a
 rank reads at all is decided by what its trainer takes. A fetch that is not ahead takes its step too. No step is fetched
-ahead, or planned, that would not have been built ahead anyway. While all ranks of a group fetch ahead, each step is built by
-the thread of the first request for it, and none before it is requested.
+ahead, or planned, that would not have been built or planned ahead anyway. While all ranks of a group fetch ahead, each step
+is built by the thread of the first request for it, and none before it is requested.
 
 While the mesh changes the constructor is frozen: a step that no rank has taken yet cannot be taken, until the constructor
 thaws or is replaced.
@@ -27,10 +30,11 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from overlord.batches.collate import collate
 from overlord.batches.slices import cp_slices, fields_for, receive_only
+from overlord.declare.source import CHOSEN_TOKENS
 from overlord.errors import ClosedError, SpecError
 from overlord.messages import Delivery, Fields, Later
 from overlord.roles.planner import Planner
@@ -39,18 +43,31 @@ from overlord.runtime.threads import StealingFuture
 from overlord.status import WAIT_BOUNDS_S, ConstructorCounters, RankCounters, process_use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from overlord.arrange.mesh_tree import Bucket, ClientPlaceTree, Place
     from overlord.arrange.plan import GroupPlan, RankPart
     from overlord.batches.buffers import Arenas
     from overlord.batches.payload import Payload
+    from overlord.batches.unbuilt import PlacedChunk, UnbuiltMicrobatch
     from overlord.declare.batch import Batch
     from overlord.roles.plan_requests import GroupPlans
     from overlord.roles.plan_window import SharedPlans
     from overlord.runtime.engine import Handle
     from overlord.runtime.threads import Executor
     from overlord.stream.facts import Samples
+
+
+_UNBUILT_AHEAD = 7
+"""Steps. The planner plans further ahead by itself."""
+_TOGETHER_TOKENS = 3 << 16
+"""Of steps that go to a trainer together before the last of them: what a message costs is little beside building more."""
+
+
+class _UnbuiltStep(NamedTuple):
+    step: int
+    loss_tokens: int | float
+    unbuilt: tuple[UnbuiltMicrobatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +94,17 @@ class _Built:
     """What features add for each rank, by microbatch."""
     axis: Bucket = "dp"
     """See `GroupPlan.axis`."""
+    unbuilt: tuple[UnbuiltMicrobatch, ...] = ()
+    """In place of `whole` where the trainer builds the step; then the group has no other rank."""
+    following: tuple[Delivery, ...] = ()
+    """The next steps, likewise."""
     slices: list[list[Fields]] = field(default_factory=list[list[Fields]])
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def microbatches(self, place: Place, tree: ClientPlaceTree) -> tuple[Fields, ...]:
+        if self.unbuilt:
+            with self.lock:
+                self.whole = self.whole or tuple(micro.build(self.arenas) for micro in self.unbuilt)
         cp, pp, own = tree.mesh.cp, tree.mesh.pp, slice(None)
         if self.counts is not None:
             index = tree.ranks_of(place.dp).index(place.rank) if self.axis == "world" else place.cp
@@ -111,6 +135,11 @@ class RowSource(Protocol):
 
     def fetch_each(self, parts: Sequence[Samples]) -> Iterator[Payload]:
         """Yield the payloads of several microbatches, in their order."""
+        ...
+
+    def locate(self, parts: Sequence[Samples], *, waits: bool) -> Mapping[tuple[int, int], PlacedChunk] | None:
+        """The chunks in shared memory that the samples of several microbatches are in; None where they are to be fetched, or
+        where one is not here yet, unless it is waited for."""
         ...
 
 
@@ -160,6 +189,8 @@ class DataConstructor:
         self._frozen_from: int | None = None
         self._steps: dict[int, StealingFuture[_Built | Later | None]] = {}
         self._doing: dict[int, str] = {}
+        self._leaves_unbuilt = False  # as the last request asked
+        self._was_unbuilt = False  # the last step
         self._recorder = current_recorder()
         self._paces = PaceMeter(spans=self._recorder.spans)
         self._instance = uuid.uuid4().hex
@@ -167,35 +198,49 @@ class DataConstructor:
         self._closed = False
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+        self,
+        step: int,
+        rank: int,
+        wait_s: float,
+        ahead: bool = False,
+        generation: int | None = None,
+        *,
+        most_unbuilt: int = 0,
     ) -> Delivery | Later | None:
         """Return a rank's part of a step; None when the run ends before it; Later when it is not ready within `wait_s`. The
         rank takes the step, unless it is fetched `ahead`. Later, and nothing changes, for a client that knows the run as of
-        another generation."""
+        another generation. With `most_unbuilt` the step may come unbuilt; if it is fetched ahead, so many steps may."""
         if rank not in self._places:
             return self._not_here(rank)
         with self._lock:
             if (later := self._find_move(generation)) is not None:
                 return later
-        built = self._wait_for(step, rank, wait_s, ahead)
+        built = self._wait_for(step, rank, wait_s, ahead, most_unbuilt if ahead else min(most_unbuilt, 1))
         if built is None or isinstance(built, Later):
             return built
-        microbatches = built.microbatches(self._places[rank], self._tree)
+        unbuilt, following = (built.unbuilt, built.following) if most_unbuilt else ((), ())
+        microbatches = () if unbuilt else built.microbatches(self._places[rank], self._tree)
         with self._lock:
             if (later := self._find_move(generation) or self._find_freeze(step)) is not None:
                 return later
+            following = tuple(each for each in following if ahead and self._find_freeze(each.step) is None)
             if ahead:
                 if self._held.get(rank) == step:
-                    self._held[rank] = step + 1
+                    self._held[rank] = step + 1 + len(following)
             else:
                 if self._at.get(rank) == step:  # it may have left meanwhile
                     self._taken[rank] = self._held[rank] = step + 1
                 self._untaken = max(self._untaken, step + 1)
                 self._paces.note_delivery(rank, step)
-            self._paces.note_tokens(rank, step, microbatches)
-            self._unfetched = max(self._unfetched, step + 1)
+            num_tokens = sum([each.num_tokens for each in unbuilt]) + sum(
+                [each.get("num_tokens", 0) for each in microbatches]
+            )
+            self._paces.note_tokens(rank, step, num_tokens)
+            for each in following:
+                self._paces.note_tokens(rank, each.step, sum([micro.num_tokens for micro in each.unbuilt]))
+            self._unfetched = max(self._unfetched, step + 1 + len(following))
             self._drop_held()
-        return Delivery(step, built.loss_tokens, microbatches)
+        return Delivery(step, built.loss_tokens, microbatches, unbuilt, following)
 
     def take(self, step: int, rank: int, waited_s: float = 0.0, generation: int | None = None) -> Later | None:
         """Note that a rank takes a step that it has fetched ahead, after its trainer waited for it. Later, and nothing
@@ -217,20 +262,22 @@ class DataConstructor:
             self._build_ahead(min(self._held.values()), oldest)
         return None
 
-    def _wait_for(self, step: int, rank: int, wait_s: float, is_ahead: bool) -> _Built | Later | None:
+    def _wait_for(self, step: int, rank: int, wait_s: float, is_ahead: bool, most_unbuilt: int) -> _Built | Later | None:
         with self._lock:
             self._check_open()
+            self._leaves_unbuilt = most_unbuilt > 0
             before = self._at.get(rank), self._taken.get(rank), rank in self._expected
-            later = self._find_room_ahead(step, rank) if is_ahead else self._move(step, rank)
+            later = self._find_room_ahead(step, rank, most_unbuilt) if is_ahead else self._move(step, rank)
             if later is not None:
                 return later
             future = self._future_of(step)
             if is_ahead:
                 self._ahead_by_themselves.add(rank)
-                future = future or StealingFuture(partial(self._build, step))  # built by this thread: nobody waits yet
+                # Built by this thread: nobody waits yet.
+                future = future or StealingFuture(partial(self._build, step, most_unbuilt))
             else:
                 self._ahead_by_themselves.discard(rank)
-                future = future or self._threads.submit(self._build, step)
+                future = future or self._threads.submit(self._build, step, most_unbuilt)
             self._steps[step] = future
             self._build_ahead(step + 1, min(self._at.values()))
         try:
@@ -274,14 +321,15 @@ class DataConstructor:
             self._awaited.discard(rank)
         self._expected.discard(rank)
 
-    def _find_room_ahead(self, step: int, rank: int) -> Later | None:
+    def _find_room_ahead(self, step: int, rank: int, most_unbuilt: int) -> Later | None:
         """Returns why a step cannot be fetched ahead now."""
         if rank not in self._at:
             return Later(f"rank {rank} reads nothing here now: its trainer requests the first step itself")
         slowest = min(self._at, key=lambda r: self._at[r])
         oldest = self._at[slowest] if not self._awaited or self._first is None else self._first
-        if step > oldest + self._prefetch:
-            return Later(f"step {step} is more than {self._prefetch} steps ahead of rank {slowest}")
+        most = self._most_ahead(self._was_unbuilt and most_unbuilt > 1)
+        if step > oldest + most:
+            return Later(f"step {step} is more than {most} steps ahead of rank {slowest}")
         return None
 
     def receive_plans(self, plans: SharedPlans) -> None:
@@ -388,7 +436,8 @@ class DataConstructor:
     def reached(self) -> int:
         """The first step that this constructor has requested no plan for."""
         with self._lock:
-            return max([self._unfetched, *(number + 1 for number in self._steps)])
+            following = [_num_following(future) for future in self._steps.values()]
+            return max([self._unfetched, *(number + 1 + n for number, n in zip(self._steps, following, strict=True))])
 
     def num_ready(self) -> int:
         """How many steps are built or being built."""
@@ -436,7 +485,7 @@ class DataConstructor:
         if self._ahead_by_themselves.issuperset(self._at):
             return
         for number in range(first, oldest + self._prefetch + 1):
-            ahead = self._future_of(number) or self._threads.submit_ahead(self._build, number)
+            ahead = self._future_of(number) or self._threads.submit_ahead(self._build, number, int(self._leaves_unbuilt))
             if ahead is not None:
                 self._steps[number] = ahead
 
@@ -474,7 +523,7 @@ class DataConstructor:
             if was_expected:
                 self._expected.add(rank)
 
-    def _build(self, step: int) -> _Built | Later | None:
+    def _build(self, step: int, most_unbuilt: int) -> _Built | Later | None:
         began, spans = time.perf_counter(), self._recorder.spans
         try:
             self._doing[step] = f"step {step} waits for its plan"
@@ -484,6 +533,20 @@ class DataConstructor:
             if plan is None or isinstance(plan, Later):
                 return plan
             self._doing[step] = f"step {step} waits for its rows"
+            found = self._leave_unbuilt(plan, most_unbuilt)
+            self._was_unbuilt = bool(found)
+            if found:
+                first, *following = found
+                return _Built(
+                    plan.loss_tokens,
+                    (),
+                    plan.broadcast,
+                    self._arenas,
+                    unbuilt=first.unbuilt,
+                    following=tuple(
+                        Delivery(number, loss_tokens, (), unbuilt) for number, loss_tokens, unbuilt in following
+                    ),
+                )
             payloads = self._rows.fetch_each(plan.all_samples())
             if spans.is_on:
                 payloads = spans.around_each(f"rows of step {step}", payloads)
@@ -502,6 +565,52 @@ class DataConstructor:
             if spans.is_on:
                 spans.add(f"build step {step} of group {self._group}", began)
             self._built_s += time.perf_counter() - began  # an update lost to another thread is no matter
+
+    def _leave_unbuilt(self, plan: GroupPlan, most: int) -> list[_UnbuiltStep]:
+        """The step of a plan for a trainer that builds it, and the next ones, `most` in all, if their plans and chunks are
+        here: nothing is planned, waited for or raised for them. Empty where a trainer cannot build the step."""
+        located = self._locate(plan, waits=True) if most else None
+        if located is None:
+            return []
+        with self._lock:
+            last = min(self._at.values(), default=0) + self._most_ahead(is_unbuilt=True)
+        chunks = dict(located)
+        plans, left = [plan], _TOGETHER_TOKENS - _num_tokens(plan)
+        for number in range(plan.step + 1, min(plan.step + most, last + 1)):
+            following = self._plans.find(number) if left >= 0 else None
+            located = None if following is None else self._locate(following, waits=False)
+            if following is None or located is None:
+                break
+            chunks |= located
+            plans.append(following)
+            left -= _num_tokens(following)
+        from overlord.batches.unbuilt import UnbuiltMicrobatch  # here: most processes do not need it
+
+        return [
+            _UnbuiltStep(
+                each.step,
+                each.loss_tokens,
+                tuple(
+                    UnbuiltMicrobatch(
+                        micro.samples, micro.row, micro.num_rows, micro.row_tokens, chunks, self._batch, self._weighted
+                    )
+                    for micro in each.microbatches
+                ),
+            )
+            for each in plans
+        ]
+
+    def _locate(self, plan: GroupPlan, *, waits: bool) -> Mapping[tuple[int, int], PlacedChunk] | None:
+        """The chunks of a step that a trainer can build; None for any other."""
+        if len(self._places) > 1 or plan.counts is not None:  # what several ranks read is built once, for all of them
+            return None
+        if any(micro.parts or CHOSEN_TOKENS in micro.samples.sizes for micro in plan.microbatches):
+            return None
+        return self._rows.locate([micro.samples for micro in plan.microbatches], waits=waits)
+
+    def _most_ahead(self, is_unbuilt: bool) -> int:
+        """How many steps beyond the slowest rank may be fetched ahead: more of those that take no memory here."""
+        return max(self._prefetch, _UNBUILT_AHEAD) if is_unbuilt and self._prefetch else self._prefetch
 
     def _keep_buffers(self, per_step: int) -> None:
         """Let the pool keep the buffers of as many steps as there are at once. `per_step` is how many a step takes."""
@@ -536,6 +645,17 @@ def _add_parts(plan: GroupPlan, whole: list[Fields], payloads: Iterator[Payload]
             of_micro.append(of_rank)
         rank_parts.append(tuple(of_micro))
     return tuple(rank_parts)
+
+
+def _num_tokens(plan: GroupPlan) -> int:
+    return sum([int(micro.samples.tokens.sum()) for micro in plan.microbatches])
+
+
+def _num_following(future: StealingFuture[_Built | Later | None]) -> int:
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return 0
+    built = future.result()
+    return len(built.following) if isinstance(built, _Built) else 0
 
 
 def _was_postponed(future: StealingFuture[_Built | Later | None]) -> bool:
@@ -622,12 +742,12 @@ class PaceMeter:
             rank: now - since for rank, (step, since) in self._requested.items() if rank not in got or got[rank][0] != step
         }
 
-    def note_tokens(self, rank: int, step: int, microbatches: Sequence[Fields]) -> None:
+    def note_tokens(self, rank: int, step: int, num_tokens: int) -> None:
         """A rank gets the batches of a step, maybe again."""
         meter = self._meter_of(rank)
         if step > meter.fetched or step < meter.fetched - _MOST_AT_ONCE:  # the second: the rank reads again from before
             meter.fetched = step
-            meter.tokens += sum([micro.get("num_tokens", 0) for micro in microbatches])
+            meter.tokens += num_tokens
 
     def _meter_of(self, rank: int) -> _RankMeter:
         meter = self._ranks.get(rank)

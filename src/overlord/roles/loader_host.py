@@ -314,6 +314,10 @@ class LoaderHost:
     def has_decoders(self) -> bool:
         return self._some_decode
 
+    @property
+    def counts_down(self) -> bool:
+        return True
+
     def finders(self, names: tuple[str, ...]) -> Sequence[Find]:
         """For each of these sources, the function that finds a chunk in its buffer."""
         known, finders = self._found_by

@@ -54,6 +54,10 @@ class GroupPlans(Protocol):
         """See `Planner.plan`."""
         ...
 
+    def find(self, step: int) -> GroupPlan | None:
+        """The plan of a step, if it is kept here. It stays here."""
+        ...
+
     def receive(self, found: SharedPlans) -> None:
         """Keep plans that the planner sent by itself."""
         ...
@@ -72,6 +76,9 @@ class SinglePlans:
 
     def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
         return self._planner.call(Planner.plan, step, self._group, oldest, is_late).result()
+
+    def find(self, step: int) -> None:
+        """Nothing is kept."""
 
     def receive(self, found: SharedPlans) -> None:
         """Nothing is sent to a constructor in the process of its planner."""
@@ -137,6 +144,11 @@ class HostPlans:
             if found is not None:
                 return found
         return self._request(group, step, oldest, is_late)
+
+    def find(self, group: int, step: int) -> GroupPlan | None:
+        """The plan of a group for a step, if it has arrived. It is kept until the group is past the step."""
+        with self._lock:
+            return self._groups[group].plans.get(step)
 
     def receive(self, found: SharedPlans) -> None:
         """Keep plans that the planner sent by itself, except for groups that have never called that planner: it may have
@@ -297,6 +309,9 @@ class PlanRequests:
 
     def plan(self, step: int, oldest: int, is_late: bool) -> GroupPlan | Later | None:
         return self._plans.plan(self._group, step, oldest, is_late)
+
+    def find(self, step: int) -> GroupPlan | None:
+        return self._plans.find(self._group, step)
 
     def receive(self, found: SharedPlans) -> None:
         """Keep plans that the planner sent to this process, for this group and the others."""

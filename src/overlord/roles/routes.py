@@ -142,6 +142,9 @@ class Routes:
             payload for batch, wait in zip(together, requested, strict=True) for payload in wait().split(map(len, batch))
         )
 
+    def locate(self, parts: Sequence[Samples], *, waits: bool) -> None:
+        """Nothing is in shared memory, as far as is known here."""
+
     def fetch_apart(self, parts: Sequence[Samples], tries: int = 0) -> list[Payload]:
         """The payloads of several requests, as `fetch` returns each, by one request to each host: a column has the type that
         the rows of its own part need."""

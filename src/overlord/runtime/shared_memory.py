@@ -30,7 +30,7 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
-from ctypes import addressof, c_char
+from ctypes import CDLL, addressof, c_char, c_int, c_long, c_size_t, c_void_p, get_errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -85,9 +85,11 @@ class SharedSegment:
         self.is_retired = False
         """True where another process may read this memory for ever: it must not be written to again."""
         size = os.fstat(descriptor).st_size
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, access)
+            if writable:
+                mapped = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+            else:
+                mapped = np.asarray(_ReadOnlyMapping(descriptor, size))
         except OSError as error:
             os.close(descriptor)
             raise with_file_limit(error) from None
@@ -95,7 +97,7 @@ class SharedSegment:
             os.close(descriptor)
             raise
         self.descriptor = descriptor
-        self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self.memory: NDArray[np.uint8] = mapped
         self.address = address_of(self.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,6 +133,37 @@ class SharedSegment:
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
+
+
+_MAP_FAILED = c_void_p(-1).value
+
+
+@functools.cache
+def _system() -> CDLL:
+    library = CDLL(None, use_errno=True)
+    library.mmap.restype = c_void_p
+    return library
+
+
+class _ReadOnlyMapping:
+    """Memory of another process, mapped for as long as numpy arrays over it live. Python's own mappings keep a descriptor
+    each, and a trainer that maps the chunks of a thousand sources may open no more files than other programs."""
+
+    __slots__ = ("__array_interface__", "_end")
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        system = _system()
+        of_file = c_int(mmap.PROT_READ), c_int(mmap.MAP_SHARED), c_int(descriptor), c_long(0)
+        address = system.mmap(c_void_p(None), c_size_t(size), *of_file)
+        if address is None or address == _MAP_FAILED:
+            raise OSError(get_errno(), os.strerror(get_errno()))
+        self._end = functools.partial(system.munmap, c_void_p(address), c_size_t(size))
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, True), "version": 3}
+
+    def __del__(self) -> None:
+        end = getattr(self, "_end", None)  # no global of this module: at interpreter exit globals become None
+        if end is not None:
+            end()
 
 
 def address_of(array: NDArray[Any]) -> int:

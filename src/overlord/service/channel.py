@@ -19,7 +19,7 @@ import socket
 import threading
 import weakref
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,16 +38,16 @@ from overlord.service.auth import Address, check_token, read_pem, service_addres
 from overlord.service.client import Client
 from overlord.service.local_link import LocalLink, NotOnThisHostError, StepPipeline
 from overlord.service.run_api import CALLS, MOVED, LoadStateRequest, remote_run
-from overlord.service.steps import DamagedStepError
+from overlord.service.steps import BuildError, DamagedStepError
 from overlord.service.wire import Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from overlord.messages import State
     from overlord.service.link import Link
-    from overlord.service.run_api import Call, Channel, RunApi, RunRequest
+    from overlord.service.run_api import Call, Channel, RunApi, RunRequest, StepAhead
     from overlord.service.wire import Action
 
 T = TypeVar("T")
@@ -135,7 +135,14 @@ class FlightChannel:
         return _origin(self._welcome, self._generations[-1])
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+        self,
+        step: int,
+        rank: int,
+        wait_s: float,
+        ahead: bool = False,
+        generation: int | None = None,
+        *,
+        most_unbuilt: int = 0,  # noqa: ARG002 - the link knows
     ) -> Delivery | Later | None:
         self._home.check()
         if generation not in (None, self.generation()):
@@ -150,6 +157,9 @@ class FlightChannel:
             return self._give_up_local(link, str(error))
         except Unreachable as error:
             return self._reconnect(str(error))
+        except BuildError as error:
+            _log.info("rank %d: %s", self._rank, error)
+            return Later(str(error))
         except DamagedStepError as error:
             raise ServiceError(
                 f"step {step} came damaged from {link.address}: {error}; request it again, and if that does not help, "
@@ -441,15 +451,31 @@ class RequestsAhead:
         self.stop_receiving = pipeline.stop_receiving
         self.close = pipeline.close
 
-    def request(self, step: int) -> None:
-        self._pipeline.request(msgspec.structs.replace(self._ticket, step=step))
+    def request(self, step: int | None) -> None:
+        ticket = self._ticket if step is None else msgspec.structs.replace(self._ticket, step=step)
+        self._pipeline.request(ticket, goes_on=step is None)
 
-    def receive(self, timeout_s: float | None) -> Delivery | None:
-        """The answer to the first request that was not answered yet; None where it is no step. Raises what a connection
+    def receive(self, timeout_s: float | None) -> Sequence[StepAhead]:
+        """The answer to the first request that was not answered yet; nothing where it is no step. Raises what a connection
         raises, which is of no use then."""
         most_s = self._ticket.wait_s + _GRACE_S
         answer = self._pipeline.receive(most_s if timeout_s is None else min(timeout_s, most_s))
-        return answer if isinstance(answer, Delivery) else None
+        if isinstance(answer, Delivery):
+            return [BuiltStep(answer)]
+        return answer if isinstance(answer, list) else ()
+
+
+class BuiltStep(NamedTuple):
+    """A step that came as it is used."""
+
+    delivery: Delivery
+
+    @property
+    def step(self) -> int:
+        return self.delivery.step
+
+    def build(self) -> Delivery:
+        return self.delivery
 
 
 def _origin(welcome: wire.Welcome, generation: int) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from overlord.batches.derived import NO_LOSS, fill_next_tokens, fill_positions
+from overlord.batches.text_fields import NO_LOSS, fill_next_tokens, fill_positions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -52,7 +52,14 @@ class LocalChannel:
         return str(self._roles.generation)
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+        self,
+        step: int,
+        rank: int,
+        wait_s: float,
+        ahead: bool = False,
+        generation: int | None = None,
+        *,
+        most_unbuilt: int = 0,  # noqa: ARG002 - a step that comes as a reply of a role comes whole
     ) -> Delivery | Later | None:
         known = self._roles.generation if generation is None else generation
         try:

@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import threading
+import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,7 +32,7 @@ from overlord.service.local_steps import (
     read_long,
     send_long,
 )
-from overlord.service.steps import DamagedStepError
+from overlord.service.steps import BuildError, DamagedStepError
 from overlord.service.wire import Unreachable
 
 if TYPE_CHECKING:
@@ -40,12 +41,15 @@ if TYPE_CHECKING:
     from overlord.batches.buffers import Arenas
     from overlord.messages import Delivery
     from overlord.runtime.shared_memory import Connection
+    from overlord.service.unbuilt_steps import UnbuiltStep
     from overlord.service.wire import Action
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 T = TypeVar("T")
 
 _GREETING_S = 5.0
+_MOST_TOGETHER = 4
+"""Steps in one answer, where they come unbuilt."""
 _log = logging.getLogger(__name__)
 _GREETED: wire.Action[Greeting, None] = wire.Action("greeting", Greeting, None)
 
@@ -64,6 +68,13 @@ class _Peer:
         self.connection.send_raw(wire.pack(Greeting(wire.VERSION, token)))
         reply, _ = self.connection.receive_raw(_GREETING_S)
         _GREETED.unpack_reply(reply)
+
+    def close(self) -> None:
+        """Close the connection. What the service lent for steps to come is returned."""
+        self.borrower.drop_chunks()
+        with suppress(OSError):  # the service is gone
+            self.return_ended()
+        self.connection.close()
 
     def return_ended(self) -> None:
         """Return the loans that ended, without a request."""
@@ -107,14 +118,19 @@ class StepPipeline:
     """A connection on which steps are requested before they are needed. The answers come in the order of requests, and wait
     in the connection. One thread at a time may use it, but for `stop_receiving`."""
 
-    def __init__(self, peer: _Peer, arenas: Arenas) -> None:
+    def __init__(self, peer: _Peer, arenas: Arenas, can_build: bool) -> None:
+        """`can_build`: steps may come unbuilt; they are built in memory of `arenas`."""
+        self.is_open = True
         self._peer = peer
         self._arenas = arenas
+        self._can_build = can_build
 
-    def request(self, ticket: wire.Ticket) -> None:
-        self._peer.connection.send_raw(wire.pack(Fetch(ticket, self._peer.borrower.take_returned())))
+    def request(self, ticket: wire.Ticket, goes_on: bool) -> None:
+        most_unbuilt = _MOST_TOGETHER if self._can_build else 0
+        fetch = Fetch(ticket, self._peer.borrower.take_returned(), most_unbuilt, goes_on)
+        self._peer.connection.send_raw(wire.pack(fetch))
 
-    def receive(self, timeout_s: float) -> Delivery | wire.NoStep | NotLocal:
+    def receive(self, timeout_s: float) -> Delivery | list[UnbuiltStep] | wire.NoStep | NotLocal:
         """Returns the next answer. After an error the connection is of no use: an answer may still come."""
         answer = None
         while answer is None:
@@ -127,7 +143,9 @@ class StepPipeline:
         self._peer.connection.stop_receiving()
 
     def close(self) -> None:
+        self.is_open = False
         with suppress(OSError):  # the service is gone
+            self._peer.borrower.drop_chunks()
             returned = self._peer.borrower.take_returned()
             self._peer.connection.send_raw(wire.pack(Returned(returned.free, returned.kept, is_last=True)), waits=False)
         self._peer.connection.close()
@@ -142,10 +160,13 @@ class LocalLink:
     def __init__(self, address: str, token: str | None, *, for_steps: bool = True) -> None:
         """Raises NotOnThisHostError where the socket cannot be reached, or does not take this client."""
         self.address = address
+        self.can_build = True
+        """Steps may come unbuilt."""
         self._token = token
         self._lock = threading.Lock()
         self._is_closed = False
         self._page: TakePage | None = None
+        self._pipeline: weakref.ref[StepPipeline] | None = None  # the last one
         self._has_tried_page = False
         # Steps and other calls have connections of their own, so that few connections map segments.
         self._idle: dict[bool, list[_Peer]] = {True: [], False: []}
@@ -169,14 +190,21 @@ class LocalLink:
                 self._return_ended(with_next=action.name == wire.HERE.name)
 
     def fetch(self, ticket: wire.Ticket, timeout_s: float, arenas: Arenas) -> Delivery | wire.NoStep:
-        """Returns the answer to a ticket. Raises DamagedStepError for a step that cannot be read, and NotOnThisHostError
-        when the service has no shared memory for it."""
+        """Returns the answer to a ticket. Raises DamagedStepError for a step that cannot be read, BuildError for one that
+        cannot be built here (no other comes unbuilt then), and NotOnThisHostError when the service has no shared memory for
+        it."""
         with self._peer(for_steps=True) as peer:
-            peer.connection.send_raw(wire.pack(Fetch(ticket, peer.borrower.take_returned())))
+            # Not beside a pipeline: this connection would hold its chunks until it is used again.
+            pipeline = None if self._pipeline is None else self._pipeline()
+            is_alone = pipeline is None or not pipeline.is_open
+            fetch = Fetch(ticket, peer.borrower.take_returned(), int(self.can_build and is_alone))
+            peer.connection.send_raw(wire.pack(fetch))
             answer = None
             while answer is None:
                 data, descriptors = peer.connection.receive_raw(timeout_s)
                 answer = peer.borrower.receive(data, descriptors, arenas)
+            if isinstance(answer, list):
+                answer = answer[0].build()
         if isinstance(answer, NotLocal):
             raise NotOnThisHostError(answer.reason)
         return answer
@@ -186,9 +214,11 @@ class LocalLink:
         with self._lock:
             idle = None if self._is_closed or not self._idle[True] else self._idle[True].pop()  # it has segments mapped
         try:
-            return StepPipeline(idle or _Peer(self.address, self._token), arenas)
+            pipeline = StepPipeline(idle or _Peer(self.address, self._token), arenas, self.can_build)
         except (OSError, EOFError, OverlordError, msgspec.DecodeError) as error:
             raise Unreachable(f"{self.address}: {error}") from None
+        self._pipeline = weakref.ref(pipeline)
+        return pipeline
 
     def share_takes(self, rank: int, session: str) -> bool:
         """Share a page with the service on which a client takes steps; returns whether there is one. Tried once. For the
@@ -220,7 +250,7 @@ class LocalLink:
         if page is not None:
             page.close()
         for peer in idle:
-            peer.connection.close()
+            peer.close()
 
     def _open_page(self, rank: int, session: str) -> TakePage | None:
         descriptors: list[int] = []
@@ -250,6 +280,11 @@ class LocalLink:
             peer = peer or _Peer(self.address, self._token)
             yield peer
             is_good = True
+        except BuildError:
+            is_good, self.can_build = True, False
+            if peer is not None:
+                peer.borrower.drop_chunks()
+            raise
         except (EOFError, ConnectionError, TimeoutError) as error:
             raise Unreachable(f"{self.address}: {error}") from None
         except OSError as error:  # no more descriptors, or no more room to map memory

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import structs
 
 from overlord.runtime.serving_threads import ServingThreads
 from overlord.runtime.shared_memory import Listener
@@ -156,6 +157,7 @@ class _TrainerSession:
         self._service = service
         self._lender = None if arenas is None else StepLender(arenas)
         self._last: wire.Ticket | None = None
+        self._next_step: int | None = None  # the one after the last that was sent
         self._has_warned = False
         self._page: SharedPage | None = None
 
@@ -174,7 +176,7 @@ class _TrainerSession:
             raise refusal("this server hands out no steps; ask it for the address of the rank's")
         elif isinstance(request, Fetch):
             self._lender.take_back(request.returned)
-            messages = self._fetch(self._lender, request.ticket)
+            messages = self._fetch(self._lender, self._ticket_of(request), request.most_unbuilt)
             try:
                 for message in messages:
                     connection.send_raw(message.data, segments=message.segments)
@@ -220,10 +222,17 @@ class _TrainerSession:
             return
         connection.send_raw(wire.pack(wire.Value(None)), segments=[page.segment])
 
-    def _fetch(self, lender: StepLender, ticket: wire.Ticket) -> list[LocalMessage]:
-        self._last = ticket
+    def _ticket_of(self, request: Fetch) -> wire.Ticket:
+        if not request.goes_on:
+            return request.ticket
+        if self._next_step is None:
+            raise refusal("no step went over this connection that others could follow")
+        return structs.replace(request.ticket, step=self._next_step)
+
+    def _fetch(self, lender: StepLender, ticket: wire.Ticket, most_unbuilt: int) -> list[LocalMessage]:
+        self._last, self._next_step = ticket, ticket.step
         try:
-            answer = self._service.answer(ticket, lambda delivery: self._pack(lender, delivery))
+            answer = self._service.answer(ticket, lambda delivery: self._pack(lender, delivery), most_unbuilt)
         except Refused as error:
             answer = Failure("ServiceError", str(error), [])
         if isinstance(answer, list):
@@ -231,6 +240,7 @@ class _TrainerSession:
         return [pack_answer(_short(answer) if isinstance(answer, Failure) else answer)]
 
     def _pack(self, lender: StepLender, delivery: Delivery) -> list[LocalMessage] | NotLocal:
+        self._next_step = delivery.step + 1 + len(delivery.following)
         try:
             messages = lender.pack(delivery)
         except NoSharedMemoryError as error:

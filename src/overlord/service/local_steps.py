@@ -3,10 +3,12 @@ where. Both sides of it.
 
 A message is MessagePack, never pickle. With it travel the descriptors of segments that the trainer has not mapped yet.
 Region 0 of a step lies in the message and holds the small arrays; the others are segments that are lent to the trainer until
-its last array over them is collected. A large array that was not built in shared memory is copied there.
+its last array over them is collected. A large array that was not built in shared memory is copied there. A step that the
+trainer builds comes as a plan, and segments are the chunks that it needs (`unbuilt_steps.py`); the trainer returns them when
+the service says that no step needs them any more.
 
-How many steps a trainer may hold, and how large, the pool's `LendLimit` says. Beyond that each step is copied into memory of
-its own, which the service does not keep: whoever keeps batches pays for them, and the service's memory stays bounded.
+How many built steps a trainer may hold, and how large, the pool's `LendLimit` says. Beyond that each is copied into memory
+of its own, which the service does not keep: whoever keeps batches pays for them, and the service's memory stays bounded.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from overlord.service.steps import (
     sendable_type,
     unpack_step,
 )
-from overlord.service.wire import Answer, Array, Contents, Count, NoStep, Session, Ticket, pack
+from overlord.service.wire import Answer, Array, Contents, Count, NoStep, Plans, Session, Ticket, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from overlord.batches.buffers import Arenas
     from overlord.messages import Delivery
     from overlord.runtime.shared_memory import Connection
+    from overlord.service.unbuilt_steps import KnownChunks, LentChunks, UnbuiltStep
 
 MOST_BYTES = 1 << 16
 """Of one message."""
@@ -55,6 +58,8 @@ _IN_MESSAGE = 1 << 15
 """A longer body lies in shared memory."""
 _MOST_DESCRIPTORS = 60
 _ALIGNMENT = 64
+_FIRST_OF_CHUNKS = 1 << 40
+"""The number of the first loan of a chunk: those of batches are lower."""
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +82,10 @@ class Returned(Struct, frozen=True, forbid_unknown_fields=True, tag="returned"):
 class Fetch(Struct, frozen=True, forbid_unknown_fields=True, tag="fetch"):
     ticket: Ticket
     returned: Returned
+    most_unbuilt: Annotated[int, Meta(ge=0, le=64)] = 0
+    """The step may come unbuilt (`unbuilt_steps.py`), if it is fetched ahead, with so many in all."""
+    goes_on: bool = False
+    """The step is not that of the ticket, but the one after the last that went over this connection."""
 
 
 class ShareTakes(Struct, frozen=True, forbid_unknown_fields=True, tag="share_takes"):
@@ -128,7 +137,7 @@ class NotLocal(Struct, frozen=True, tag="not_local"):
 
 
 class _Body(Struct, frozen=True):
-    answer: Answer | NotLocal
+    answer: Answer | Plans | NotLocal
     small: bytes = b""
 
 
@@ -140,6 +149,8 @@ class _Envelope(Struct, frozen=True):
     unmapped: list[int] = []
     """The segments whose descriptors come with the message, in their order."""
     gone: list[int] = []
+    dropped: list[int] = []
+    """The chunks that no step needs any more, by id."""
     has_own: bool = False
     """The last descriptor is memory of the step's own, in place of loans."""
     body: bytes = b""
@@ -182,6 +193,8 @@ class StepLender:
     def __init__(self, arenas: Arenas) -> None:
         self._arenas = arenas
         self._lender = Lender()
+        self._chunk_lender = Lender(first=_FIRST_OF_CHUNKS)
+        self._lent_chunks: LentChunks | None = None  # made with the first step that is not built here
         self._open: dict[int, set[int]] = {}  # the loans of each step that the trainer holds, by the first of them
         self._first: dict[int, int] = {}  # the loans that are open, with the first of their step
         self.num_copied = 0
@@ -189,40 +202,58 @@ class StepLender:
 
     def pack(self, delivery: Delivery) -> list[LocalMessage]:
         """The messages for a step; one, unless it has very many segments."""
-        is_copied = not self._arenas.lend_limit.allows(len(self._open) + 1, self.lent_bytes + _num_bytes(delivery))
+        is_copied = bool(delivery.microbatches) and not self._arenas.lend_limit.allows(
+            len(self._open) + 1, self.lent_bytes + _num_bytes(delivery)
+        )
         self.num_copied += is_copied
         regions = _SharedRegions(is_copied)
-        microbatches = [pack_fields(regions, fields, {}) for fields in delivery.microbatches]
-        contents = Contents(delivery.step, delivery.loss_tokens, microbatches)
+        if delivery.unbuilt:
+            from overlord.service.unbuilt_steps import LentChunks, pack_plans
+
+            if self._lent_chunks is None:
+                self._lent_chunks = LentChunks()
+            contents = pack_plans(regions, delivery, self._lent_chunks)
+        else:
+            microbatches = [pack_fields(regions, fields, {}) for fields in delivery.microbatches]
+            contents = Contents(delivery.step, delivery.loss_tokens, microbatches)
         body, body_at = pack(_Body(contents, regions.small.joined())), None
         if len(body) > _IN_MESSAGE:
             region, begin = regions.copy(np.frombuffer(body, np.uint8))
             body, body_at = b"", (region, begin, begin + len(body))
         if is_copied:
             segment = regions.copy_apart()
-            return [LocalMessage(pack(_Envelope([], [], self._lender.take_gone(), True, body, body_at)), [segment])]
+            envelope = _Envelope([], [], self._take_gone(), self._take_dropped(), True, body, body_at)
+            return [LocalMessage(pack(envelope), [segment])]
         regions.copy_into(self._arenas)
-        lent = self._lender.lend(regions.held)
+        lent = (self._chunk_lender if delivery.unbuilt else self._lender).lend(regions.held)
         numbers = [loan.number for loan in lent.loans]
-        if numbers:
+        if numbers and not delivery.unbuilt:
             self._arenas.lenders[self] = lambda: self.lent_bytes
             self._open[numbers[0]] = set(numbers)
             self._first |= dict.fromkeys(numbers, numbers[0])
         *bulks, new = _in_bulks(lent.unmapped)
         loans = [(loan.number, loan.segment) for loan in lent.loans]
-        last = _Envelope(loans, [segment.number for segment in new], self._lender.take_gone(), False, body, body_at)
+        unmapped = [segment.number for segment in new]
+        last = _Envelope(loans, unmapped, self._take_gone(), self._take_dropped(), False, body, body_at)
         return [*(_only_descriptors(bulk) for bulk in bulks), LocalMessage(pack(last), new)]
 
     def take_back(self, returned: Returned) -> None:
         """Note which loans the trainer has returned."""
-        self._lender.take_back(returned.free)
-        self._lender.retire(returned.kept)
+        for lender in (self._lender, self._chunk_lender):
+            lender.take_back(returned.free)
+            lender.retire(returned.kept)
         for number in (*returned.free, *returned.kept):
             first = self._first.pop(number, None)
             if first is not None:
                 self._open[first].discard(number)
                 if not self._open[first]:
                     del self._open[first]
+
+    def _take_gone(self) -> list[int]:
+        return [*self._lender.take_gone(), *self._chunk_lender.take_gone()]
+
+    def _take_dropped(self) -> list[int]:
+        return [] if self._lent_chunks is None else self._lent_chunks.take_dropped()
 
     @property
     def num_lent(self) -> int:
@@ -238,6 +269,7 @@ class StepLender:
         """Retire every loan: the trainer cannot be reached, and may still hold arrays."""
         self._arenas.lenders.pop(self, None)
         self._lender.close()
+        self._chunk_lender.close()
 
 
 def pack_answer(answer: Answer | NotLocal) -> LocalMessage:
@@ -287,6 +319,12 @@ class _SharedRegions:
             return Array(name, dtype, shape, 0, self.small.add(array))
         return Array(name, dtype, shape, *self.copy(bytes_of(array)))
 
+    def add_memory(self, memory: NDArray[np.uint8]) -> int:
+        """Lend the segment that the memory lies in; returns its region."""
+        segment = segment_of(memory)
+        assert segment is not None  # `ChunkPlace.of` saw to it
+        return self._region_of(segment, memory)
+
     def copy(self, content: NDArray[np.uint8]) -> tuple[int, int]:
         """Copy bytes; returns the region and the offset where they will be."""
         if not self._copied:
@@ -333,6 +371,7 @@ class StepBorrower:
 
     def __init__(self) -> None:
         self._borrower = Borrower()
+        self._chunks: KnownChunks | None = None
 
     def take_returned(self) -> Returned:
         """The loans that ended since the last call."""
@@ -342,7 +381,13 @@ class StepBorrower:
     def num_mapped(self) -> int:
         return self._borrower.num_mapped
 
-    def receive(self, data: memoryview, descriptors: list[int], arenas: Arenas) -> Delivery | NoStep | NotLocal | None:
+    def drop_chunks(self) -> None:
+        """Return all chunks: no step of this connection is built any more."""
+        self._chunks = None
+
+    def receive(
+        self, data: memoryview, descriptors: list[int], arenas: Arenas
+    ) -> Delivery | list[UnbuiltStep] | NoStep | NotLocal | None:
         """Unpack a message; None when more are to come. Raises DamagedStepError where it cannot come from a StepLender. The
         descriptors are closed."""
         segments = [SharedSegment(descriptor, writable=False) for descriptor in descriptors]
@@ -356,6 +401,9 @@ class StepBorrower:
             lent = [self._borrower.borrow(Loan(*loan)) for loan in envelope.loans]
             memories = lent if own is None else [own.memory]
             self._borrower.unmap(envelope.gone)
+            if self._chunks is not None:
+                for number in envelope.dropped:
+                    self._chunks.drop(number)
             body = envelope.body
             if envelope.body_at is not None:
                 region, begin, end = envelope.body_at
@@ -363,6 +411,13 @@ class StepBorrower:
             answer = _BODIES.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError, KeyError, ValueError) as error:
             raise DamagedStepError(f"the message cannot be read: {error!r}") from None
+        regions = [np.frombuffer(answer.small, np.uint8), *memories]
+        if isinstance(answer.answer, Plans):
+            from overlord.service.unbuilt_steps import KnownChunks, unpack_plans
+
+            if self._chunks is None:
+                self._chunks = KnownChunks()
+            return unpack_plans(answer.answer, regions, arenas, self._chunks)
         if not isinstance(answer.answer, Contents):
             return answer.answer
-        return unpack_step(answer.answer, [np.frombuffer(answer.small, np.uint8), *memories], arenas)
+        return unpack_step(answer.answer, regions, arenas)

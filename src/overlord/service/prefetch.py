@@ -1,8 +1,8 @@
 """Prefetch in the client: the next steps are fetched before the trainer asks for them.
 
 `StepsAhead` has a thread, which also converts steps and copies them to a device. `RequestedSteps` has none: where a step is
-only mapped from shared memory, it is enough to request it early, and its answer waits in the connection. That takes less
-processor time, and `next` takes the time to unpack the step.
+only mapped from shared memory, or built from chunks there, it is enough to request it early, and its answer waits in the
+connection. That takes less processor time, and `next` takes the time to unpack the step, or to build it.
 
 How both behave:
 - What is fetched ahead is not taken, and moves nobody: the trainer's thread takes each step with a call of its own,
@@ -29,7 +29,7 @@ from overlord.messages import Delivery
 
 if TYPE_CHECKING:
     from overlord.batches.tensors import Placed, Placer
-    from overlord.service.run_api import Channel, StepRequests
+    from overlord.service.run_api import Channel, StepAhead, StepRequests
 
 _WAIT_S = 0.25  # how long one fetch waits for its step
 _PAUSES_S = (0.01, 0.5)  # the first and the longest pause after fetches that found nothing
@@ -195,14 +195,18 @@ class RequestedSteps:
     """The steps of one rank that were requested ahead. It has the methods of `StepsAhead`."""
 
     def __init__(self, channel: Channel, rank: int, depth: int) -> None:
-        """At most `depth` steps are requested beyond the one that the trainer has."""
+        """At most `depth` steps are requested beyond the one that the trainer has, as far as is known beforehand: an answer
+        may have several steps, if these are small."""
         self._channel = channel
         self._rank = rank
         self._depth = depth
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held by the thread of the trainer while it uses the pipeline
         self._pipeline: StepRequests | None = None
-        self._requested: deque[int] = deque()  # steps whose answers have not been received
+        self._num_requested = 0  # requests whose answers have not been received
+        self._received: deque[StepAhead] = deque()  # steps that follow one another, not taken yet
+        self._next: int | None = None  # the first step of the next answer
+        self._num_together = 1  # steps of the last answer
         self._origin = ""
         self._placer: Placer | None = None
         self._stopped = False
@@ -214,7 +218,8 @@ class RequestedSteps:
         with self._lock:
             if self._stopped:
                 return
-            if origin != self._origin or (self._requested and self._requested[0] > step):
+            first = self._received[0].step if self._received else self._next
+            if origin != self._origin or (first is not None and first > step):
                 self._drop()
             if self._pipeline is None:
                 self._pipeline = self._channel.open_pipeline(self._rank)
@@ -262,30 +267,48 @@ class RequestedSteps:
             pipeline.stop_receiving()
 
     def _request(self, step: int) -> None:
-        """Request the steps up to `depth` from `step` on that were not requested yet."""
-        pipeline = self._pipeline
+        """Request steps from `step` on, unless `depth` of them were received or requested."""
+        pipeline, received = self._pipeline, self._received
         if pipeline is None or self.is_paused:
             return
-        first = max(step, self._requested[-1] + 1) if self._requested else step
+        # With one step ready while several are requested, answers come in time, and chunks are returned soon.
+        most = self._depth if self._num_together == 1 else self._depth + 1
         try:
-            for number in range(first, step + self._depth):
-                pipeline.request(number)
-                self._requested.append(number)
+            while len(received) + self._num_requested * self._num_together < most:
+                first = received[-1].step + 1 if received else step
+                if self._num_requested or first == self._next:
+                    pipeline.request(None)
+                else:
+                    pipeline.request(first)
+                    self._next = first
+                self._num_requested += 1
         except OSError as error:
             _log.debug("rank %d could not request steps ahead: %s", self._rank, error)
             self._drop()
 
     def _receive(self, step: int, timeout_s: float | None) -> Delivery | None:
-        pipeline = self._pipeline
-        if pipeline is None or step not in self._requested:
+        pipeline, received = self._pipeline, self._received
+        if pipeline is None:
             return None
         is_whole = False
         try:
             while True:
-                found = pipeline.receive(timeout_s)
-                if self._requested.popleft() == step:
-                    is_whole = found is None or found.step == step
-                    return found if is_whole else None
+                while received and received[0].step < step:
+                    received.popleft()
+                if received:
+                    found = received.popleft().build() if received[0].step == step else None
+                    is_whole = found is not None
+                    return found
+                if not self._num_requested:
+                    return None
+                answer = pipeline.receive(timeout_s)
+                self._num_requested -= 1
+                received += answer
+                if not answer:
+                    is_whole = True
+                    return None
+                self._next, self._num_together = answer[-1].step + 1, len(answer)
+                del answer  # its steps hold chunks, which are returned where the pipeline is closed
         except Exception as error:  # noqa: BLE001 - the trainer's own request of this step raises it
             _log.debug("rank %d could not receive step %d ahead: %s", self._rank, step, error)
             return None
@@ -295,7 +318,8 @@ class RequestedSteps:
 
     def _drop(self) -> None:
         self.is_paused = True
-        self._requested.clear()
+        self._num_requested, self._next, self._num_together = 0, None, 1
+        self._received.clear()
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()

@@ -158,10 +158,18 @@ class StepSource(Protocol):
         ...
 
     def fetch(
-        self, step: int, rank: int, wait_s: float, ahead: bool = False, generation: int | None = None
+        self,
+        step: int,
+        rank: int,
+        wait_s: float,
+        ahead: bool = False,
+        generation: int | None = None,
+        *,
+        most_unbuilt: int = 0,
     ) -> Delivery | Later | None:
         """Returns a rank's part of a step; None past the end; Later when it is not ready within `wait_s`. The rank takes
-        the step with it. Fetched `ahead`, it is not taken until `take`, and the rank stays where it was.
+        the step with it. Fetched `ahead`, it is not taken until `take`, and the rank stays where it was. With
+        `most_unbuilt` it may come unbuilt, and fetched ahead with the next ones, so many in all.
 
         Only steps of the run as of `generation` are returned, by default the present one. Such a step counts as taken even
         if the run is moved before the trainer has it: the trainer must get it.
@@ -178,13 +186,24 @@ class StepSource(Protocol):
         ...
 
 
+class StepAhead(Protocol):
+    """A step that was received ahead."""
+
+    @property
+    def step(self) -> int: ...
+    def build(self) -> Delivery: ...
+
+
 class StepRequests(Protocol):
     """Steps of one rank and origin that are requested ahead. Answers come in the order of requests."""
 
-    def request(self, step: int) -> None: ...
+    def request(self, step: int | None) -> None:
+        """Requests a step, or what comes after the last that was requested (None)."""
+        ...
 
-    def receive(self, timeout_s: float | None) -> Delivery | None:
-        """Waits for the next answer; None where it is no step. After an error the pipeline is of no use."""
+    def receive(self, timeout_s: float | None) -> Sequence[StepAhead]:
+        """Waits for the next answer, of one step or of several that follow one another; none where it is no step. After an
+        error the pipeline is of no use."""
         ...
 
     def stop_receiving(self) -> None:

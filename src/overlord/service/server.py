@@ -222,12 +222,13 @@ class Service:
         if self._flight is not None:
             self._flight.shutdown()
 
-    def answer(self, ticket: wire.Ticket, pack: Callable[[Delivery], T]) -> T | wire.Answer:
-        """Returns the answer to a ticket; a step as `pack` packs it."""
+    def answer(self, ticket: wire.Ticket, pack: Callable[[Delivery], T], most_unbuilt: int = 0) -> T | wire.Answer:
+        """Returns the answer to a ticket; a step as `pack` packs it. With `most_unbuilt` it may be unbuilt, with so many in
+        all if it is fetched ahead."""
         self._check_job(ticket.job)
         steps = self._require_steps()
         try:
-            answer = self._fetch_patiently(steps, ticket)
+            answer = self._fetch_patiently(steps, ticket, most_unbuilt)
             return pack(answer) if isinstance(answer, Delivery) else answer
         except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
             return self.failure(error, f"rank {ticket.rank} asked for step {ticket.step}")
@@ -238,7 +239,7 @@ class Service:
             _log.error("%s", doing, exc_info=error)
         return wire.Failure.of(error)
 
-    def _fetch_patiently(self, steps: StepSource, ticket: wire.Ticket) -> Delivery | wire.Answer:
+    def _fetch_patiently(self, steps: StepSource, ticket: wire.Ticket, most_unbuilt: int) -> Delivery | wire.Answer:
         """Fetch for a client until there is an answer or its wait is over, so that thousands of clients need not poll."""
         deadline = self._clock() + min(ticket.wait_s, _MOST_WAIT_S)
         pause_s = _PAUSES_S[0]
@@ -255,7 +256,7 @@ class Service:
             else:
                 self.ranks.note_request(ticket.rank, ticket.session, ticket.step)
             left_s = max(deadline - self._clock(), 0.0)
-            answer = self._fetch(steps, ticket, min(left_s, _SLICE_S))
+            answer = self._fetch(steps, ticket, min(left_s, _SLICE_S), most_unbuilt)
             if isinstance(answer, Delivery) and not ticket.ahead:
                 answer = self._hand_out(answer, ticket, epoch)
             if isinstance(answer, Delivery):  # it counts as taken: the trainer gets it, even if the run was moved meanwhile
@@ -285,9 +286,10 @@ class Service:
             self.takes.open(ticket.rank, ticket.session, ticket.generation, epoch)
         return later or delivery
 
-    def _fetch(self, steps: StepSource, ticket: wire.Ticket, wait_s: float) -> Delivery | Later | None:
-        stop = self._find_stop(ticket.step)
-        return stop or steps.fetch(ticket.step, ticket.rank, wait_s, ticket.ahead, ticket.generation)
+    def _fetch(self, steps: StepSource, ticket: wire.Ticket, wait_s: float, most_unbuilt: int) -> Delivery | Later | None:
+        number, rank, ahead, generation = ticket.step, ticket.rank, ticket.ahead, ticket.generation
+        stop = self._find_stop(number)
+        return stop or steps.fetch(number, rank, wait_s, ahead, generation, most_unbuilt=most_unbuilt)
 
     def take(self, request: wire.Take) -> wire.Refusal | None:
         """Take a step for a rank that has fetched it ahead; returns why it cannot be taken now."""

@@ -128,6 +128,11 @@ class DamagedStepError(ValueError):
     """The data cannot come from a service. The caller, which knows the sender, raises ServiceError."""
 
 
+class BuildError(Exception):
+    """A step that came unbuilt could not be built here. The service, which is asked for it built, says why if it cannot
+    either."""
+
+
 def unpack_step(contents: Contents, regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> Delivery:
     """Return the step that was packed. Its arrays are read-only, as the regions are.
 
@@ -143,7 +148,7 @@ def _unpack_fields(listed: Sequence[Field], regions: Sequence[NDArray[np.uint8]]
     derived: dict[str, Sent] = {}
     for field in listed:
         if isinstance(field, Derived):
-            exceptions = None if field.exceptions is None else _array(field.exceptions, regions, arenas)
+            exceptions = None if field.exceptions is None else array_at(field.exceptions, regions, arenas)
             derived[field.name] = Sent(tuple(field.shape), exceptions)
             fields[field.name] = None  # to keep the order of fields
         else:
@@ -163,16 +168,16 @@ def _unpack_fields(listed: Sequence[Field], regions: Sequence[NDArray[np.uint8]]
 def _unpack_field(field: Field, regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> Any:
     match field:
         case Array():
-            return _array(field, regions, arenas)
+            return array_at(field, regions, arenas)
         case Scalar():
             return field.value
         case Ragged():
-            return [_array(array, regions, arenas) for array in field.arrays]
+            return [array_at(array, regions, arenas) for array in field.arrays]
         case Column():
             from overlord.service.arrow_columns import unpack_column
 
             try:
-                return unpack_column(field, _array(field.stream, regions, arenas))
+                return unpack_column(field, array_at(field.stream, regions, arenas))
             except ValueError as error:
                 raise DamagedStepError(str(error)) from None
         case Shapes():
@@ -189,7 +194,8 @@ def _shapes(field: Shapes, name: str, shapes: list[Any]) -> Any:
     return shapes[0]
 
 
-def _array(array: Array, regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> NDArray[Any]:
+def array_at(array: Array, regions: Sequence[NDArray[np.uint8]], arenas: Arenas) -> NDArray[Any]:
+    """The array; a copy only where it was split or is misaligned. Raises DamagedStepError where it lies in no region."""
     try:
         dtype = number_type(array.dtype)
     except ValueError as error:

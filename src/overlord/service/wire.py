@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 import orjson
@@ -22,7 +22,7 @@ from overlord.runtime.whereabouts import MOST_NAMES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION = 4
+VERSION = 5
 """Incremented whenever a struct of this file, a request of `run_api` or the layout of a step changes."""
 
 _log = logging.getLogger(__name__)
@@ -197,6 +197,64 @@ class Derived(Struct, frozen=True, array_like=True, tag="derived"):
 
 
 Field = Array | Ragged | Column | Shapes | Scalar | Derived
+
+
+class NumberPlace(Struct, frozen=True, array_like=True):
+    """Numbers in a region, from byte `offset` on."""
+
+    dtype: Annotated[str, Meta(max_length=8)]
+    offset: Count
+    num_entries: Count
+
+
+class ChunkAt(Struct, frozen=True, array_like=True):
+    """A chunk of a source in a region: what `TokenRows` says."""
+
+    id: Count
+    """Of this chunk on this connection."""
+    source: Count
+    number: Count
+    region: Count
+    values: NumberPlace
+    begin: NumberPlace
+    document_end: NumberPlace
+    mask: NumberPlace | None
+
+
+class Terms(Struct, frozen=True, array_like=True):
+    """What the batch of a job declares that its fields of text depend on (`BatchTerms`)."""
+
+    layout: Literal["packed", "padded"]
+    pad_token: int
+    document_multiple: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    image_token: int | None
+    weighted: bool
+
+
+class PlannedMicrobatch(Struct, frozen=True, array_like=True):
+    """See `MicroPlan`."""
+
+    num_samples: Count
+    num_rows: Count
+    row_tokens: Count
+
+
+class PlannedStep(Struct, frozen=True, array_like=True):
+    step: Count
+    loss_tokens: Count | float
+    microbatches: list[PlannedMicrobatch]
+
+
+class Plans(Struct, frozen=True, tag="plans"):
+    """A step, and maybe the next ones, which the client builds from chunks (`batches/unbuilt.py`): those that are in the
+    regions, and those that earlier messages brought."""
+
+    terms: Terms
+    samples: Array
+    """The tables of the `Samples` of all microbatches, and in a last line their rows."""
+    chunks: list[ChunkAt]
+    """Those that are new."""
+    steps: list[PlannedStep]
 
 
 class Contents(Struct, frozen=True, tag="contents"):

@@ -84,6 +84,21 @@ def text_scalar(text: str, kind: pa.DataType) -> Any:
     return texts_of([text]).cast(kind)[0]
 
 
+def text_offsets(texts: pa.Array[Any]) -> NDArray[Any]:
+    """Where each text of an array of strings or large strings begins in `text_data`, and where the last one ends."""
+    kind = np.int64 if pa.types.is_large_string(texts.type) else np.int32
+    offsets = texts.buffers()[1]
+    if offsets is None or not len(texts):
+        return np.zeros(1, kind)
+    return np.frombuffer(cast("Any", offsets), kind, len(texts) + 1, texts.offset * np.dtype(kind).itemsize)
+
+
+def text_data(texts: pa.Array[Any]) -> memoryview:
+    """The UTF-8 of an array of strings or large strings, one text after the other."""
+    data = texts.buffers()[2]
+    return memoryview(b"") if data is None else memoryview(cast("Any", data))
+
+
 def _bits_of(buffer: pa.Buffer, array: pa.Array[Any]) -> NDArray[np.bool_]:
     """The bits of an array's own rows."""
     first, end = array.offset // 8, -(-(array.offset + len(array)) // 8)
