@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import socket
 import threading
 import time
 import weakref
@@ -12,7 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -20,11 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlord as ol
+from overlord.batches.buffers import Arenas
 from overlord.messages import Delivery
+from overlord.runtime.shared_memory import Connection
 from overlord.service import client as client_module
-from overlord.service.channel import FlightChannel
+from overlord.service import wire
+from overlord.service.channel import BuiltStep, FlightChannel, RequestsAhead
 from overlord.service.client import Client
 from overlord.service.local_link import StepPipeline
+from overlord.service.local_server import _TrainerSession
+from overlord.service.local_steps import StepBorrower
 from overlord.service.prefetch import RequestedSteps, StepsAhead
 from tests.service.served import content, served, two_sources, undisturbed
 from tests.service.test_client import Gated
@@ -495,6 +502,69 @@ def test_a_trainer_that_works_long_on_its_steps_gets_a_thread():
 
 
 # Without a thread
+
+
+class Scripted:
+    """A channel, its pipeline, and what places steps on a device. Steps that are not ready are answered with nothing."""
+
+    def __init__(self, missing: set[int]) -> None:
+        self._missing = missing
+        self._num_received = 0
+        self.requested: list[int] = []
+        self.pipelines = 0
+
+    def origin(self) -> str:
+        return "here"
+
+    def open_pipeline(self, rank: int) -> Scripted:
+        self.pipelines += 1
+        return self
+
+    def request(self, step: int | None) -> None:
+        self.requested.append(self.requested[-1] + 1 if step is None else step)
+
+    def receive(self, timeout_s: float | None) -> list[BuiltStep]:
+        step = self.requested[self._num_received]
+        self._num_received += 1
+        return [] if step in self._missing else [BuiltStep(Delivery(step, 0, ()))]
+
+    def place(self, microbatches: Any) -> Any:
+        return microbatches
+
+
+def test_after_a_step_that_was_not_ready_the_next_ones_come_and_none_is_requested_twice():
+    channel = Scripted(missing={3, 6, 7})
+    ahead = RequestedSteps(cast("Any", channel), rank=0, depth=2)
+    found = list[int]()
+    for number in range(1, 12):
+        if ahead.is_paused:
+            ahead.follow(number, cast("Any", channel))
+        else:
+            ahead.advance(number)
+        if ahead.pop(number, 1.0) is not None:
+            found.append(number)
+    assert found == [1, 2, 4, 5, 8, 9, 10, 11]
+    assert channel.requested == list(range(1, 13))
+    assert channel.pipelines == 1
+
+
+def test_a_request_that_goes_on_after_a_step_that_was_not_ready_is_for_the_next_one():
+    asked: list[int] = []
+
+    class NeverReady:
+        def answer(self, ticket: wire.Ticket, pack: Any, most_unbuilt: int) -> wire.NotReady:
+            asked.append(ticket.step)
+            return wire.NotReady("it never is")
+
+    ours, theirs = (Connection(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    session = _TrainerSession(cast("Any", NeverReady()), Arenas())
+    pipeline = StepPipeline(cast("Any", SimpleNamespace(connection=theirs, borrower=StepBorrower())), Arenas(), True)
+    requests = RequestsAhead(pipeline, wire.Ticket("0" * 32, 0, 0, 1.0, "session-", "instance", 0, ahead=True))
+    for step in (5, None, None):
+        requests.request(step)
+        session.answer_next(ours)
+    assert asked == [5, 6, 7]
+    assert [list(requests.receive(5.0)) for _ in asked] == [[], [], []]
 
 
 def test_an_interrupted_wait_loses_no_step(monkeypatch):

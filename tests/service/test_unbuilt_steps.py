@@ -291,5 +291,8 @@ def test_an_answer_has_several_small_steps(monkeypatch):
         ol.start(ONE_MICROBATCH, engine=ol.Processes(2)) as loader,
         ol.connect(loader.serve(), rank=0, timeout_s=60) as client,
     ):
-        assert [next(client).number for _ in range(60)] == list(range(60))
+        for number in range(2_000):  # the planner has to get ahead of the trainer
+            assert next(client).number == number
+            if local_link._MOST_TOGETHER in sizes:
+                break
     assert max(sizes) == local_link._MOST_TOGETHER

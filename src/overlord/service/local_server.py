@@ -157,7 +157,7 @@ class _TrainerSession:
         self._service = service
         self._lender = None if arenas is None else StepLender(arenas)
         self._last: wire.Ticket | None = None
-        self._next_step: int | None = None  # the one after the last that was sent
+        self._next_step: int | None = None  # the one after the last that was sent, or that was not ready
         self._has_warned = False
         self._page: SharedPage | None = None
 
@@ -230,7 +230,7 @@ class _TrainerSession:
         return structs.replace(request.ticket, step=self._next_step)
 
     def _fetch(self, lender: StepLender, ticket: wire.Ticket, most_unbuilt: int) -> list[LocalMessage]:
-        self._last, self._next_step = ticket, ticket.step
+        self._last, self._next_step = ticket, ticket.step + 1  # a step that is not ready is requested by itself next
         try:
             answer = self._service.answer(ticket, lambda delivery: self._pack(lender, delivery), most_unbuilt)
         except Refused as error:

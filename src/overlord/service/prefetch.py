@@ -303,10 +303,13 @@ class RequestedSteps:
                     return None
                 answer = pipeline.receive(timeout_s)
                 self._num_requested -= 1
+                if not answer and self._next is not None:  # the trainer requests that step itself
+                    missing, self._next = self._next, self._next + 1
+                    is_whole = missing >= step
+                    if is_whole:
+                        return None
+                    continue
                 received += answer
-                if not answer:
-                    is_whole = True
-                    return None
                 self._next, self._num_together = answer[-1].step + 1, len(answer)
                 del answer  # its steps hold chunks, which are returned where the pipeline is closed
         except Exception as error:  # noqa: BLE001 - the trainer's own request of this step raises it

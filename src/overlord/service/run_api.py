@@ -198,7 +198,7 @@ class StepRequests(Protocol):
     """Steps of one rank and origin that are requested ahead. Answers come in the order of requests."""
 
     def request(self, step: int | None) -> None:
-        """Requests a step, or what comes after the last that was requested (None)."""
+        """Requests a step, or what comes after the last answer, whether it was a step or not (None)."""
         ...
 
     def receive(self, timeout_s: float | None) -> Sequence[StepAhead]:
