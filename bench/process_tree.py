@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SAMPLE_EVERY = 0.1
@@ -109,9 +110,22 @@ def _has_ended(pid: int) -> bool:
     return not stat or stat[0] == "Z"
 
 
+class Memory(NamedTuple):
+    """Bytes of a process. What two processes share is counted half in each, so that a sum counts it once."""
+
+    pss: int
+    """The proportional set size."""
+    shared: int
+    """The part of it that is shared memory, however many processes map it."""
+
+
 def pss_bytes(root: int, without: Collection[int] = ()) -> int:
-    """Proportional set size: what two processes share is counted half in each, so that a sum counts it once."""
-    return sum(_pss(pid) for pid in tree(root) if pid not in without)
+    return sum(memory.pss for memory in memory_below(root, without).values())
+
+
+def memory_below(root: int, without: Collection[int] = ()) -> dict[int, Memory]:
+    """The memory of the root and of all that descend from it, by process id."""
+    return {pid: _memory(pid) for pid in tree(root) if pid not in without}
 
 
 def tree(root: int) -> list[int]:
@@ -148,15 +162,14 @@ def _stat(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def _pss(pid: int) -> int:
+def _memory(pid: int) -> Memory:
+    """Of a process that is gone, or has ended and is not yet waited for: nothing."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    for line in text.splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0  # a process that has ended but is not yet waited for has no memory
+        return Memory(0, 0)
+    found = {line.partition(":")[0]: line.split()[1] for line in text.splitlines() if line.startswith("Pss")}
+    return Memory(*(int(found.get(name, 0)) * 1024 for name in ("Pss", "Pss_Shmem")))
 
 
 def main() -> None:

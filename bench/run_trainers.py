@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from bench.process_tree import CpuMeter, adopt_orphans, die_with_parent, end_below, pss_bytes, tree
+from bench.process_tree import CpuMeter, adopt_orphans, die_with_parent, end_below, memory_below, tree
 from bench.run_one import Work
 
 _PATIENCE = 240.0
@@ -61,6 +61,9 @@ class TreeOutcome:
     first_batch_cpu_s: float
     """CPU time of all processes until then, which a busy machine changes less; without the start of a cluster."""
     peak_pss: int
+    peak_loader: int
+    """Likewise without what trainer processes have for themselves: Python, numpy, the batches that they hold in memory of
+    their own. Shared memory is the loader's, whoever maps it."""
     num_processes: int
     step_s: float
     """At full speed."""
@@ -108,7 +111,7 @@ class Trainers:
         self._parts: list[Part] = []
         self._trainers: list[Part] = []
         self._selector = selectors.DefaultSelector()
-        self.peak_pss = 0
+        self.peak_pss = self.peak_loader = 0
         self._no_sample_before = 0.0
         self.meter = CpuMeter(os.getpid())
         self.cpu_before = 0.0
@@ -208,7 +211,11 @@ class Trainers:
 
     def sample(self) -> None:
         begun = time.monotonic()
-        self.peak_pss = max(self.peak_pss, pss_bytes(os.getpid(), {os.getpid()}))
+        memory = memory_below(os.getpid(), {os.getpid()})
+        total = sum(each.pss for each in memory.values())
+        alone = [memory[part.process.pid] for part in self._trainers if part.process.pid in memory]
+        self.peak_pss = max(self.peak_pss, total)
+        self.peak_loader = max(self.peak_loader, total - sum(each.pss - each.shared for each in alone))
         now = time.monotonic()
         self._no_sample_before = now + (now - begun) / _SAMPLE_SHARE
 
@@ -253,7 +260,8 @@ def run(peer: str, work: Work, pace_s: float) -> TreeOutcome:
                 outcome = _pace(outcome, trainers, pace_s)
             else:
                 trainers.sample()
-            return replace(outcome, peak_pss=trainers.peak_pss, num_killed=trainers.stop())
+            peaks = {"peak_pss": trainers.peak_pss, "peak_loader": trainers.peak_loader}
+            return replace(outcome, **peaks, num_killed=trainers.stop())
         finally:
             end_below(os.getpid(), _GRACE)
 
@@ -287,6 +295,7 @@ def _measure(peer: str, work: Work, trainers: Trainers, first: float) -> TreeOut
         first_batch_s=first,
         first_batch_cpu_s=0.0,
         peak_pss=trainers.peak_pss,
+        peak_loader=trainers.peak_loader,
         num_processes=num_processes,
         step_s=work.seconds * work.ranks / max(1.0, sum(each["steps"] for each in served)),
         next_us=None,

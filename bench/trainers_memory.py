@@ -5,6 +5,7 @@
 256 Parquet sources of 4 and of 16 files with nine columns, row groups of 1.6 MiB decoded, and images, Overlord with default
 settings. torch has 4 workers a trainer and, as another line, 1: each opens every source. A run ends when every worker of
 every trainer has had its turn at every source. Competitors that would not fit into the memory that is free are left out.
+The loader's memory is all but what trainer processes have for themselves (Python, numpy, batches in memory of their own).
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def show(result: Rounds) -> None:
     print(f"\n{result.setting.title}: peak MiB")
     for name in result.outcomes:
         found = result.spread(name, "peak_pss")
-        shown = f"{found.median / MIB:8,.0f}" if found else f"failed: {result.error(name)}"
+        loader = result.spread(name, "peak_loader")
+        both = None if found is None or loader is None else (found.median / MIB, loader.median / MIB)
+        shown = "{:8,.0f}, the loader {:,.0f}".format(*both) if both else f"failed: {result.error(name)}"
         ratio = result.ratio(name, OVERLORD, "peak_pss") if OVERLORD in result.outcomes and name != OVERLORD else None
         print(f"  {name:<24}{shown}{f'   {ratio} times overlord' if ratio else ''}", flush=True)
 

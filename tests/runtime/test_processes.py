@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -9,20 +10,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import overlord as ol
-from overlord.runtime.cores import choose_process, num_usable_cores
+from overlord.runtime.cores import choose_process, lay_out, num_usable_cores
 from overlord.runtime.engine import Handle, Workplace, WorkplaceSize
 from overlord.runtime.shared_memory import SharedObject
+from overlord.runtime.whereabouts import node_names
 from tests.faults.disturbance import pause, send
 from tests.faults.trainers import wait_until
 from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
+from tests.service.served import streams, undisturbed
 from tests.small_sources import Numbered, job_of
 
 
@@ -462,6 +470,62 @@ def test_a_wrong_option_is_refused_and_says_why(make, message):
 )
 def test_a_role_goes_where_the_fewest_of_its_kind_are(name: str, held: list[list[str]], chosen: int):
     assert choose_process(name, held) == chosen
+
+
+@given(st.integers(1, 256), st.integers(1, 512))
+def test_a_layout_leaves_cores_to_trainers_and_does_not_grow_with_them_for_ever(num_processes: int, num_groups: int):
+    found = lay_out(num_processes, num_groups)
+    assert found.hosts >= 1
+    assert found.constructors >= 1
+    assert sum(found) <= max(2, math.ceil(5 / 8 * num_processes))
+    assert found.hosts <= num_groups
+    assert found.constructors <= num_groups
+    assert sum(found) <= sum(lay_out(num_processes, num_groups + 1)) <= sum(lay_out(num_processes, 10**6))
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_groups", "layout"),
+    [(16, 4, (3, 2)), (16, 8, (6, 4)), (16, 64, (6, 4)), (128, 8, (6, 4)), (4, 4, (2, 1)), (2, 4, (1, 1)), (1, 8, (1, 1))],
+)
+def test_layouts(num_processes: int, num_groups: int, layout: tuple[int, int]):
+    assert lay_out(num_processes, num_groups) == layout
+
+
+def tokens_of(folder: Path, num_sources: int) -> dict[str, ol.Parquet]:
+    """Sources that take no work beside reading."""
+    for i in range(num_sources):
+        rows = [[i * 1000 + place for place in range(5 + row % 7)] for row in range(40)]
+        pq.write_table(pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))}), folder / f"{i}.parquet")
+    return {f"source {i}": ol.Parquet(folder / f"{i}.parquet") for i in range(num_sources)}
+
+
+@pytest.mark.parametrize(
+    ("are_here", "described"), [(True, "4 worker processes on {}: 3 loader hosts, "), (False, "6 worker processes on {}: ")]
+)
+def test_constructors_share_processes_where_trainers_of_this_machine_build_their_batches(tmp_path, are_here, described):
+    job = job_of(tokens_of(tmp_path, 8), mesh=ol.Mesh(dp=4))
+    engine = ol.Processes(6)
+    engine.expect_trainers([node_names() if are_here or group else ("elsewhere",) for group in range(4)])
+    with ol.start(job, engine=engine) as loader:
+        assert str(engine).startswith(described.format(f"{num_usable_cores()} cores"))
+        assert str(engine).endswith("4 data constructors")
+        address = loader.serve()
+        with ExitStack() as stack:
+            clients = [stack.enter_context(ol.connect(address, rank=rank, timeout_s=60)) for rank in range(4)]
+            assert streams(clients, 4) == undisturbed(job, 4)
+
+
+def test_a_run_that_is_moved_keeps_its_constructors_in_few_processes(tmp_path):
+    engine = ol.Processes(6)
+    engine.expect_trainers([node_names()] * 2)
+    with ol.start(job_of(tokens_of(tmp_path, 8), mesh=ol.Mesh(dp=2)), engine=engine) as loader:
+        assert str(engine).endswith("2 loader hosts, 2 data constructors")
+        loader.resize(ol.Mesh(dp=6))
+        assert str(engine).startswith("3 worker processes")
+        assert str(engine).endswith("6 data constructors")
+        with ExitStack() as stack:
+            clients = [stack.enter_context(loader.client(rank, timeout_s=60)) for rank in range(6)]
+            assert [next(client).number for client in clients] == [0] * 6
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,7 @@ def test_a_role_whose_name_means_another_answers_no_more_also_where_callers_reme
 def test_the_constructors_of_a_node_have_a_process_for_each_of_its_cores_and_share_all_of_them(
     engine: ol.Ray, num_groups: int, num_processes: int, num_decoders: int
 ):
-    engine.expect_groups(num_groups)
+    engine.expect_groups(num_groups, are_light=False)
     roles = [engine.spawn(f"constructor/{group}", make_neighbour) for group in range(num_groups)]
     found = [role.call(Neighbour.describe, num_groups).result(60) for role in roles]
     in_process = Counters(process for process, _ in found)

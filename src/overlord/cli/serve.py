@@ -25,6 +25,7 @@ from overlord.errors import ServiceError, SpecError
 from overlord.jobfile.loading import JobFile, load_job
 from overlord.runtime.liveness import RANK_SILENT
 from overlord.runtime.memory import give_threads_heaps, return_free_memory
+from overlord.runtime.whereabouts import node_names
 from overlord.service.auth import Address, Listen, Tls
 from overlord.service.kept_run import ATTEND_S, Announcement, KeptRun, ServeRequest
 from overlord.service.run import start
@@ -159,6 +160,8 @@ def serve(file: JobFile, options: ServeOptions, as_json: bool) -> int:
         return _serve_on_ray(options.name or _default_name(file.path), request, options, as_json)
     _check_free(listen.bound)
     engine, where = _make_engine(options, job)
+    if engine is not None and listen.bound.is_loopback:
+        engine.expect_trainers([node_names()] * job.mesh.dp)
     with (
         WaitNotes(console(stderr=True), f"starting: listing the files of {len(job.sources):,} sources") as notes,
         start(job, engine=engine, resume=resume, **options.run.to_arguments()) as loader,

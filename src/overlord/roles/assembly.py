@@ -40,6 +40,7 @@ from overlord.roles.plan_window import STEPS_AHEAD
 from overlord.roles.planner import Planner
 from overlord.roles.rows_ahead import RowsAhead
 from overlord.roles.source_loader import SourceLoader
+from overlord.runtime.cores import lay_out
 from overlord.runtime.long_waits import warn_if_long
 from overlord.runtime.memory import return_free_memory
 from overlord.runtime.threads import Threads, make_executor
@@ -206,10 +207,21 @@ def make_partition(
         most = {name: _most_shares(source, units[name]) for name, source in job.sources.items()}
         if not all(_is_light(source, units[name]) for name, source in job.sources.items()):
             return in_balance(num_shares, most, loads, num_hosts)
-        num_hosts = hosts_beside(num_hosts, job.mesh.dp)  # shares are few: each keeps chunks of its own in memory
+        # Shares are few: each keeps chunks of its own in memory.
+        is_lean = only_reads(job, units, engine)
+        num_hosts = lay_out(num_hosts, job.mesh.dp).hosts if is_lean else hosts_beside(num_hosts, job.mesh.dp)
         spread = shares_by_load(num_shares, loads, num_hosts)
         num_shares |= {name: max(num_shares[name], min(n, most[name])) for name, n in spread.items()}
     return evenly(num_shares, loads, num_hosts)
+
+
+def only_reads(job: Job, units: Mapping[str, Sequence[Unit]], engine: Engine) -> bool:
+    """True if the processes of a run are expected to do no more than read: no source takes further work, and trainers build
+    their batches themselves from the chunks that loader hosts share (`batches/unbuilt.py`), which they do for text and in
+    groups of one rank."""
+    if not (engine.shares_memory and engine.trainers_are_near) or job.mesh.world_size != job.mesh.dp or job.batch.columns:
+        return False
+    return all(_is_light(source, units[name]) and not source.pairs for name, source in job.sources.items())
 
 
 def turns_of(job: Job, name: str, units: Sequence[Unit]) -> RunTurns | None:

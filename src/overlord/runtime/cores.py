@@ -6,13 +6,15 @@ import math
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 _FEW_CORES = 2
 """Up to so many cores one process with threads takes less CPU time a token and keeps up (`python -m bench trainers`)."""
+_SERVICE_SHARE = 5 / 8
+"""Of the worker processes that a machine is worth, where trainers build their batches."""
 
 
 def num_usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
@@ -35,6 +37,23 @@ def num_usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 def processes_for(num_cores: float) -> int:
     """How many processes of constructors so many cores are worth: one for each, or a single one where there are few."""
     return 1 if num_cores <= _FEW_CORES else math.floor(num_cores)
+
+
+class Layout(NamedTuple):
+    """How many worker processes have loader hosts, and how many others have constructors."""
+
+    hosts: int
+    constructors: int
+
+
+def lay_out(num_processes: int, num_groups: int) -> Layout:
+    """The worker processes for sources that are only read, and for data-parallel groups whose trainers, on the same machine,
+    build their batches themselves. Such a constructor only passes on plans and chunks, and several of them take less
+    processor time and memory in one process (bench/README.md has figures). Some cores are left to the trainers, so from a
+    number of groups on there are no more worker processes, however many groups there are."""
+    most = max(2, math.ceil(_SERVICE_SHARE * num_processes))
+    constructors = min(math.ceil(num_groups / 2), max(1, 2 * most // 5))
+    return Layout(min(math.ceil(3 * num_groups / 4), most - constructors), constructors)
 
 
 def choose_process(name: str, held: Sequence[Collection[str]]) -> int:

@@ -83,7 +83,9 @@ class Embedded:
     def expect_trainers(self, names: Sequence[Sequence[str]]) -> None:
         """Do nothing: there is one machine."""
 
-    def expect_groups(self, num_groups: int) -> None:
+    trainers_are_near = False
+
+    def expect_groups(self, num_groups: int, *, are_light: bool) -> None:
         """Do nothing: there is one process."""
 
     def move_near(self, name: str, node_names: Sequence[str]) -> bool:  # noqa: ARG002 - there is one machine

@@ -111,8 +111,14 @@ class Engine(Protocol):
         `node_names`). Their constructors are placed there where the engine has that node; called before `open`."""
         ...
 
-    def expect_groups(self, num_groups: int) -> None:
-        """Say how many data-parallel groups there will be, before their constructors are spawned."""
+    @property
+    def trainers_are_near(self) -> bool:
+        """True if all trainers are known to be on this machine, in processes of their own."""
+        ...
+
+    def expect_groups(self, num_groups: int, *, are_light: bool) -> None:
+        """Say how many data-parallel groups there will be, before their constructors are spawned, and whether these leave
+        building to trainers (see `lay_out`)."""
         ...
 
     def move_near(self, name: str, node_names: Sequence[str]) -> bool:

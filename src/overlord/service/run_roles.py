@@ -23,6 +23,7 @@ from overlord.roles.assembly import (
     constructor_name,
     make_partition,
     make_planner,
+    only_reads,
     plans_together,
 )
 from overlord.roles.chunk_snapshots import SnapshotPlace
@@ -93,7 +94,7 @@ class RunRoles:
         self._skips = [(skip.from_step, skip_value(skip, units[skip.source])) for skip in self.job.skip]
         loaders = loaders.for_engine(engine, self.job)
         loaders = replace(loaders, snapshots=self._snapshot_place(), row_keys=row_keys(self.job))
-        engine.expect_groups(self.job.mesh.dp)
+        self._expect_groups(self.job)
         if left is None:
             self._spawn(loaders, left_loaders)
         else:
@@ -120,6 +121,9 @@ class RunRoles:
             self._spawn_constructor(job, group, self.generation) for group in range(job.mesh.dp)
         ]
         engine.wait_until_started()
+
+    def _expect_groups(self, job: Job) -> None:
+        self.engine.expect_groups(job.mesh.dp, are_light=only_reads(job, self.units, self.engine))
 
     def _take(self, left: LeftRun, loaders: Loaders) -> None:
         """Use the roles that another process has left."""
@@ -203,14 +207,14 @@ class RunRoles:
         if era is None and self.era is not None:
             era = self.era.next_era(progress.step, job.mesh)
         added: list[Handle[ServingConstructor]] = []
-        engine.expect_groups(new)
+        self._expect_groups(job)
         self.metrics()  # what constructors have counted ends with them
         try:
             engine.spawn(_NEW_PLANNER, self._planner_from(job, progress, era))
             added = [self._spawn_constructor(job, group, self.generation + 1) for group in range(old, new)]
             engine.wait_until_started()
         except BaseException:  # nothing has changed yet
-            engine.expect_groups(old)
+            self._expect_groups(self.job)
             for name in (_NEW_PLANNER, *(constructor.name for constructor in added)):
                 engine.stop(name)
             raise

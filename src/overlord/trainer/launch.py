@@ -201,6 +201,8 @@ def attach(  # noqa: PLR0913 - a declaration: all options but the job are keywor
                 )
                 return kept, "in the Ray cluster, where the run goes on if this process is lost"
             where.expect_trainers(nodes)
+        elif where is not None and place.is_one_node:
+            where.expect_trainers([node_names()] * job.mesh.dp)
         engines = _tokenizer_engines(job) if where is None or where.is_one_machine else []
         loader = start(job, engine=where, resume=resume, accept_changes=accept_changes, **run.to_arguments())
         own = f"in its own process on {num_usable_cores()} cores{f' ({reason})' if reason else ''}"

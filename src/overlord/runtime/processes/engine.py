@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.errors import ClosedError, OverlordError, SpecError, WaitTimeoutError, WorkerDiedError
 from overlord.runtime import liveness
-from overlord.runtime.cores import choose_process, kind_of, num_usable_cores, processes_for
+from overlord.runtime.cores import choose_process, kind_of, lay_out, num_usable_cores, processes_for
 from overlord.runtime.engine import EarlyLoad, Handle, Workplace, WorkplaceSize
 from overlord.runtime.exclusive import OneProcess
 from overlord.runtime.processes.directory import Directory
@@ -25,6 +25,7 @@ from overlord.runtime.processes.template import Template
 from overlord.runtime.recorder import Recorder
 from overlord.runtime.role_table import RoleTable, accept_calls
 from overlord.runtime.shared_memory import Listener, why_unavailable, why_unsupported
+from overlord.runtime.whereabouts import node_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _CLOSE_S = liveness.PROCESS_CLOSING.after_s
-_PLURALS = {"loaders": "loader hosts", "constructor": "data constructors"}
+_CONSTRUCTOR = "constructor"
+_PLURALS = {"loaders": "loader hosts", _CONSTRUCTOR: "data constructors"}
 _ONE_PROCESS = "Start a run in the process that uses it"
 
 
@@ -90,6 +92,8 @@ class Processes:
         self._node: Node
         self._home = OneProcess("the engine of a run", _ONE_PROCESS)
         self.recorder = Recorder()
+        self._most_constructing: int | None = None  # processes with constructors
+        self.trainers_are_near = False
         self._closed = False
 
     is_in_process = False
@@ -144,10 +148,12 @@ class Processes:
     near = ()
 
     def expect_trainers(self, names: Sequence[Sequence[str]]) -> None:
-        """Do nothing: there is one machine."""
+        """Note whether all trainers are on this machine."""
+        own = set(node_names())
+        self.trainers_are_near = bool(names) and all(own.intersection(each) for each in names)
 
-    def expect_groups(self, num_groups: int) -> None:
-        """Do nothing: roles are spread over processes as they come."""
+    def expect_groups(self, num_groups: int, *, are_light: bool) -> None:
+        self._most_constructing = lay_out(self.num_processes, num_groups).constructors if are_light else None
 
     def move_near(self, name: str, node_names: Sequence[str]) -> bool:  # noqa: ARG002 - there is one machine
         return False
@@ -163,8 +169,7 @@ class Processes:
             number = self._num_spawned
             process = None
             if not _is_planner(name):
-                avoided = self._roles[apart_from][1] if apart_from else None
-                offered = [each for each in self._processes if each is not avoided] or self._processes
+                offered = self._offered_to(name, apart_from)
                 process = offered[choose_process(name, [each.names for each in offered])]
                 process.add(number, name, make)
                 self._starting[name] = number, process
@@ -254,6 +259,16 @@ class Processes:
         self._workplace.close()
         self._listener.close()
         self._node.peers.close()
+
+    def _offered_to(self, name: str, apart_from: str) -> Sequence[HostProcess]:
+        """The processes that a new role may be placed in."""
+        avoided = self._roles[apart_from][1] if apart_from else None
+        offered = [each for each in self._processes if each is not avoided] or self._processes
+        if self._most_constructing is not None and kind_of(name) == _CONSTRUCTOR:
+            constructing = [each for each in offered if any(kind_of(role) == _CONSTRUCTOR for role in each.names)]
+            if len(constructing) >= self._most_constructing:
+                return constructing
+        return offered
 
     def _make_here(self, number: int, name: str, make: Callable[[Workplace], Any]) -> None:
         assert self._workplace is not None  # start opens an engine before it spawns

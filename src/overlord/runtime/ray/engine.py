@@ -328,7 +328,9 @@ class Ray:
         avoided = self._names.node_of(self._roles[other].name) if other in self._roles else None
         return None if avoided is None else find_apart(self._options_of(name), avoided)
 
-    def expect_groups(self, num_groups: int) -> None:
+    trainers_are_near = False
+
+    def expect_groups(self, num_groups: int, *, are_light: bool) -> None:  # noqa: ARG002 - trainers may be anywhere
         self._placement.expect_groups(num_groups)
 
     def move_near(self, name: str, node_names: Sequence[str]) -> bool:
