@@ -125,13 +125,13 @@ def _nothing(*_: object) -> None: ...
 
 def find_counters() -> list[tuple[Callable[[object], None], object]]:
     """Every counter that a step or a chunk passes: how to replace it, and what it is."""
-    from overlord.roles import data_constructor
+    from overlord.roles import rank_pace
     from overlord.service import client
     from overlord.sources import parquet, storage
 
     places = [
-        (data_constructor.PaceMeter, "note_tokens"),
-        (data_constructor._RankMeter, "note_wait"),
+        (rank_pace.PaceMeter, "note_tokens"),
+        (rank_pace._RankMeter, "note_wait"),
         (client._StepMeter, "note"),
         (parquet, "count_local_bytes"),
         (storage, "count_local_bytes"),
@@ -142,7 +142,7 @@ def find_counters() -> list[tuple[Callable[[object], None], object]]:
 def time_counters() -> float:
     """CPU microseconds of all counters of one step, and of `client.metrics()`, by themselves."""
     from overlord.messages import Step
-    from overlord.roles.data_constructor import PaceMeter
+    from overlord.roles.rank_pace import PaceMeter
     from overlord.service.client import _StepMeter
 
     meter, mine = PaceMeter(), _StepMeter()

@@ -13,8 +13,8 @@ import pytest
 import overlord as ol
 from overlord.fleet.control_loop import Meter
 from overlord.loaders.autoscaling import ScalingDecision
-from overlord.roles.data_constructor import Pace, PaceMeter
 from overlord.roles.loader_host import HostStatus, LoaderHost
+from overlord.roles.rank_pace import Pace, PaceMeter
 from overlord.roles.source_loader import Work
 from tests.roles.mortal import bytes_of
 from tests.small_sources import Numbered, job_of

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import overlord as ol
 from overlord.messages import Delivery, Later
-from overlord.roles.data_constructor import PaceMeter
+from overlord.roles.rank_pace import PaceMeter
 from overlord.service.constructor import ServingConstructor
 from overlord.service.local_channel import LocalChannel
 from overlord.service.run_api import StepSource

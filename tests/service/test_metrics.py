@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import overlord as ol
-from overlord.roles.data_constructor import PaceMeter
+from overlord.roles.rank_pace import PaceMeter
 from overlord.runtime.events import KINDS, MOST_EVENTS, EventHistory, EventRing
 from overlord.service.auth import Listen
 from overlord.service.metric_table import FAMILIES

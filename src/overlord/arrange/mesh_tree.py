@@ -191,15 +191,15 @@ class ClientPlaceTree:
 
     def num_groups(self, axis: Bucket = "dp", group_size: int = 1) -> int:
         """The number of groups when a step is distributed along this axis, `group_size` neighbours to a group."""
-        sizes = {"dp": self.mesh.dp, "cp": self.mesh.dp * self.mesh.cp, "world": self.world_size}
-        if axis not in sizes:
+        if axis not in ("dp", "cp", "world"):
             raise SpecError(f"a step is distributed along dp, cp or world, not {axis!r}")
-        if group_size < 1 or sizes[axis] % group_size:
+        num_places = self.world_size if axis == "world" else self.mesh.dp * (self.mesh.cp if axis == "cp" else 1)
+        if group_size < 1 or num_places % group_size:
             raise SpecError(
-                f"group_size must divide the {sizes[axis]} places along {axis}, got {group_size}; "
+                f"group_size must divide the {num_places} places along {axis}, got {group_size}; "
                 f"1 gives each place its own samples"
             )
-        return sizes[axis] // group_size
+        return num_places // group_size
 
 
 def _data_block(data: dict[str, int], sizes: dict[str, int], cp: int | None, tp: int | None) -> dict[str, int]:

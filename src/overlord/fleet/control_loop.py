@@ -22,8 +22,8 @@ from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.fleet.hosts import Fleet, FleetState
 from overlord.fleet.shadows import ShadowChange, ShadowKeeper
 from overlord.loaders.model import Budget, Partition, Profile
-from overlord.roles.data_constructor import Pace
 from overlord.roles.planner import Planner
+from overlord.roles.rank_pace import Pace
 from overlord.roles.source_loader import Work
 from overlord.runtime import liveness
 from overlord.runtime.recorder import current_recorder

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from overlord.batches.buffers import Arenas
     from overlord.declare.job import Job
-    from overlord.roles.data_constructor import DataConstructor, HandedOut, Pace
+    from overlord.roles.data_constructor import DataConstructor, HandedOut
     from overlord.roles.plan_window import SharedPlans
     from overlord.roles.planner import Planner
+    from overlord.roles.rank_pace import Pace
     from overlord.roles.routes import Routes
     from overlord.runtime.engine import Handle, Workplace
     from overlord.runtime.recorder import SpanBatch

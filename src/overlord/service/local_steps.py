@@ -85,7 +85,7 @@ class Fetch(Struct, frozen=True, forbid_unknown_fields=True, tag="fetch"):
     most_unbuilt: Annotated[int, Meta(ge=0, le=64)] = 0
     """The step may come unbuilt (`unbuilt_steps.py`), if it is fetched ahead, with so many in all."""
     goes_on: bool = False
-    """The step is not that of the ticket, but the one after the last that this connection was asked for."""
+    """Not the step of the ticket, but the one after the last that was sent here, or that was not ready."""
 
 
 class ShareTakes(Struct, frozen=True, forbid_unknown_fields=True, tag="share_takes"):
