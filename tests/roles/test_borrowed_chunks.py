@@ -209,13 +209,14 @@ def test_memory_is_bounded_by_the_buffers_and_the_steps_in_flight():
 
 def test_a_host_learns_that_a_chunk_is_used_up_before_the_one_after_the_next_is_requested():
     """Otherwise it would keep two chunks of each source for most of the time, and many sources share its memory."""
-    sources = {f"source {n}": Large(first=n, buffer_bytes=80_000) for n in range(8)}
-    weights = {name: 1.0 + 0.1 * number for number, name in enumerate(sources)}  # so that chunks end at different steps
+    # A chunk lasts for more steps than are planned ahead, and chunks end at different steps.
+    sources = {f"source {n}": Large(first=n, buffer_bytes=80_000) for n in range(24)}
+    weights = {name: 1.0 + 0.02 * number for number, name in enumerate(sources)}
     job = job_of(sources, ol.Batch(tokens=2000, sequence_length=1000), mixture=ol.Mixture(weights))
     engine = Noting()
     with ol.start(job, engine=engine) as loader:
         client = loader.client(0, timeout_s=30)
-        for _ in range(60):
+        for _ in range(160):
             next(client)
     num_before = 0
     for name in sources:
