@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pyarrow as pa
@@ -30,7 +30,7 @@ from overlord.runtime.whereabouts import node_names
 from tests.faults.disturbance import pause, send
 from tests.faults.trainers import wait_until
 from tests.runtime.roles import Asker, Counter, make_asker, make_counter, make_length, make_nothing
-from tests.service.served import streams, undisturbed
+from tests.service.served import content, streams, undisturbed
 from tests.small_sources import Numbered, job_of
 
 
@@ -513,6 +513,27 @@ def test_constructors_share_processes_where_trainers_of_this_machine_build_their
         with ExitStack() as stack:
             clients = [stack.enter_context(ol.connect(address, rank=rank, timeout_s=60)) for rank in range(4)]
             assert streams(clients, 4) == undisturbed(job, 4)
+
+
+def test_a_killed_process_of_several_constructors_or_loaders_changes_no_step_of_any_trainer(tmp_path):
+    job = job_of(tokens_of(tmp_path, 8), mesh=ol.Mesh(dp=4))
+    engine = ol.Processes(6)
+    engine.expect_trainers([node_names()] * 4)
+    found: list[list[tuple]] = [[] for _ in range(4)]
+    with ol.start(job, engine=engine) as loader:
+        address = loader.serve()
+        victims = {role: engine._roles[role][1] for role in ("constructor/0", "loaders/1")}
+        assert len({engine._roles[f"constructor/{group}"][1] for group in range(4)}) == 1
+        with ExitStack() as stack:
+            clients = [stack.enter_context(ol.connect(address, rank=rank, timeout_s=60)) for rank in range(4)]
+            for number in range(24):
+                victim = victims["loaders/1"] if number % 12 == 9 else victims["constructor/0"] if number % 12 == 4 else None
+                if victim is not None:
+                    wait_until(lambda victim=victim: victim.pid is not None, timeout_s=30)
+                    send(cast("int", victim.pid), signal.SIGKILL)
+                for client, steps in zip(clients, found, strict=True):
+                    steps.append(content(next(client)))
+    assert found == undisturbed(job, 24)
 
 
 def test_a_run_that_is_moved_keeps_its_constructors_in_few_processes(tmp_path):
