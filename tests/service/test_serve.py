@@ -8,9 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
+from overlord.runtime.cores import num_usable_cores
 from tests.commands import environment
 from tests.service.served import content, streams, two_sources, undisturbed
 
@@ -142,6 +145,25 @@ def test_it_says_which_processes_it_took_and_serves_the_same_in_any(job_file, ar
         clients = [ol.connect(serving.told["address"], rank=rank, timeout_s=60) for rank in range(2)]
         assert streams(clients, 2) == undisturbed(job, 2)
         assert re.match(where, serving.stopped_by(signal.SIGTERM))
+
+
+TOKENS = """
+from pathlib import Path
+import overlord as ol
+from tests.small_sources import job_of
+folder = Path(__file__).parent
+job = job_of({name: ol.Parquet(folder / f"{name}.parquet") for name in "abcdefgh"}, mesh=ol.Mesh(dp=4))
+"""
+
+
+def test_trainers_of_this_machine_need_few_processes_for_sources_that_are_only_read(tmp_path):
+    for number, name in enumerate("abcdefgh"):
+        rows = [list(range(number * 1000, number * 1000 + 5 + row % 7)) for row in range(40)]
+        pq.write_table(pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))}), tmp_path / f"{name}.parquet")
+    (tmp_path / "job.py").write_text(TOKENS)
+    with Serving(tmp_path / "job.py", "--processes", "6") as serving:
+        told = serving.stopped_by(signal.SIGTERM)
+    assert f"4 worker processes on {num_usable_cores()} cores: 3 loader hosts, 4 data constructors\n" in told
 
 
 @pytest.mark.second_try(reason="a Ray cluster must end within 60 s")
